@@ -1,0 +1,44 @@
+# Everything starts from here: a machine with Python 3.10 to 3.13, make and a compiler. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help install demo test test-breaking lint quick slurm-tests clean
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
+
+install: $(STAMP) ## set up .venv in the checkout, with `holmes` in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "install: no $(PYTHON); install Python 3.10 to 3.13, or set PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+	  { echo "install: $(PYTHON) is not a Python 3.10 to 3.13 with venv; install one (Debian: python3-venv), or set PYTHON=" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing packages into $(VENV): some minutes; torch is the largest"
+	@while sleep 20; do echo "  still installing, $$(date +%T)"; done & ticking=$$!; trap "kill $$ticking" EXIT; \
+	  $(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[dev,tensorboard]'
+	@touch $@
+
+demo: install ## set-up, the main job on the testbed, its report
+	PATH="$(abspath $(BIN)):$$PATH" bash slurm/demo.sh
+
+lint: install ## ruff, mypy, the contracts between rooms
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+quick: install ## the tests that need no Slurm
+	$(BIN)/pytest -q -m "not slurm"
+
+test: lint ## lint, types, import contracts and the tests, those on the testbed included
+	$(BIN)/pytest -q -m "not slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -m "slurm and not breaking" --durations=10
+
+test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
+	$(BIN)/pytest -q -m breaking --durations=10
+
+clean: ## remove what was built (not runs/)
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,133 @@
+"""One rank of benchmarks/hop_pairs.py: trains under several schedules in turn, one step each, and notes their times.
+
+Alternating within one job compares schedules in the same minute on the same nodes; results are equal bit for bit, so
+each goes on where the other stopped. Arguments: a JSON file of {plan, run_dir, train, data, variants, rounds}, and the
+file that rank N writes its times to, with .N at its end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training import data, edges, model, optimizer, pace, session
+from holmes_hpc.training.breakdown import Breakdown
+from holmes_hpc.training.launch import Launch
+from holmes_hpc.training.loop import _forward
+from holmes_hpc.training.output import Exits, RankLog
+from holmes_hpc.training.schedule import run_ahead
+
+CONF = Path(session.__file__).parents[1] / "conf"
+
+
+def launch() -> Launch:
+    """srun itself, without a batch script, does not tell a task the other components' nodes: they are not looked at."""
+    e = os.environ
+    return Launch(int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"]), int(e["SLURM_LOCALID"]), "srun",
+                  e["SLURMD_NODENAME"], f"hop-{e.get('SLURM_HET_JOB_ID') or e['SLURM_JOB_ID']}", False)
+
+
+class Rank:
+    """What the training loop makes, without what it records: model, optimizer, data, edges."""
+
+    def __init__(self, config: dict[str, Any], here: session.Session) -> None:
+        train, plan = config["train"], here.plan
+        self.plan, self.device, self.train = plan, here.device, train
+        self.breakdown = Breakdown(here.cuda)
+        torch.manual_seed(train["seed"])
+        model_parallel_cuda_manual_seed(train["seed"])
+        self.config = model.transformer_config(plan, model.dtype_of(train["dtype"], here.cuda), cuda=here.cuda,
+                                               timers=self.breakdown)
+        chunks = model.build(plan, self.config, train["seed"], here.device)
+        pace.pace(model.layers_of(chunks), train["pace_layer_ms"])
+        self.models = optimizer.wrap(chunks, self.config, plan, train)
+        self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
+        optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.edges = edges.build(plan, here.groups.edge, rank=here.launch.rank, pp_group=self.groups.pp,
+                                 config=self.config)
+        training, _ = data.build_datasets(config, plan)
+        self.batches = data.batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
+
+    def schedules(self, variants: list[str]) -> dict[str, tuple[Any, Any]]:
+        """Name -> (schedule, communicator). megatron: its 1F1B over our edges; plain: over its own communicator, one
+        group for the whole pipeline; ahead:3,1: ours with so many in flight."""
+        made: dict[str, tuple[Any, Any]] = {}
+        for name in variants:
+            kind, _, depths = name.partition(":")
+            if kind == "ahead":
+                in_flight = tuple(int(n) for n in depths.split(","))
+                made[name] = functools.partial(run_ahead, in_flight=in_flight), self.edges
+            else:
+                plain = P2PCommunicator(self.groups.pp, self.config)
+                made[name] = get_forward_backward_func(), plain if kind == "plain" else self.edges
+        return made
+
+    def step(self, schedule: Any, communicator: Any) -> float:
+        """One step; the gradient norm."""
+        self.models[0].zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self.breakdown.part("pipeline_wait_s"):  # what is not another part
+            schedule(forward_step_func=functools.partial(_forward, self.device), data_iterator=self.batches,
+                     model=self.models[0], num_microbatches=self.plan.micro_batches,
+                     seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
+                     p2p_communicator=communicator, pg_collection=self.groups)
+        with self.breakdown.part("optimizer_s"):
+            _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    train = {**yaml.safe_load((CONF / "train" / "default.yaml").read_text()), **given["train"]}
+    settings = {**yaml.safe_load((CONF / "data" / "synthetic.yaml").read_text()), **given.get("data", {})}
+    own, run, plan = launch(), RunDirectory(given["run_dir"]), Plan.read(given["plan"])
+    log, exits = RankLog(run, own), Exits(run, own)
+    try:
+        config = {"train": train, "data": settings}
+        here = session.start(config, own, plan, run, exits)
+        rank = Rank(config, here)
+        variants = rank.schedules(given["variants"])
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        parts: dict[str, list[Any]] = {name: [] for name in variants}
+        norms = []
+        torch.distributed.barrier()
+        for turn in range(given["rounds"] + 1):  # the first one does not count
+            for name in list(variants) if turn % 2 else list(reversed(variants)):  # none is always the first of a pair
+                rank.breakdown.begin()
+                began = time.perf_counter()
+                norms.append(rank.step(*variants[name]))
+                torch.distributed.barrier()
+                times[name].append(time.perf_counter() - began)
+                parts[name].append(rank.breakdown.take())
+        Path(f"{sys.argv[2]}.{own.rank}").write_text(json.dumps(
+            {"times": {n: t[1:] for n, t in times.items()}, "parts": {n: p[1:] for n, p in parts.items()},
+             "norms": norms}), encoding="utf-8")
+        rank.edges.close()
+        torch.distributed.barrier()
+        here.close()
+        exits.ended("completed")
+    except Exception as e:
+        sys.exit(exits.failed(e))
+    finally:
+        log.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the checks at start and the byte counters cost a node: `python benchmarks/link_check.py`.
+
+Allowed: 5 s at 10 nodes and 20 ms for each further node; counters 0.5% of a step. One node's own work is run for
+real: reading all cards, choosing and reaching its peers (over loopback, so without their own delays), the rounds of
+samples with their fixed time, and the verdict over all reports. The nodes are made up: three fabrics, eight GPUs each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import pairwise
+
+from holmes_hpc.fabric.counters import read_counters
+from holmes_hpc.fabric.linkcheck import Limits
+from holmes_hpc.fabric.links import Card, Endpoint, Report, Talk, audit, peers, rounds, skewed, slow, unreachable
+from holmes_hpc.fabric.linktest import LinkServer, reach
+
+GPUS = 8
+STEP_S = 0.5
+
+
+def job(count: int) -> tuple[list[Card], list[Talk]]:
+    """`count` nodes of three fabrics, data parallel inside, edges between."""
+    cards = []
+    for i in range(count):
+        fabric = ("ib-a", "roce-a", "eth-a")[3 * i // count]
+        nics = {"tcp": Endpoint("eth0", f"10.{i // 250}.1.{i % 250}", 1, 25.0)}
+        if fabric != "eth-a":
+            nics["rdma"] = Endpoint("rdma0", f"10.{i // 250}.2.{i % 250}", 2, 200.0)
+        cards.append(Card(f"n{i}", fabric, tuple(range(i * GPUS, (i + 1) * GPUS)), nics))
+    parts = [[c for c in cards if c.fabric == f] for f in ("ib-a", "roce-a", "eth-a")]
+    talks = [Talk(f"dp {g}", kind, tuple(c.ranks[g] for c in part))
+             for kind, part in zip(("rdma", "rdma", "tcp"), parts, strict=True) for g in range(GPUS)]
+    talks += [Talk("edge", "tcp", (a.ranks[g], b.ranks[g])) for one, two in pairwise(parts)
+              for a, b in zip(one, two, strict=False) for g in range(GPUS)]
+    return cards, [*talks, Talk("world", "tcp", tuple(range(count * GPUS)), sampled=False)]
+
+
+def cost(count: int) -> tuple[float, int]:
+    """Seconds of one node of `count`, and how many peers it reached."""
+    cards, talks = job(count)
+    text = json.dumps({c.node: c.to_dict() for c in cards})
+    start = time.perf_counter()
+    cards = [Card.from_dict(c) for c in json.loads(text).values()]
+    audit(cards, talks)
+    own = cards[count // 2].node
+    links = peers(cards, talks, own)
+    order = rounds(cards, talks)
+    with LinkServer("peer", "word", {"tcp": ("lo", "127.0.0.1")}) as server:
+        targets = {f"{x.kind} {x.receiver}": Endpoint("lo", "127.0.0.1", server.ports["tcp"], 1.0) for x in links}
+        reach(("lo", "127.0.0.1"), targets, "word", 10)
+    reports = [Report(c.node, (), tuple((x, 20.0) for r in order for x in r if x.sender == c.node)) for c in cards]
+    unreachable(cards, reports)
+    slow(cards, reports)
+    skewed(reports)
+    return time.perf_counter() - start + len(order) * Limits().sample_s, len(links)
+
+
+def main() -> int:
+    """Print the table; exit code 1 where the allowance is exceeded."""
+    worst = 0.0
+    print(f"{'nodes':>6} {'peers':>6} {'seconds':>8} {'allowed':>8}")
+    for count in (10, 100, 300, 1000):
+        seconds, reached = cost(count)
+        allowed = 5 + 0.02 * (count - 10)
+        worst = max(worst, seconds / allowed)
+        print(f"{count:6d} {reached:6d} {seconds:8.2f} {allowed:8.2f}")
+    tries = 200
+    start = time.perf_counter()
+    for _ in range(tries):
+        counters = read_counters()
+    each = (time.perf_counter() - start) / tries
+    print(f"counters of {len(counters)} NICs: {each * 1e6:.0f} us, {each / STEP_S:.3%} of a step of {STEP_S:g} s "
+          "(allowed 0.5%)")
+    return int(worst > 1 or each / STEP_S > 0.005)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""A sweep of 200 plan jobs: what submission costs beyond Slurm's own commands, and what watching it costs.
+
+    python benchmarks/submission_sweep.py [JOBS]
+
+Slurm's commands are stand-ins that answer at once, so all that is measured is ours. Limits (exit code 1 beyond them):
+150 ms a submission, one Slurm query per poll, 1 s until the table of all jobs is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.grid import Parallel
+from holmes_hpc.planning.model import Batch, ModelSpec
+from holmes_hpc.planning.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission import commands, states, submit, sweep
+from holmes_hpc.submission.manifest import SweepJob, open_manifest
+from holmes_hpc.submission.plan_job import submit_plan
+
+SITE = Site("bench", (Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
+                      Fabric("roce-a", NicType.ROCE, "roce", 4, 8, 25, CPU, 200, "nic_roce")))
+PLAN = Plan("pipeline", ModelSpec("m", 8, 64, 8, 256, 128, 8), Batch(64, 1, 32), Parallel(pp=2, dp=32), "none",
+            Schedule("1f1b", (2, 1)), (Component("ib", "nic_ib", "ib-a", 4, 8, (0,)),
+                                       Component("roce", "nic_roce", "roce-a", 4, 8, (1,))),
+            (Stage("ib-a", 4), Stage("roce-a", 4)), SITE)
+SACCT = states.SEPARATOR.join(("{id}+{k}", "RUNNING", "0:0", "{now}", "None", "n1", "holmes-{name}"))
+
+
+class StandIns:
+    """Slurm's commands, answered in this process; counts calls and the time in them."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+        self.calls: list[str] = []
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: str, **_: Any) -> commands.Answer:
+        began = time.perf_counter()
+        self.calls.append(arguments[0])
+        out = err = ""
+        if arguments[0] == "sbatch" and "--test-only" in arguments:
+            err = "sbatch: Job 1 to start at 2030-01-01T00:00:00 using 4 processors on nodes n1 in partition p"
+        elif arguments[0] == "sbatch":
+            self.jobs.append(Path(arguments[-1]).parents[1].name)
+            out = str(len(self.jobs))
+        elif arguments[0] == "sacct":
+            now = int(time.time())
+            out = "\n".join(SACCT.format(id=i, k=k, now=now, name=name)
+                            for i, name in enumerate(self.jobs, 1) for k in (0, 1)) + "\n"
+        self.seconds += time.perf_counter() - began
+        return commands.Answer(0, out, err)
+
+
+def work(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
+def main() -> int:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    fake = StandIns()
+    targets = ("holmes_hpc.submission.commands.slurm", "holmes_hpc.submission.submit.slurm",
+               "holmes_hpc.submission.states.slurm")
+    with tempfile.TemporaryDirectory() as folder, mock.patch(targets[0], fake), mock.patch(targets[1], fake), \
+            mock.patch(targets[2], fake):
+        root = Path(folder)
+        manifest = open_manifest(root, time.time())
+        each = []
+        for num in range(count):
+            began, inside = time.perf_counter(), fake.seconds
+            config = {"train": {"steps": 100}, "run_dir": str(root / str(num))}
+            run = RunDirectory.create(root / str(num), plan_text=PLAN.to_yaml(), config=config)
+            job = submit_plan(PLAN, run.path, work, config, {"timeout_min": 60})
+            manifest.put(SweepJob(num, (f"seed={num}",), str(num), "plan", "slurm", job.job_id, f"{num}/submission",
+                                  64, f"holmes-{num}", time.time()))
+            each.append(time.perf_counter() - began - (fake.seconds - inside))
+            run.start_attempt({})
+            for step in range(100):
+                run.append_metrics({"step": step, "loss": 1.0, "tokens_per_s": 1.0, "attempt": 1})
+        states.WATCHER.clear()
+        for known in states.WATCHER._registered_at:
+            states.WATCHER._registered_at[known] -= 60  # no longer young
+        polls = []
+        for _ in range(5):
+            fake.calls.clear()
+            began = time.perf_counter()
+            rows = sweep.sweep_status(root)
+            sweep.table_rows(rows)
+            polls.append((time.perf_counter() - began, len(fake.calls)))
+            assert len(rows) == count and all(r.state == "RUNNING" for r in rows), rows[0]
+    each.sort()
+    drawn = sorted(seconds for seconds, _ in polls)[len(polls) // 2]
+    queries = max(calls for _, calls in polls)
+    print(f"{count} jobs of two components, 64 ranks each; {os.cpu_count()} cores")
+    print(f"submission beyond Slurm's commands: median {1e3 * each[len(each) // 2]:.1f} ms, "
+          f"slowest {1e3 * each[-1]:.1f} ms (limit 150)")
+    print(f"Slurm queries per poll: {queries} (limit 1)")
+    print(f"status of all jobs: {drawn:.3f} s (limit 1)")
+    return 0 if each[len(each) // 2] < 0.15 and queries <= 1 and drawn < 1 else 1
+
+
+if __name__ == "__main__":
+    assert submit  # imported so that its name can be replaced
+    sys.exit(main())

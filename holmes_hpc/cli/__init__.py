@@ -1,0 +1,61 @@
+"""The `holmes` command: one thin function a verb. Each calls a room, prints what it returns, ends with its code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import __version__, console
+from holmes_hpc.cli import data, planning, runs, site, sweep, testbed
+from holmes_hpc.cli.app import app
+from holmes_hpc.errors import HolmesError
+
+__all__ = ["app", "main"]
+
+# each module hung its verbs on `app`; these have verbs of their own
+for _name, _module in (("testbed", testbed), ("data", data), ("sweep", sweep)):
+    app.add_typer(_module.group, name=_name)
+_ = (planning, runs, site)
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers bring along
+
+
+def main() -> None:
+    """Run the command line; every error of ours is one line on stderr and its exit code."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of packages that it can do without
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except HolmesError as e:
+        sys.stderr.write(f"holmes: {e}\n")
+        sys.exit(e.exit_code)
+    except OSError as e:
+        if isinstance(e, BrokenPipeError):  # `holmes … | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        where = f"{e.filename}: " if e.filename else ""
+        sys.stderr.write(f"holmes: {where}{e.strerror or e}; see to it and try again\n")
+        sys.exit(1)
+    except typer.Exit as e:
+        sys.exit(e.exit_code)
+    except UsageError as e:
+        if type(e).__name__ == "NoArgsIsHelpError":
+            sys.stdout.write(f"{e}\n")
+            sys.exit(0)
+        command = getattr(getattr(e, "ctx", None), "command_path", "holmes")
+        sys.stderr.write(f"holmes: {' '.join(str(e).split())}; see `{command} --help`\n")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("holmes: interrupted\n")
+        sys.exit(130)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        console.text(f"holmes_hpc {__version__}")
+        raise typer.Exit

@@ -1,0 +1,3 @@
+from holmes_hpc.cli import main
+
+main()

@@ -1,0 +1,39 @@
+"""Verbs about data sets: data prepare."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json
+from holmes_hpc.errors import ConfigError
+
+group = typer.Typer(no_args_is_help=True, help="Data sets.")
+
+
+@group.command("prepare")
+def data_prepare(
+        files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", show_default=False)] = None,
+        output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Of PREFIX.bin and .idx.")] = "",
+        tokenizer: Annotated[str | None, typer.Option(help="A Hugging Face tokenizer.json; without: bytes.")] = None,
+        json_key: Annotated[str, typer.Option(help="Where a JSONL line has its text.")] = "text",
+        workers: Annotated[int | None, typer.Option(help="Processes; without: one a core.")] = None,
+        stdlib: Annotated[bool, typer.Option("--stdlib", help="Python's own sources, for trying.")] = False,
+        json: Json = False) -> None:
+    """Text or JSONL, also compressed, to Megatron's indexed data set. Example: holmes data prepare a.jsonl.gz -o d/a"""
+    from holmes_hpc.training import prepare
+
+    if not output:
+        raise ConfigError("no output", where="data prepare", cure="give -o PREFIX")
+    if bool(files) == stdlib:
+        raise ConfigError("nothing to read" if not files else "FILES and --stdlib", where="data prepare",
+                          cure="give FILES, or --stdlib")
+    made = (prepare.demo_corpus(output, progress=console.Progress()) if stdlib else
+            prepare.prepare(files or [], output, tokenizer=tokenizer, workers=workers, json_key=json_key,
+                            progress=console.Progress()))
+    if json:
+        console.as_json(made.to_dict())
+    else:
+        console.text(str(made))

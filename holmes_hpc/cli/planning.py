@@ -1,0 +1,183 @@
+"""Verbs about what to run where: plan, predict, calibrate."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json, Overrides, SiteFile, app, configuration
+from holmes_hpc.errors import ConfigError
+
+# A short run, unless overrides say otherwise.
+CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
+               "plan.schedule=1f1b")
+
+
+@app.command()
+def plan(overrides: Overrides = None, site: SiteFile = None,
+         output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+         json: Json = False) -> None:
+    """The best plan for a model, why, and the runners-up.
+
+    Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
+    """
+    from holmes_hpc import config
+
+    settings = configuration(overrides, site)
+    if output and (not Path(output).absolute().parent.is_dir() or Path(output).is_dir()):
+        raise ConfigError("not a file in a directory that exists", where=output, cure="give another -o FILE")
+    with console.waiting("planning"):
+        chosen = config.make_plan(settings)
+    if output:
+        chosen.write(output)
+    if json:
+        console.as_json(chosen.to_dict())
+        return
+    from holmes_hpc.planning.narrative import explain
+
+    for line in explain(chosen, config.costs(settings)):
+        console.text(line)
+    if output:
+        console.note(f"written: {output}")
+
+
+@app.command()
+def predict(
+        plan_path: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+        site: SiteFile = None,
+        tp: int = 1, pp: int = 1, dp: int = 1,
+        micro_batch: int = 1, global_batch: Annotated[int | None, typer.Option()] = None,
+        layers_per_stage: Annotated[str | None, typer.Option(help="26,22")] = None,
+        virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
+        recompute: Annotated[str, typer.Option(help="none, selective or full")] = "none",
+        schedule: Annotated[str, typer.Option(help="auto, 1f1b, interleaved or ahead")] = "auto",
+        sequence_parallel: bool = False, distributed_optimizer: bool = True,
+        transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
+        model: Annotated[str | None, typer.Option(help="A named model.")] = None,
+        layers: int | None = None, hidden: int | None = None, heads: int | None = None, vocab: int = 51200,
+        sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+        gpus_per_node: int | None = None,
+        nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
+        calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`.")] = None,
+        pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute, as train.pace_layer_ms.")] = None,
+        trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
+        json: Json = False) -> None:
+    """Step time, throughput and memory of one given layout.
+
+    Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
+    """
+    from holmes_hpc import config
+    from holmes_hpc.planning.plan import Plan
+    from holmes_hpc.planning.predict import chrome_trace, timeline
+    from holmes_hpc.planning.predict import predict as predict_plan
+
+    settings = configuration([], site, calibration=calibration)
+    settings["train"]["pace_layer_ms"] = pace_layer_ms
+    if (plan_path is None) == (site is None):
+        raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", cure="holmes predict --help")
+    if plan_path is not None:
+        given = Plan.read(plan_path)
+    else:
+        if global_batch is None:
+            raise ConfigError("no batch", where="predict", cure="give --global-batch")
+        settings["batch"] = {"global_size": global_batch, "micro_size": micro_batch, "sequence_length": sequence}
+        settings["model"] = _model(model, layers, hidden, heads, vocab, sequence)
+        settings["plan"] |= {
+            "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
+            "schedule": schedule,
+            "sequence_parallel": sequence_parallel, "distributed_optimizer": distributed_optimizer,
+            "transport": transport, "gpus_per_node": gpus_per_node, "nodes": _nodes(nodes),
+            "layers_per_stage": _numbers(layers_per_stage)}
+        given = config.make_plan(settings)
+    predicted = predict_plan(given, config.costs(settings))
+    if trace is not None:
+        Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, config.costs(settings)))), encoding="utf-8")
+        console.note(f"written: {trace}")
+    if json:
+        from dataclasses import asdict
+
+        console.as_json(asdict(predicted))
+        return
+    console.table(f"{given.model.name}: TP {given.parallel.tp}, PP {given.parallel.pp}, DP {given.parallel.dp}, "
+                  f"{given.schedule.kind}", ("figure", "predicted"), [
+        ("step time", f"{predicted.step_time_s:.4g} s"), ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),
+        ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
+        ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
+        *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
+          for i, size in enumerate(predicted.memory_bytes_per_gpu)),
+        *((f"{part.removesuffix('_s').replace('_', ' ')}", f"{s:.4g} s") for part, s in predicted.breakdown.items()),
+        *((f"bytes over {nic}, a step", console.size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
+        caption="; ".join(given.assumptions))
+
+
+@app.command()
+def calibrate(overrides: Overrides = None, site: SiteFile = None,
+              output: Annotated[str, typer.Option("-o", "--output", help="Write what was measured here."),
+                                ] = "calibration.yaml",
+              json: Json = False) -> None:
+    """Measure layers and links in a short job on two nodes of each fabric; plan and predict take its file.
+
+    Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
+    """
+    from holmes_hpc import config
+    from holmes_hpc.cli.runs import start
+    from holmes_hpc.records.files import write_whole
+    from holmes_hpc.submission.follow import follow
+
+    settings = config.for_calibration(configuration([*CALIBRATION, *(overrides or [])], site))
+    chosen = config.make_plan(settings)
+    record, job = start(chosen, settings, overrides)
+    console.note(f"job {job.id}: {record.path}")
+    if code := follow(record, job):
+        raise typer.Exit(code)
+    made = config.read_yaml(str(record.path / "calibration.yaml"))
+    write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))
+    if json:
+        console.as_json({"run": str(record.path), "file": output, "calibration": made})
+        return
+    steps = record.read_run()["calibration"]
+    console.table(f"{chosen.model.name}, {made['device']}, {made['dtype']}, TP {chosen.parallel.tp}", (
+        "measured", "forward or latency", "backward or efficiency"), [
+        *((p["part"], f"{p['forward_s'] * 1e3:.4g} ms", f"{p['backward_s'] * 1e3:.4g} ms") for p in made["parts"]),
+        *((name, f"{link['latency_s'] * 1e6:.4g} us", f"{link['efficiency']:.3g}")
+          for name, link in made["links"].items()),
+        ("optimizer, a million parameters", f"{made['optimizer_s'] * 1e9:.4g} ms", ""),
+        ("rest of a step", f"{made['step_s'] * 1e3:.4g} ms", "")],
+        caption=f"its own steps took {steps['step_time_s']:.4g} s; from these figures they would take "
+                f"{steps['predicted_step_time_s']:.4g} s")
+    console.note(f"written: {output}")
+
+
+def _model(name: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int,
+           sequence: int) -> dict[str, Any]:
+    """The configuration group of a named model, or of a GPT of the given sizes."""
+    from holmes_hpc import config
+
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads}
+    if name is not None:
+        made: dict[str, Any] = config.load([f"model={name}"])["model"]
+        return made | {k: v for k, v in sizes.items() if v is not None} | {
+            "max_positions": max(sequence, made["max_positions"])}
+    missing = [f"--{k}" for k, v in sizes.items() if v is None]
+    if hidden is None or missing:
+        raise ConfigError(f"no {', '.join(missing)}", where="predict", cure="give --model NAME, or the model's sizes")
+    return {"name": "gpt", **sizes, "vocab": vocab, "ffn": 4 * hidden, "kv_heads": heads, "swiglu": False,
+            "rmsnorm": False, "rope": False, "tied": True, "bias": True, "max_positions": sequence}
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    try:
+        return [int(n) for n in text.split(",")] if text else None
+    except ValueError as e:
+        raise ConfigError(f"{text!r} is not whole numbers", where="--layers-per-stage", cure="write 26,22") from e
+
+
+def _nodes(text: str | None) -> dict[str, int] | None:
+    try:
+        return {k: int(v) for k, v in (part.split("=") for part in text.split(","))} if text else None
+    except ValueError as e:
+        raise ConfigError(f"{text!r} is not FABRIC=NODES,…", where="--nodes", cure="write ib-a=4,roce-a=4") from e

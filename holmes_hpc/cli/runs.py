@@ -1,0 +1,256 @@
+"""Verbs about runs: submit, run, status, logs, cancel, report."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json, Overrides, Run, SiteFile, app, configuration
+from holmes_hpc.errors import ConfigError, HolmesError
+
+
+@app.command()
+def submit(plan_path: Annotated[str, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.")],
+           overrides: Overrides = None,
+           dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
+           json: Json = False) -> None:
+    """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
+    from holmes_hpc import config
+
+    chosen, settings = planned(overrides, plan_file=plan_path)
+    if dry_run:
+        from holmes_hpc.submission.plan_job import script_for_plan
+
+        settings["run_dir"] = settings["run_dir"] or str(config.new_run_path(settings, chosen))
+        console.text(script_for_plan(chosen, settings["run_dir"], settings, settings["slurm"]))
+        return
+    run, job = start(chosen, settings, overrides)
+    if json:
+        console.as_json({"run": str(run.path), "job_id": job.id})
+    else:
+        console.text(f"job {job.id}: {run.path}")
+
+
+@app.command()
+def run(overrides: Overrides = None, site: SiteFile = None, json: Json = False) -> None:
+    """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
+    from holmes_hpc.submission.follow import follow
+
+    chosen, settings = planned(overrides, site)
+    console.note(f"plan {chosen.id}: {chosen.strategy}, " + ", ".join(
+        f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components))
+    record, job = start(chosen, settings, overrides)
+    console.note(f"job {job.id}: {record.path}")
+    code = follow(record, job)
+    result = record.read_result() or {}
+    if json:
+        console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
+    elif code == 0:
+        report([str(record.path)])
+    raise typer.Exit(code)
+
+
+def planned(overrides: list[str] | None, site: str | None = None, **values: Any) -> tuple[Any, dict[str, Any]]:
+    """The plan of a configuration, checked against the site and the data that it will run on; and the configuration."""
+    from holmes_hpc import config
+
+    settings = configuration(overrides, site, **values)
+    if settings["data"]["kind"] == "indexed":  # here, before anything is queued
+        with console.waiting("looking at the data"):
+            from holmes_hpc.training.indexed import Prefix, parse_blend
+
+            for prefix in parse_blend(settings["data"]["prefix"])[0]:
+                Prefix.open(prefix)
+    with console.waiting("planning"):
+        chosen = config.make_plan(settings)
+    if settings["plan_file"]:
+        config.check_overrides(overrides or [])
+        config.check_site(chosen, config.site(settings))
+        settings |= {"model": asdict(chosen.model), "batch": asdict(chosen.batch)}
+    return chosen, settings
+
+
+def start(chosen: Any, settings: dict[str, Any], overrides: list[str] | None) -> tuple[Any, Any]:
+    """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind."""
+    from holmes_hpc import config
+
+    record = config.new_run(settings, chosen, overrides or [])
+    try:
+        return record, _submit(chosen, record, record.config)
+    except BaseException:
+        shutil.rmtree(record.path)
+        raise
+
+
+def _submit(chosen: Any, record: Any, settings: dict[str, Any]) -> Any:
+    """Submit a run as its launcher says; its job comes back."""
+    from holmes_hpc.submission.local import run_plan_here
+    from holmes_hpc.submission.plan_job import submit_plan
+    from holmes_hpc.submission.track import job_of
+    from holmes_hpc.train import run_rank
+
+    if settings["launcher"]["kind"] == "local":
+        return run_plan_here(chosen, record.path, run_rank, settings, settings["slurm"])
+    submit_plan(chosen, record.path, run_rank, settings, settings["slurm"])
+    return job_of(record)
+
+
+@app.command()
+def resume(run: Run, overrides: Overrides = None,
+           plan_path: Annotated[str | None, typer.Option("--plan", help="Go on under another plan.")] = None) -> None:
+    """Go on from the last good checkpoint, also under another plan.
+
+    Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
+    """
+    from holmes_hpc import config
+    from holmes_hpc.planning.plan import Plan
+    from holmes_hpc.records.run import find_run
+    from holmes_hpc.submission.follow import follow
+    from holmes_hpc.submission.track import status as status_of
+
+    record = find_run(run)
+    now = status_of(record)
+    if not now.ended and now.state != "NOT_SUBMITTED":
+        raise ConfigError(f"it is {now.state}", where=str(record.path), cure="wait for its end, or `holmes cancel` it")
+    settings = record.config
+    if overrides:
+        fixed = {key: settings[key] for key in ("run_dir", "plan_file", "site_file")}
+        settings = {**config.load([*record.read_run()["overrides"], *overrides]), **fixed}
+    chosen = Plan.read(plan_path or record.plan_path)
+    if chosen.model != Plan.read(record.plan_path).model:
+        raise ConfigError("the plan is for another model", where=plan_path or "", cure="plan for this run's model")
+    if settings["launcher"]["kind"] != "local":
+        config.check_site(chosen, config.site(settings))
+    record.reopen(chosen.to_yaml() if plan_path else None)
+    record.update_run(config=settings, plan_id=chosen.id)
+    job = _submit(chosen, record, settings)
+    console.note(f"job {job.id}: {record.path}")
+    raise typer.Exit(follow(record, job))
+
+
+@app.command()
+def export(run: Run, safetensors: Annotated[str, typer.Option("--safetensors", metavar="DIR", help="Write here.")],
+           ) -> None:
+    """The weights of the last good checkpoint with Hugging Face's names.
+
+    Example: holmes export my-run --safetensors weights/
+    """
+    from holmes_hpc.errors import DataError
+    from holmes_hpc.records.run import find_run
+    from holmes_hpc.training import saves
+    from holmes_hpc.training.export import export as export_weights
+
+    record = find_run(run)
+    found = saves.complete(record.checkpoints)
+    if not found:
+        raise DataError("no complete checkpoint", where=str(record.checkpoints),
+                        cure="train with train.checkpoint_interval=N")
+    console.text(str(export_weights(record, found[0].path, safetensors, found[0].step)))
+
+
+@app.command()
+def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None,
+           json: Json = False) -> None:
+    """How runs stand: state, step, loss; of a failed one the rank, node and last lines of its log.
+
+    Example: holmes status 20260101-120000-gpt_tiny
+    """
+    from holmes_hpc.records.run import find_run, run_directories, runs_root
+    from holmes_hpc.submission.track import statuses
+
+    found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
+    all_of_them = statuses(found)
+    if json:
+        console.as_json([s.to_dict() for s in all_of_them])
+        return
+    console.table("", ("run", "job", "state", "step", "loss", "step time", "attempt"), [
+        (s.name, s.job_id, s.state, f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
+         f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
+    for s in all_of_them:
+        if s.error:
+            rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
+            console.text(f"\n{s.name}: {rank}{s.error}")
+            for line in s.log_tail:
+                console.text(f"  | {line}")
+
+
+@app.command()
+def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank's.")] = None,
+         lines: Annotated[int, typer.Option("-n", "--lines", help="How many of each log's last lines.")] = 20,
+         follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False) -> None:
+    """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
+    from holmes_hpc.records.logs import follow as follow_logs
+    from holmes_hpc.records.logs import tail
+    from holmes_hpc.records.run import find_run
+    from holmes_hpc.submission.track import log_paths
+
+    record = find_run(run)
+    paths = [record.log_path(rank)] if rank is not None else log_paths(record)
+    if rank is not None and not paths[0].exists():
+        raise ConfigError(f"no log of rank {rank}", where=str(record.path), cure="`holmes logs RUN` shows all")
+    if follow:
+        for number, line in follow_logs(record, lambda: record.read_result() is not None,
+                                        None if rank is None else [rank]):
+            console.text(f"{number}: {line}")
+        return
+    for path in paths:
+        console.text(f"== {path.name}")
+        for line in tail(path, lines):
+            console.text(line)
+
+
+@app.command()
+def cancel(run: Run) -> None:
+    """Cancel a run's job, all its components. Example: holmes cancel my-run"""
+    from holmes_hpc.records.run import find_run
+    from holmes_hpc.submission.states import UNKNOWN
+    from holmes_hpc.submission.track import cancel as cancel_run
+
+    record = find_run(run)
+    with console.waiting("asking Slurm"):
+        before = cancel_run(record)
+    if before.state == UNKNOWN:
+        raise ConfigError("Slurm knows no such job", where=str(record.path), cure="look with `squeue --me`")
+    console.text(f"{run}: was {before.state}" + (", nothing to cancel" if before.ended else ", cancelled"))
+
+
+@app.command()
+def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
+           html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
+           trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
+           json: Json = False) -> None:
+    """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
+    from holmes_hpc.records.run import find_run
+    from holmes_hpc.results import report as reports
+
+    made = reports.report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
+    for file, write in ((html, made.write_html), (trace, made.write_trace)):
+        if file:
+            write(file)
+            console.note(f"written: {file}")
+    if json:
+        console.as_json(made.to_dict())
+        return
+    for sentence in made.answer():
+        console.paragraph(sentence)
+    for title, columns, rows, caption in made.tables():
+        console.text()
+        console.table(title, columns, rows, caption)
+
+
+def _simulated(plan_path: Path) -> list[dict[str, Any]]:
+    """The timeline that a run's plan should have had, to show beside the measured one; none if it cannot be told."""
+    from holmes_hpc import config
+    from holmes_hpc.planning.plan import Plan
+    from holmes_hpc.planning.predict import timeline
+    from holmes_hpc.records.run import RunDirectory
+
+    try:
+        return timeline(Plan.read(plan_path), config.costs(RunDirectory(plan_path.parent).config))
+    except (HolmesError, KeyError):
+        return []

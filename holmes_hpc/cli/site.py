@@ -1,0 +1,119 @@
+"""Verbs about what the site has: nodes, probe, label, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json, Overrides, app, configuration
+
+Vocabulary = Annotated[str | None, typer.Option(help="The site's own file of node features.")]
+
+
+@app.command()
+def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
+    """Fabrics, partitions, NICs, GPUs and states, as Slurm tells them. Example: holmes nodes --json"""
+    from holmes_hpc.fabric import report
+    from holmes_hpc.fabric.grouping import NodeSettings
+
+    listing = report.listing(NodeSettings(vocabulary=vocabulary))
+    if json:
+        console.as_json(listing.to_dict())
+        return
+    for title, columns, rows, caption in listing.tables():
+        console.table(title, columns, rows, caption)
+
+
+@app.command()
+def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the kernel's.")] = "/sys",
+          check: Annotated[bool, typer.Option("--check", help="Compare with Slurm's features of this node.")] = False,
+          node: Annotated[str | None, typer.Option(help="Its name in Slurm; without: this host's.")] = None,
+          vocabulary: Vocabulary = None, json: Json = False) -> None:
+    """This node's NICs from the kernel, and the features it deserves; --check: exit code 1 on a difference.
+
+    Example: holmes probe --check
+    """
+    import os
+    import socket
+
+    from holmes_hpc.errors import SiteError
+    from holmes_hpc.fabric import label, report, slurm
+    from holmes_hpc.fabric.features import read_vocabulary
+    from holmes_hpc.fabric.probe import probe as probe_node
+
+    if not Path(sysfs, "class").is_dir():
+        raise SiteError("no sysfs tree", where=sysfs, cure="copy /sys/class and /sys/devices of a node")
+    nics = probe_node(Path(sysfs))
+    findings = []
+    if check:
+        name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+        known = slurm.read_node(name, vocabulary)
+        if known is None:
+            raise SiteError(f"Slurm has no node {name!r}", where="probe", cure="give its name with --node")
+        findings = label.check(nics, known.available, read_vocabulary(vocabulary), name)
+    if json:
+        console.as_json({**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]})
+    else:
+        for title, columns, rows, caption in report.probe_tables(nics):
+            console.table(title, columns, rows, caption)
+        console.text(f"features: {','.join(label.features_of(nics))}")
+        if check:
+            console.table(*report.findings_table("Compared with Slurm", findings))
+    raise typer.Exit(int(any(f.level != "info" for f in findings)))
+
+
+@app.command()
+def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", show_default=False)] = None,
+          fabric: Annotated[str | None, typer.Option(help="Also give them fabric_NAME.")] = None,
+          apply: Annotated[bool, typer.Option("--apply", help="Run the scontrol commands.")] = False,
+          helper: Annotated[bool, typer.Option("--helper", help="Print a node_features/helpers script.")] = False,
+          vocabulary: Vocabulary = None, json: Json = False) -> None:
+    """The lines that put the features that nodes deserve into Slurm, merged with what they have.
+
+    Example: holmes label ib1 ib2 --fabric ib-a
+    """
+    from holmes_hpc.fabric import gather
+    from holmes_hpc.fabric import label as labels
+
+    if helper:
+        console.text(labels.helper_script())
+        return
+    changes, findings = gather.propose(names, fabric, vocabulary)
+    for finding in findings:
+        console.note(str(finding))
+    lines, commands = labels.slurm_conf_lines(changes), labels.update_commands(changes)
+    if json:
+        console.as_json({"slurm_conf": lines, "scontrol": commands, "findings": [f.to_dict() for f in findings]})
+    else:
+        for line in labels.difference_lines(changes) if apply else [*lines, *(" ".join(c) for c in commands)]:
+            console.text(line)
+    if not changes:
+        console.note("every node asked has the features it deserves")
+    elif apply:
+        labels.apply(changes)
+        console.note(labels.NOT_PERMANENT)
+
+
+@app.command()
+def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
+        "--ask-nodes/--no-ask-nodes", help="Also run one short job a partition on idle nodes.")] = True,
+        json: Json = False) -> None:
+    """What would make a run fail or crawl here, each with its cure; exit code 1 where there is an error.
+
+    Example: holmes doctor --no-ask-nodes
+    """
+    from holmes_hpc import config
+    from holmes_hpc.fabric import doctor as doctors
+    from holmes_hpc.fabric import report
+
+    found = doctors.examine(config.node_settings(configuration(overrides)), ask_nodes)
+    if json:
+        console.as_json([f.to_dict() for f in found])
+    elif found:
+        console.table(*report.findings_table("Findings", found))
+    else:
+        console.text("nothing found")
+    raise typer.Exit(int(any(f.level == "error" for f in found)))

@@ -1,0 +1,48 @@
+"""Verbs about detached sweeps: sweep status, sweep collect."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json
+
+group = typer.Typer(no_args_is_help=True, help="Detached sweeps.")
+Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's directory.")]
+
+
+@group.command("status")
+def sweep_status(directory: Directory, json: Json = False) -> None:
+    """A live table on a terminal, else one table. Example: holmes sweep status runs/sweep-20260101-120000"""
+    from holmes_hpc.submission import sweep
+
+    if sys.stdout.isatty() and not json:
+        sweep.live(directory)
+        return
+    rows = sweep.sweep_status(directory)
+    if json:
+        console.as_json([r.to_dict() for r in rows])
+    else:
+        console.table(directory, *sweep.table_rows(rows))
+
+
+@group.command("collect")
+def sweep_collect(directory: Directory, json: Json = False) -> None:
+    """The results of a sweep's jobs. Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
+    from holmes_hpc.submission import sweep
+
+    found = sweep.collect(directory)
+    if json:
+        console.as_json(found)
+        return
+    figures = sorted({k for f in found if isinstance(f["final"], dict) for k in f["final"]})
+    console.table(directory, ("job", "overrides", "state", *figures), [
+        (f["num"], " ".join(f["overrides"]), f["state"],
+         *(_short(f["final"].get(k)) if isinstance(f["final"], dict) else "" for k in figures)) for f in found])
+
+
+def _short(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

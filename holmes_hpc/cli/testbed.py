@@ -1,0 +1,70 @@
+"""Verbs about the testbed: testbed up, status, exec, env, down."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json
+
+group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on this machine.")
+
+
+@group.command("up")
+def testbed_up(topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
+               release: Annotated[str, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = "bookworm",
+               ) -> None:
+    """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
+    from holmes_hpc.testbed import bed
+
+    bed.up(topology, release=release, progress=console.note)
+    console.note('up; your shell: eval "$(holmes testbed env)"')
+
+
+@group.command("status")
+def testbed_status(json: Json = False) -> None:
+    """What is up: exit code 0, or 1 where something is not."""
+    from holmes_hpc.testbed import bed
+
+    found = bed.status()
+    if json:
+        console.as_json(found)
+    elif "nodes" not in found:
+        console.text(f"no testbed in {found['state_dir']}")
+    else:
+        dead = [name for name, lives in found["daemons"].items() if not lives]
+        console.table(f"{found['topology']}: {found['slurm']} ({found['release']}) in {found['state_dir']}",
+                      ("node", "partition", "state", "NICs, Mbit/s", "features"),
+                      [(n["name"], n["partition"], n["state"],
+                        ", ".join(f"{k} {v}" if v else k for k, v in n["nics"].items()), " ".join(n["features"]))
+                       for n in found["nodes"]], caption=f"not running: {', '.join(dead)}" if dead else "")
+    raise typer.Exit(0 if found["up"] else 1)
+
+
+@group.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def testbed_exec(node: str, command: Annotated[list[str], typer.Argument(metavar="-- CMD...")]) -> None:
+    """Run a command on a node. Example: holmes testbed exec ib1 -- ip addr"""
+    from holmes_hpc.testbed import bed
+
+    raise typer.Exit(bed.exec_in(node, command).returncode)
+
+
+@group.command("env")
+def testbed_env() -> None:
+    """Lines for a shell: eval "$(holmes testbed env)" """
+    import shlex
+
+    from holmes_hpc.testbed import bed
+
+    for key, value in bed.env().items():
+        print(f"export {key}={shlex.quote(value)}")
+
+
+@group.command("down")
+def testbed_down() -> None:
+    """Remove all that `up` made."""
+    from holmes_hpc.testbed import bed
+
+    bed.down(progress=console.note)

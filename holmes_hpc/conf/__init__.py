@@ -1,0 +1,1 @@
+"""Hydra configuration groups (data only; Hydra finds them as a package)."""

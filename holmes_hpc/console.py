@@ -1,0 +1,97 @@
+"""How the doors speak: tables 100 columns wide, messages on stderr, JSON on stdout. Plain text when not a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 100
+
+
+def _console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
+    """Print rows as a table; numbers are right-aligned, long cells fold."""
+    rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    out = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left",
+                box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        cells = [row[index] for row in rows if row[index]]
+        numeric = bool(cells) and all(c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x")
+                                      .isdigit() for c in cells if c.strip())
+        out.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        out.add_row(*row)
+    _console().print(out)
+
+
+def text(message: str = "") -> None:
+    """Print lines to stdout as they are."""
+    _console().print(message, soft_wrap=True)
+
+
+def paragraph(message: str) -> None:
+    """Print prose to stdout, wrapped between words."""
+    _console().print(message)
+
+
+def note(message: str) -> None:
+    """Progress and remarks: stderr, one line."""
+    _console(stderr=True).print(message, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def waiting(what: str, after_s: float = 5.0) -> Iterator[None]:
+    """Say every few seconds that `what` is still going on, when it takes long."""
+    done, began = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(after_s):
+            note(f"{what}: {time.monotonic() - began:.0f} s")
+
+    threading.Thread(target=tick, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+class Progress:
+    """Called with (what, done, total) as often as one likes; says so on stderr every few seconds, and at the end."""
+
+    def __init__(self, every_s: float = 2.0) -> None:
+        self._every_s, self._said, self._what = every_s, time.monotonic(), ""
+
+    def __call__(self, what: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        if (what == self._what and now - self._said < self._every_s and done < total) or (what, done) == self._last:
+            return
+        self._said, self._what, self._last = now, what, (what, done)
+        note(f"{what}: {done / total:4.0%}" if total else what)
+
+    _last: tuple[str, float] = ("", -1.0)
+
+
+def as_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False, default=str) + "\n")
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GB is 1.5e9 bytes."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,194 @@
+"""Everything about a site that would make a run fail or crawl, each with its cure. Checks are pure; `examine` asks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from holmes_hpc.fabric import slurm
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.finding import LEVELS, Finding
+from holmes_hpc.fabric.gather import Facts, gather
+from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
+from holmes_hpc.fabric.hostlist import compress
+from holmes_hpc.fabric.links import MOST_SKEW_S
+from holmes_hpc.fabric.nccl import refusals
+from holmes_hpc.fabric.scontrol import Config, Node, Partition
+
+SAFE_HETJOBS = (24, 11)
+
+
+def check_config(config: Config) -> list[Finding]:
+    """The scheduler's settings."""
+    found: list[Finding] = []
+
+    def say(level: str, what: str, cure: str) -> None:
+        found.append(Finding(level, "slurm.conf", what, cure))
+
+    if config.get("SchedulerType") != "sched/backfill":
+        say("error", f"SchedulerType is {config.get('SchedulerType') or 'unknown'}: heterogeneous jobs never start",
+            "set SchedulerType=sched/backfill")
+    if "disable_hetjob_steps" in config.options("SchedulerParameters"):
+        say("error", "SchedulerParameters has disable_hetjob_steps: no step can span the fabrics",
+            "remove disable_hetjob_steps")
+    if config.version is not None and config.version < SAFE_HETJOBS:
+        say("warning", f"Slurm {config.get('SLURM_VERSION')}: a heterogeneous job with an impossible component other "
+            "than the first can kill slurmctld", "submit with `holmes submit`, which tries each component alone first, "
+            "or upgrade to 24.11")
+    if config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none"):
+        say("warning", "no slurmdbd: sacct knows no job's end, so submitit alone believes that jobs run for ever",
+            "set AccountingStorageType=accounting_storage/slurmdbd; `holmes status` reads result.json meanwhile")
+    if config.get("JobRequeue") == "0":
+        say("warning", "JobRequeue is 0: a run is not started again after a node failure", "set JobRequeue=1, or use "
+            "`holmes resume`")
+    if config.get("KillOnBadExit") != "1":
+        say("info", "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running",
+            "use srun --kill-on-bad-exit=1 in scripts of your own (holmes submit does), or set KillOnBadExit=1")
+    if any("helpers" in p for p in config.options("NodeFeaturesPlugins")):
+        say("info", "node_features/helpers refuses counts and brackets in constraints",
+            "use the constraints of `holmes nodes`, which have none, in scripts of your own")
+    return found
+
+
+def check_features(nodes: Sequence[Node], grouping: Grouping) -> list[Finding]:
+    """Features that nothing explains, contradict each other, or leave something to suppose."""
+    found: list[Finding] = []
+    for node, why in grouping.left_out.items():
+        if "down, drained" not in why:
+            found.append(Finding("warning", f"node {node}", f"not used: {why}", "see `holmes nodes`", node))
+    down = [n for n in nodes if not n.usable]
+    for reason, members in _group((n.reason.partition(" [")[0] or "no reason given", n.name) for n in down):
+        found.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}",
+                             f"scontrol update NodeName={compress(members)} State=RESUME when repaired"))
+    unknown = _group((feature, n.name) for n in nodes for feature in n.reading.unknown)
+    for feature, members in unknown:
+        found.append(Finding("info", f"nodes {compress(members)}", f"nothing explains the feature {feature}",
+                             "explain it, or list it under ignored, in the site's own file (HOLMES_FEATURES)"))
+    for n in nodes:
+        found += [Finding("warning", f"node {n.name}", p, f"holmes label {n.name}", n.name) for p in n.reading.problems
+                  if n.name not in grouping.left_out]
+    for text in grouping.assumptions:
+        if "no fabric label" in text:
+            where, _, what = text.partition(": ")
+            found.append(Finding("warning", f"nodes {where}", what, "label them: holmes label --fabric NAME, one name "
+                                 "for each set of nodes that reach each other by RDMA"))
+        elif "left out" not in text and "CPU rank" not in text:
+            where, _, what = text.partition(": ")
+            found.append(Finding("info", f"nodes {where}", what, "label them with `holmes label`"))
+    return found
+
+
+def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> list[Finding]:
+    """Where a component without a partition of its own would land."""
+    found: list[Finding] = []
+    fabric_of = {node: f.name for f in grouping.fabrics for node in f.node_names}
+    default = next((p for p in partitions if p.default), None)
+    if default is not None:
+        fabrics = sorted({fabric_of[n] for n in default.nodes if n in fabric_of})
+        if len(fabrics) > 1:
+            found.append(Finding("warning", f"partition {default.name}", "the default partition has nodes of "
+                                 f"{len(fabrics)} fabrics ({', '.join(fabrics)}): a component without -p or -C may get "
+                                 "any", "state -p and -C for every component (holmes submit does)"))
+        outside = [f.name for f in grouping.fabrics if f.partition != default.name]
+        if outside and len(fabrics) == 1:
+            what = f"a component that states no partition lands here, not on {', '.join(outside)}"
+            found.append(Finding("info", f"partition {default.name}", what,
+                                 "state -p and -C for every component (holmes submit does)"))
+    for p in partitions:
+        if not p.up:
+            found.append(Finding("info", f"partition {p.name}", "closed, so not used",
+                                 f"scontrol update PartitionName={p.name} State=UP"))
+    return found
+
+
+def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
+    """What the nodes say themselves: features that lie, Ethernet addresses, clocks, NCCL's own order of interfaces."""
+    found: list[Finding] = []
+    networks = Counter(f.network for f in facts if f.network)
+    usual = networks.most_common(1)[0][0] if networks else ""
+    for f in facts:
+        where = f"node {f.node}"
+        found += f.findings
+        if f.trouble:
+            what, _, cure = f.trouble.partition("; ")
+            found.append(Finding("error", where, f"no Ethernet address that others can reach: {what}", cure, f.node))
+        elif f.network != usual:
+            found.append(Finding("warning", where, f"its Ethernet address {f.address} ({f.ethernet}) is not in the "
+                                 f"others' network {usual}", "see that a route leads there, and that it is the right "
+                                 "interface", f.node, f.ethernet))
+        if abs(f.skew_s) > MOST_SKEW_S:
+            found.append(Finding("warning", where, f"its clock is {f.skew_s:+.0f} s off this machine's",
+                                 "start a time service there (chrony); munge refuses credentials at 300 s", f.node))
+        found += [Finding("warning", where, note, "see its cable and driver", f.node) for note in f.notes
+                  if " is DOWN" in note or "runs at" in note]
+    ipoib = [f.node for f in facts if f.ipoib]
+    if ipoib and not env.get("NCCL_SOCKET_IFNAME"):
+        names = sorted({name for f in facts for name in f.ipoib})
+        what = f"NCCL by itself tries {', '.join(names)} first (IPoIB), which other fabrics cannot reach"
+        found.append(Finding("info", f"nodes {compress(ipoib)}", what,
+                             "set NCCL_SOCKET_IFNAME in jobs of your own (training does)"))
+    return found
+
+
+_SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+
+
+def check_script(text: str, name: str = "script") -> list[Finding]:
+    """A batch script of one's own: the traps of heterogeneous jobs."""
+    found: list[Finding] = []
+    hetjob = bool(re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE))
+    steps = _SRUN.findall(text)
+    for step in steps:
+        line = " ".join(step.replace("\\\n", " ").split())[:60]
+        if "--kill-on-bad-exit" not in step and not re.search(r"\s-K\b", step):
+            found.append(Finding("error", name, f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others "
+                                 "running", "add --kill-on-bad-exit=1"))
+        if hetjob and "--het-group" not in step:
+            found.append(Finding("error", name, f"`{line}` has no --het-group: it runs in the first component only",
+                                 "add --het-group=0,1,… with all components"))
+        if hetjob and re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step):
+            found.append(Finding("error", name, f"`{line}` writes to a path with %j, which differs between components",
+                                 "use a path without %j, %J and %A"))
+    if hetjob:
+        for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE):
+            if not re.search(r"^#SBATCH\s+(-p|--partition)", part, re.MULTILINE):
+                found.append(Finding("error", name, "a component has no partition: it lands in the default one",
+                                     "give every component -p and -C"))
+        if re.search(r"--dependency[= ]\S*singleton", text):
+            found.append(Finding("error", name, "singleton makes a heterogeneous job wait for itself",
+                                 "use --dependency=afterany:LEADER"))
+    return found
+
+
+def _group(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    groups: dict[str, list[str]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return list(groups.items())
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """Without repetitions, errors first."""
+    return sorted(dict.fromkeys(findings), key=lambda f: LEVELS.index(f.level))
+
+
+def diagnose(config: Config, nodes: Sequence[Node], partitions: Sequence[Partition], facts: Sequence[Facts] = (),
+             env: Mapping[str, str] | None = None, settings: NodeSettings | None = None) -> list[Finding]:
+    """All findings about given data; pure but for the vocabulary's file."""
+    settings, env = settings or NodeSettings(), {} if env is None else env
+    grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    found = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
+    if not grouping.fabrics:
+        found.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the lines above"))
+    return ordered(found + check_facts(facts, env) + refusals(env, {}, "", files=[]))
+
+
+def examine(settings: NodeSettings | None = None, ask_nodes: bool = True) -> list[Finding]:
+    """Ask Slurm and, with `ask_nodes`, its idle nodes (one short job per partition); errors first. The environment that
+    jobs inherit is this process's own."""
+    vocabulary = settings.vocabulary if settings else None
+    nodes, partitions, config = slurm.read_nodes(vocabulary), slurm.read_partitions(), slurm.read_config()
+    facts, silent = gather(nodes, vocabulary) if ask_nodes else ([], [])
+    return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + silent)

@@ -1,0 +1,264 @@
+"""What a node's Slurm features say about its NICs: a vocabulary of regular expressions, and a node's reading of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holmes_hpc.errors import SiteError, nearest
+from holmes_hpc.fabric.site import Gpu, NicType
+
+_SECTIONS = ("features", "rates", "ignored", "gpus")
+_GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu")
+_RULE_KEYS = ("match", "own", "unsupported", *_GROUPS)
+_GPU_KEYS = ("match", "name", "peak_tflops", "memory_gib", "intra_node_gbps")
+DEFAULT = Path(__file__).with_name("features.yaml")
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What one feature says. Rates in Gb/s; `text` is for people."""
+
+    feature: str
+    nic: NicType | None = None
+    rate: float | None = None
+    port: float | None = None
+    ethernet: float | None = None
+    fabric: str | None = None
+    gpu: str | None = None
+    unsupported: str | None = None
+    own: bool = False
+
+    @property
+    def text(self) -> str:
+        said = [str(self.nic)] if self.nic else []
+        said += [f"{self.rate:g} Gb/s a node"] if self.rate else []
+        said += [f"{self.port:g} Gb/s a port"] if self.port else []
+        said += [f"Ethernet {self.ethernet:g} Gb/s"] if self.ethernet else []
+        said += [f"fabric {self.fabric}"] if self.fabric else []
+        said += [f"GPU {self.gpu}"] if self.gpu else []
+        said += [self.unsupported] if self.unsupported else []
+        return ", ".join(said) or "nothing about NICs"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A regular expression for a whole feature, and what is always true of a feature that matches it."""
+
+    pattern: re.Pattern[str]
+    fixed: dict[str, Any]
+    own: bool = False
+    unsupported: str | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rules in the order in which they are tried; the first that matches a feature explains it."""
+
+    rules: tuple[Rule, ...]
+    rates: dict[str, float]
+    ignored: tuple[re.Pattern[str], ...]
+    gpus: tuple[tuple[re.Pattern[str], Gpu], ...]
+
+    def meaning(self, feature: str) -> Meaning | None:
+        """None for a feature that nothing explains."""
+        for rule in self.rules:
+            match = rule.pattern.fullmatch(feature)
+            if match:
+                said = {**rule.fixed, **{k: v for k, v in match.groupdict().items() if v is not None}}
+                return self._meaning(feature, rule, said)
+        if any(pattern.fullmatch(feature) for pattern in self.ignored):
+            return Meaning(feature)
+        gpu = self.gpu(feature)
+        return Meaning(feature, gpu=gpu.name) if gpu else None
+
+    def _meaning(self, feature: str, rule: Rule, said: dict[str, Any]) -> Meaning | None:
+        rates = {}
+        for key in ("rate", "port", "ethernet"):
+            if key in said:
+                word = str(said[key]).lower()
+                try:
+                    rates[key] = float(self.rates.get(word, word))
+                except ValueError:
+                    return None
+                if not 0 < rates[key] < float("inf"):
+                    return None
+        try:
+            nic = NicType(str(said["nic"]).lower()) if "nic" in said else None
+        except ValueError:
+            return None
+        return Meaning(feature, nic, rates.get("rate"), rates.get("port"), rates.get("ethernet"), said.get("fabric"),
+                       said.get("gpu"), rule.unsupported, rule.own)
+
+    def gpu(self, name: str) -> Gpu | None:
+        """The GPU that a GRES type or a feature names."""
+        return next((gpu for pattern, gpu in self.gpus if pattern.fullmatch(name)), None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One node's features, understood. `nic` is None where two types are named (`problems` says so).
+
+    `said`: assumptions that this reading rests on; `unknown`: features that nothing explains.
+    """
+
+    nic: NicType | None
+    rdma_gbps: float | None = None
+    ethernet_gbps: float | None = None
+    fabric: str | None = None
+    gpu: str | None = None
+    meanings: tuple[Meaning, ...] = ()
+    unknown: tuple[str, ...] = ()
+    said: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = field(default=())
+
+
+def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
+    """Understand one node's features. Nothing is guessed without a line in `said` or `problems`."""
+    found = {feature: vocabulary.meaning(feature) for feature in dict.fromkeys(features)}
+    meanings = [m for m in found.values() if m is not None]
+    unknown = tuple(f for f, m in found.items() if m is None)
+    said: list[str] = []
+    problems: list[str] = []
+    nic = _nic(meanings, said, problems)
+    fabrics = sorted({m.fabric for m in meanings if m.fabric})
+    if len(fabrics) > 1:
+        problems.append(f"features name {len(fabrics)} fabrics: {', '.join(fabrics)}")
+    rate = _one(meanings, "rate", "nic_<rate>g", problems)
+    ethernet = _one(meanings, "ethernet", "Ethernet rate", problems)
+    if nic is NicType.ETHERNET:
+        ethernet, rate = ethernet or rate, None
+    elif nic is not None and rate is None:
+        rate = _one([m for m in meanings if m.nic in (nic, None)], "port", "rate", problems)
+        if rate is not None:
+            said.append(f"{rate:g} Gb/s of one port is taken for the node's whole RDMA rate; label nic_<rate>g")
+        elif nic is NicType.ROCE and ethernet is not None and not any(m.own and m.ethernet for m in meanings):
+            rate = ethernet
+            said.append(f"the Ethernet rate {rate:g} Gb/s is taken for RoCE's too; label nic_<rate>g and eth_<rate>g")
+    gpu = next((m.gpu for m in meanings if m.gpu), None)
+    return Reading(nic, rate, ethernet, fabrics[0] if len(fabrics) == 1 else None, gpu, tuple(meanings), unknown,
+                   tuple(said), tuple(problems))
+
+
+def _nic(meanings: list[Meaning], said: list[str], problems: list[str]) -> NicType | None:
+    own = {m.nic for m in meanings if m.nic and m.own}
+    every = {m.nic for m in meanings if m.nic}
+    rdma = {n for n in every if n.rdma}
+    types = own or rdma or every  # a node with InfiniBand has Ethernet too
+    if len(types) > 1:
+        named = ", ".join(f"{m.feature} ({m.nic})" for m in meanings if m.nic in types)
+        problems.append(f"features name {len(types)} NIC types: {named}")
+        return None
+    if len(own) == 1 and rdma - own:
+        other = ", ".join(m.feature for m in meanings if m.nic in rdma - own)
+        said.append(f"the label nic_{next(iter(own))} wins over {other}")
+    if types:
+        return next(iter(types))
+    unsupported = [m for m in meanings if m.unsupported]
+    if unsupported:
+        said.append(f"{unsupported[0].feature}: {unsupported[0].unsupported}")
+    else:
+        said.append("no feature names a NIC: taken for Ethernet only")
+    return NicType.ETHERNET
+
+
+def _one(meanings: list[Meaning], key: str, name: str, problems: list[str]) -> float | None:
+    values = sorted({getattr(m, key) for m in meanings if getattr(m, key) is not None})
+    own = sorted({getattr(m, key) for m in meanings if m.own and getattr(m, key) is not None})
+    values = own or values
+    if len(values) > 1:
+        given = ", ".join(f"{v:g}" for v in values)
+        problems.append(f"features give several values of {name}: {given}; the least is used")
+    return values[0] if values else None
+
+
+def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
+    """The default vocabulary, with the site's own file before it: `path`, or the file that HOLMES_FEATURES names."""
+    path = path or os.environ.get("HOLMES_FEATURES") or None
+    return _vocabulary(os.path.abspath(path) if path else None)
+
+
+@cache
+def _vocabulary(path: str | None) -> Vocabulary:
+    documents = ([_load(Path(path))] if path else []) + [_load(DEFAULT)]
+    rules = [rule for where, d in documents for rule in _rules(d.get("features"), where)]
+    rates = {str(k).lower(): v for where, d in reversed(documents)
+             for k, v in _mapping(d.get("rates"), f"{where}: rates").items()}
+    ignored = [_compile(text, f"{where}: ignored") for where, d in documents for text in _list(d.get("ignored"), where)]
+    gpus = [_gpu(entry, where) for where, d in documents for entry in _list(d.get("gpus"), where)]
+    return Vocabulary(tuple(rules), rates, tuple(ignored), tuple(gpus))
+
+
+def _load(path: Path) -> tuple[str, dict[str, Any]]:
+    cure = "see holmes_hpc/fabric/features.yaml for what it may hold"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise SiteError(e.strerror or str(e), where=str(path), cure="correct HOLMES_FEATURES") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise SiteError(f"not YAML: {e}", where=str(path), cure=cure) from e
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise SiteError("not a vocabulary", where=str(path), cure=cure)
+    for key in data:
+        if key not in _SECTIONS:
+            raise SiteError(f"unknown key {key!r}", where=str(path), cure=nearest(str(key), _SECTIONS))
+    return path.name, data
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise SiteError(f"{value!r} is not a list", where=where, cure="write each entry on a line after '-'")
+    return value or []
+
+
+def _mapping(value: Any, where: str) -> dict[Any, Any]:
+    if value is not None and not (isinstance(value, dict) and all(_is_rate(v) for v in value.values())):
+        raise SiteError(f"{value!r} is not words with rates", where=where, cure="write {hdr: 200}")
+    return value or {}
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _compile(text: Any, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except (re.error, TypeError) as e:
+        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, cure="correct it") from e
+
+
+def _rules(entries: Any, where: str) -> list[Rule]:
+    rules = []
+    for entry in _list(entries, where):
+        here = f"{where}: features"
+        if not isinstance(entry, dict) or "match" not in entry:
+            raise SiteError(f"{entry!r} has no match", where=here, cure="write {match: 'REGEX', nic: ib}")
+        for key in entry:
+            if key not in _RULE_KEYS:
+                raise SiteError(f"unknown key {key!r}", where=here, cure=nearest(str(key), _RULE_KEYS))
+        pattern = _compile(entry["match"], here)
+        for group in pattern.groupindex:
+            if group not in _GROUPS:
+                raise SiteError(f"unknown group {group!r} in {entry['match']!r}", where=here,
+                                cure=nearest(group, _GROUPS))
+        if "nic" in entry and entry["nic"] not in [n.value for n in NicType]:
+            raise SiteError(f"unknown NIC type {entry['nic']!r}", where=here,
+                            cure=nearest(str(entry["nic"]), [n.value for n in NicType]))
+        rules.append(Rule(pattern, {k: entry[k] for k in _GROUPS if k in entry}, bool(entry.get("own", False)),
+                          entry.get("unsupported")))
+    return rules
+
+
+def _gpu(entry: Any, where: str) -> tuple[re.Pattern[str], Gpu]:
+    if not isinstance(entry, dict) or set(entry) != set(_GPU_KEYS):
+        raise SiteError(f"{entry!r} is not a GPU", where=f"{where}: gpus", cure=f"give {', '.join(_GPU_KEYS)}")
+    return _compile(entry["match"], where), Gpu(**{k: entry[k] for k in _GPU_KEYS[1:]})

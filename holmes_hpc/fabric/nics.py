@@ -1,0 +1,191 @@
+"""A node's NICs as data, and which of them carries which traffic."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, field
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.site import NicType
+
+_VIRTUAL = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre"
+                      r"|ip6)[\w.@-]*\Z")
+_MANAGEMENT = re.compile(r"(mgmt|bmc|ipmi|idrac|usb)[\w.@-]*\Z")
+
+
+def role_of(name: str) -> str:
+    """What an interface is for, by its name: ``data``, ``management``, ``virtual`` (containers, tunnels, loopback)."""
+    if _VIRTUAL.match(name):
+        return "virtual"
+    return "management" if _MANAGEMENT.match(name) else "data"
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A sort key in which eth2 comes before eth10."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p]
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A kernel network interface. `address`: its IPv4 address; `gbps`: None where the kernel does not know it.
+
+    `type`: what traffic on it counts as: IB for IPoIB, RoCE where a RoCE port belongs to it, else Ethernet.
+    `rdma`: the RDMA ports behind it, as ``mlx5_0:1``. `member_of`: the bond or bridge that owns it. `carrier`: False
+    where it is switched on and the other end of its cable is not.
+    """
+
+    name: str
+    type: NicType
+    up: bool = True
+    address: str | None = None
+    prefix: int | None = None
+    gbps: float | None = None
+    rdma: tuple[str, ...] = ()
+    member_of: str | None = None
+    driver: str = ""
+    carrier: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "type", NicType(self.type))
+        object.__setattr__(self, "rdma", tuple(self.rdma))
+
+    @property
+    def role(self) -> str:
+        return role_of(self.name)
+
+    @property
+    def network(self) -> ipaddress.IPv4Network | None:
+        """Its IPv4 subnet, None without an address."""
+        if self.address is None:
+            return None
+        return ipaddress.IPv4Network(f"{self.address}/{32 if self.prefix is None else self.prefix}", strict=False)
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of an RDMA device. `kind`: ``ib``, ``roce`` or ``iwarp``, or what else the kernel calls it (``omnipath``,
+    ``efa``, ``usnic``), which NCCL's IB transport does not use.
+
+    `gid_index`/`gid`: RoCE v2's IPv4-mapped GID on the owning interface (shown, never set: NCCL finds it itself).
+    `gpus`: indices, in PCI order, of the GPUs nearest to it; `pci`: its PCI path, root first.
+    """
+
+    device: str
+    port: int
+    kind: str
+    active: bool
+    state: str
+    gbps: float | None
+    interface: str | None = None
+    gid_index: int | None = None
+    gid: str | None = None
+    gpus: tuple[int, ...] = ()
+    pci: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As NCCL_IB_HCA writes it."""
+        return f"{self.device}:{self.port}"
+
+
+@dataclass(frozen=True)
+class NodeNics:
+    """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: what could not be read, one line each.
+
+    `addressed`: False where addresses are not known at all (a copied tree), so that none of them means nothing.
+    """
+
+    interfaces: tuple[Nic, ...]
+    ports: tuple[RdmaPort, ...] = ()
+    gpus: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    addressed: bool = True
+
+    @property
+    def type(self) -> NicType:
+        """The type that this node's fast traffic should use: the one whose usable ports are fastest together
+        (InfiniBand when equal), so that one storage card in Ethernet mode does not make an IB node a RoCE node."""
+        # ports of unknown rate still count for more than none
+        rates = {t: self.rdma_gbps(t) or 0.001 * len(self.usable_ports(t)) for t in (NicType.IB, NicType.ROCE)}
+        if any(rates.values()):
+            return NicType.IB if rates[NicType.IB] >= rates[NicType.ROCE] else NicType.ROCE
+        if not self.ports:  # a testbed: interfaces named after the NIC they stand for
+            for nic in self.interfaces:
+                if nic.type.rdma and nic.up:
+                    return nic.type
+        return NicType.ETHERNET
+
+    def usable_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
+        """The active RDMA ports of that type; a RoCE port needs an owning interface."""
+        return tuple(p for p in self.ports if p.kind == nic.value and p.active
+                     and (nic is NicType.IB or p.interface is not None))
+
+    def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
+        """The usable ports of the highest rate: the rails of a node. A slower port of the same type beside them is a
+        storage card or a bad cable; with it in a communicator NCCL would run at its pace."""
+        usable = self.usable_ports(nic)
+        best = max((self.port_gbps(p) for p in usable), default=0.0)
+        return tuple(p for p in usable if self.port_gbps(p) == best)
+
+    def port_gbps(self, port: RdmaPort) -> float:
+        """A port's rate, 0 where unknown. A bond's RDMA device shows the rate of one of its ports, so a bond counts
+        with its interface's speed."""
+        owner = self.interface(port.interface) if port.interface else None
+        bond = owner.gbps if owner is not None and owner.driver == "bond" else None
+        return max(port.gbps or 0.0, bond or 0.0)
+
+    def rdma_gbps(self, nic: NicType) -> float | None:
+        """What this node can send over its compute ports of that type; None where the kernel does not know it."""
+        return sum(self.port_gbps(p) for p in self.compute_ports(nic)) or None
+
+    def interface(self, name: str) -> Nic | None:
+        return next((n for n in self.interfaces if n.name == name), None)
+
+
+def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
+    """The interfaces that could carry `nic` traffic, best first: up, with an address, fast, then by name.
+
+    For Ethernet the node's plain Ethernet NICs come first, then a RoCE NIC (converged nodes have no other), then
+    management ports; loopback, bridges of containers and members of a bond never.
+    """
+    free = [n for n in nics.interfaces if n.member_of is None and n.role != "virtual"]
+    chosen = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
+    order = {"data": 0, "management": 2}
+
+    def rank(n: Nic) -> tuple[bool, bool, int, float, list[tuple[int, int | str]]]:
+        kind = order[n.role] if n.type is nic else 1
+        return (not n.up, nics.addressed and n.address is None, kind, -(n.gbps or 0), natural(n.name))
+
+    return sorted(chosen, key=rank)
+
+
+def data_interface(nics: NodeNics, nic: NicType, name: str | None = None, node: str = "") -> Nic:
+    """The kernel interface that `nic` traffic of this node uses, up and with an IPv4 address.
+
+    `name` forces one; `node` is only for messages. Raises SiteError, which names the interface and the cure.
+    """
+    where = f"node {node}" if node else "this node"
+    found = candidates(nics, nic)
+    if name is not None:
+        found = [n for n in nics.interfaces if n.name == name]
+        if not found:
+            raise SiteError(f"no interface {name}", where=where,
+                            cure=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}")
+    if not found:
+        ports = ", ".join(p.name for p in nics.usable_ports(nic))
+        if ports:
+            raise SiteError(f"{nic} ports {ports} have no kernel interface", where=where,
+                            cure="give them one with an IPv4 address (IPoIB for InfiniBand)")
+        raise SiteError(f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}", where=where,
+                        cure="correct the node's features (holmes label), or bring the interface back under its name")
+    best = found[0]
+    if not best.up and not best.carrier:
+        raise SiteError(f"{nic} interface {best.name} has no carrier", where=where,
+                        cure="see its cable and switch port")
+    if not best.up:
+        raise SiteError(f"{nic} interface {best.name} is down", where=where, cure=f"ip link set {best.name} up")
+    if best.address is None:
+        raise SiteError(f"{nic} interface {best.name} has no IPv4 address", where=where,
+                        cure=f"ip addr add ADDRESS/PREFIX dev {best.name}")
+    return best

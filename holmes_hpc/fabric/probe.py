@@ -1,0 +1,250 @@
+"""What the kernel says about this node's NICs, read from sysfs without root."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort, candidates, data_interface, natural
+from holmes_hpc.fabric.site import NicType
+
+__all__ = ["Nic", "NodeNics", "RdmaPort", "addresses", "candidates", "data_interface", "probe"]
+
+Reader = Callable[[Path], str]
+_IPOIB = "32"  # ARPHRD_INFINIBAND in /sys/class/net/<if>/type
+_PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]\Z")
+_STANDS_FOR = re.compile(r"(ib|roce)\d+\Z")
+_GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD
+_GPU_CLASSES = ("0x0302", "0x0300", "0x0380", "0x1200")  # 3D, VGA, display, processing accelerator
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="ascii", errors="replace").strip()
+
+
+def addresses() -> dict[str, tuple[str, int]]:
+    """This process's interfaces with an IPv4 address -> (address, prefix length); the first where there are several."""
+    found: dict[str, tuple[str, int]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and name not in found:
+                prefix = ipaddress.IPv4Network(f"0.0.0.0/{entry.netmask}").prefixlen if entry.netmask else 32
+                found[name] = (entry.address, prefix)
+    return found
+
+
+def probe(sysfs: Path = Path("/sys"), ipv4: Mapping[str, tuple[str, int]] | None = None,
+          read: Reader = read_text) -> NodeNics:
+    """This node's NICs, or those of a copied tree (`cp -a /sys/class/net /sys/class/infiniband …` with their links).
+
+    `ipv4`: interface -> (address, prefix); by default this machine's own for ``/sys``, and none for a copy, where only
+    RoCE's GIDs tell addresses. `read`: reads one file (tests make it fail as kernels do).
+    """
+    notes: list[str] = []
+    tree = _Tree(sysfs, read)
+    if ipv4 is None:
+        ipv4 = addresses() if sysfs == Path("/sys") else {}
+    gpus = tree.gpus()
+    ports = [port for device in tree.names("class/infiniband") for port in _ports(tree, device, gpus, notes)]
+    interfaces = [_interface(tree, name, ports, ipv4) for name in tree.names("class/net")
+                  if tree.is_dir(f"class/net/{name}")]
+    interfaces.sort(key=lambda n: natural(n.name))
+    ports.sort(key=lambda p: (natural(p.device), p.port))
+    nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4))
+    for nic in (NicType.IB, NicType.ROCE):
+        rails = nics.compute_ports(nic)
+        notes += [f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"
+                  for p in nics.usable_ports(nic) if p not in rails]
+    return replace(nics, notes=tuple(notes))
+
+
+class _Tree:
+    """Reads of a sysfs tree; whatever cannot be read is None."""
+
+    def __init__(self, root: Path, read: Reader) -> None:
+        self.root, self._read = root, read
+
+    def text(self, path: str) -> str | None:
+        try:
+            return self._read(self.root / path).strip()
+        except OSError:  # EINVAL is common here: speed of a down link, the type of an empty GID
+            return None
+
+    def names(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / path), key=natural)
+        except OSError:
+            return []
+
+    def is_dir(self, path: str) -> bool:
+        return (self.root / path).is_dir()
+
+    def target(self, path: str) -> str | None:
+        """The last name of a link's target."""
+        try:
+            return os.path.basename(os.readlink(self.root / path))
+        except OSError:
+            return None
+
+    def pci_path(self, path: str) -> tuple[str, ...]:
+        """PCI addresses from the root port down to the device behind `path`, empty for a virtual one."""
+        try:
+            parts = (self.root / path).resolve(strict=True).parts
+        except (OSError, RuntimeError):
+            return ()
+        return tuple(p for p in parts if _PCI.match(p) or p.startswith("pci"))
+
+    def is_virtual(self, path: str) -> bool:
+        return "virtual" in (self.root / path).resolve().parts
+
+    def gpus(self) -> list[tuple[str, ...]]:
+        """PCI paths of the GPUs, in PCI order (CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+        found = []
+        for address in self.names("bus/pci/devices"):
+            base = f"bus/pci/devices/{address}"
+            code = self.text(f"{base}/class") or ""
+            if code.startswith(_GPU_CLASSES) and self.text(f"{base}/vendor") in _GPU_VENDORS:
+                found.append(self.pci_path(base) or (address,))
+        return found
+
+
+def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[str]) -> list[RdmaPort]:
+    base = f"class/infiniband/{device}"
+    node_type = (tree.text(f"{base}/node_type") or "").partition(":")[0].strip()
+    pci = tree.pci_path(f"{base}/device")
+    nearest = _nearest(pci, gpus)
+    found = []
+    for port in tree.names(f"{base}/ports"):
+        where = f"{base}/ports/{port}"
+        if not port.isdigit():
+            continue
+        layer = tree.text(f"{where}/link_layer") or ""
+        kind = _kind(device, node_type, layer)
+        state = (tree.text(f"{where}/state") or "unknown").partition(":")[2].strip() or "unknown"
+        rate = re.match(r"([\d.]+)\s*Gb/sec", tree.text(f"{where}/rate") or "")
+        index, gid, owner = _gid(tree, where) if kind == "roce" else (None, None, None)
+        active = state == "ACTIVE"
+        if kind == "roce" and active and gid is None:
+            notes.append(f"{device}:{port} has no readable RoCE v2 GID with an IPv4 address")
+        if kind not in ("ib", "roce"):
+            notes.append(f"{device}:{port} is {kind}: not used for RDMA, since NCCL's IB transport does not speak it")
+        if not active:
+            notes.append(f"{device}:{port} is {state}")
+        if owner is None:
+            owner = _owner_by_device(tree, device, pci)
+        found.append(RdmaPort(device, int(port), kind, active, state, float(rate[1]) if rate else None,
+                              _top(tree, owner), index, gid, nearest, pci))
+    return found
+
+
+def _kind(device: str, node_type: str, layer: str) -> str:
+    # node_type 1 is a channel adapter (IB or RoCE), 4 an RNIC (iWARP, whose link layer says Ethernet too)
+    if node_type == "4":
+        return "iwarp"
+    if node_type in ("5", "6"):
+        return "usnic"
+    if device.startswith("hfi1"):
+        return "omnipath"
+    if node_type not in ("1", ""):
+        return "efa" if device.startswith(("efa", "rdmap")) else f"of node type {node_type}"
+    return {"InfiniBand": "ib", "Ethernet": "roce"}.get(layer, f"of link layer {layer or 'unknown'}")
+
+
+def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
+    """Index, GID and interface of the first RoCE v2 GID that maps an IPv4 address."""
+    for index in tree.names(f"{port}/gids"):
+        if not index.isdigit() or tree.text(f"{port}/gid_attrs/types/{index}") != "RoCE v2":
+            continue  # an empty slot, RoCE v1, or EINVAL in a container
+        gid = tree.text(f"{port}/gids/{index}") or ""
+        if gid_address(gid) is not None:
+            return int(index), gid, tree.text(f"{port}/gid_attrs/ndevs/{index}")
+    return None, None, None
+
+
+def gid_address(gid: str) -> str | None:
+    """The IPv4 address that an IPv4-mapped GID (0000:…:ffff:0a00:0001) stands for."""
+    try:
+        mapped = ipaddress.IPv6Address(gid).ipv4_mapped
+    except ValueError:
+        return None
+    return str(mapped) if mapped is not None else None
+
+
+def _owner_by_device(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
+    """The network interface on the same PCI function, where no GID tells it."""
+    names = tree.names(f"class/infiniband/{device}/device/net")
+    if names:
+        return names[0]
+    if pci:
+        for name in tree.names("class/net"):
+            if tree.pci_path(f"class/net/{name}/device") == pci:
+                return name
+    return None
+
+
+def _top(tree: _Tree, name: str | None) -> str | None:
+    """The bond that owns an interface, or the interface itself."""
+    master = tree.target(f"class/net/{name}/master") if name else None
+    return master or name
+
+
+def _nearest(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
+    """GPUs that share the longest PCI path with the NIC; none where nothing but the machine is shared by all."""
+    def shared(gpu: tuple[str, ...]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(pci, gpu)) if a != b), min(len(pci), len(gpu)))  # noqa: B905
+
+    depths = [shared(g) for g in gpus]
+    best = max(depths, default=0)
+    return tuple(i for i, d in enumerate(depths) if d == best and best > 0)
+
+
+def _interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str, tuple[str, int]]) -> Nic:
+    base = f"class/net/{name}"
+    own = [p for p in ports if p.interface == name]
+    stands_for = _STANDS_FOR.match(name) if not ports else None
+    if tree.text(f"{base}/type") == _IPOIB:
+        nic = NicType.IB
+    elif any(p.kind == "roce" for p in own):
+        nic = NicType.ROCE
+    else:
+        nic = NicType(stands_for[1]) if stands_for else NicType.ETHERNET
+    address, prefix = ipv4.get(name, (None, None))
+    if address is None:
+        mapped = [gid_address(p.gid) for p in own if p.gid]
+        address = mapped[0] if mapped else None
+    bonded = tree.is_dir(f"{base}/bonding")
+    driver = tree.target(f"{base}/device/driver") or ("bond" if bonded else "")
+    return Nic(name, nic, _up(tree, base), address, prefix, _speed(tree, base, bonded, own),
+               tuple(p.name for p in own), tree.target(f"{base}/master"), driver, _carrier(tree, base))
+
+
+def _up(tree: _Tree, base: str) -> bool:
+    state = tree.text(f"{base}/operstate") or "unknown"
+    if state == "unknown":  # drivers without carrier detection
+        flags = tree.text(f"{base}/flags") or "0x1"
+        return bool(int(flags, 16) & 1)
+    return state in ("up", "dormant")
+
+
+def _carrier(tree: _Tree, base: str) -> bool:
+    """False only where the kernel says so: `carrier` cannot be read while an interface is switched off (EINVAL)."""
+    return tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown"
+
+
+def _speed(tree: _Tree, base: str, bonded: bool, own: list[RdmaPort]) -> float | None:
+    if own and own[0].gbps and not bonded:
+        return sum(p.gbps or 0 for p in own)
+    if not bonded and tree.is_virtual(base):
+        return None  # veth and tun report 10 Gb/s whatever carries them
+    try:
+        megabits = int(tree.text(f"{base}/speed") or "-1")
+    except ValueError:
+        return None
+    return megabits / 1000 if megabits > 0 else None

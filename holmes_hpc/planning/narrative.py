@@ -1,0 +1,144 @@
+"""What `holmes plan` says of a plan, in lines at most 100 columns wide: a drawing, its step, what binds, what helps."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.costs import Costs
+from holmes_hpc.planning.explain import PARTS
+from holmes_hpc.planning.options import PlanOptions
+from holmes_hpc.planning.plan import Plan, Predicted
+from holmes_hpc.planning.predict import predict
+from holmes_hpc.planning.search import best_plan
+
+WIDTH = 100
+
+
+def explain(plan: Plan, costs: Costs) -> list[str]:
+    """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions."""
+    lines = [*_headline(plan), "", *_drawing(plan)]
+    if plan.predicted is not None:
+        lines += ["", *_step(plan, plan.predicted), "", *_helps(plan, plan.predicted, costs)]
+    if plan.alternatives:
+        lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a))]
+    if plan.unused:
+        lines += _wrapped("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
+    if plan.assumptions:
+        lines += ["", "Supposed:", *(line for a in plan.assumptions for line in _wrapped(f"- {a}", "  "))]
+    return lines
+
+
+def _headline(plan: Plan) -> list[str]:
+    p = plan.parallel
+    virtual = f" x {p.virtual_stages} virtual" if p.virtual_stages > 1 else ""
+    return _wrapped(f"Plan {plan.id}: {plan.model.name} on {p.world_size} ranks, {plan.strategy}; TP {p.tp}, PP {p.pp}"
+                    f"{virtual}, DP {p.dp}, {plan.micro_batches} micro-batches of {plan.batch.micro_size}, schedule "
+                    f"{plan.schedule.kind}, recompute {plan.recompute}")
+
+
+def _drawing(plan: Plan) -> list[str]:
+    """Components from first to last stage, and the hops between them."""
+    edges = {g.stages: g.transport for g in plan.transports() if g.kind == "edge"}
+    inside = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
+    lines: list[str] = []
+    for part in plan.components:
+        fabric = plan.site.fabric(part.fabric)
+        lines.append(f"+-- {part.fabric}: {part.nodes} nodes x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
+                     f" {fabric.data_gbps:g} Gb/s, partition {part.partition}")
+        if len(part.stages) <= 8:
+            lines += [f"|   stage {s}: {_stage(plan, s)}" + (f", data parallel by {inside[s]}" if s in inside else "")
+                      for s in part.stages]
+        else:
+            layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
+            text = f"stages {part.stages[0]} to {part.stages[-1]}: {layers} layers"
+            lines += [f"|   {line}" for line in textwrap.wrap(text, WIDTH - 4)]
+        following = (part.stages[-1], part.stages[-1] + 1)
+        if following in edges and plan.strategy != "hierarchical-dp":
+            lines.append(f"|     |  activations by {edges[following]}")
+    return [line[:WIDTH] for line in lines]
+
+
+def _stage(plan: Plan, stage: int) -> str:
+    layers, held = plan.stages[stage].layers, plan.schedule.in_flight[stage]
+    return f"{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
+
+
+def _step(plan: Plan, predicted: Predicted) -> list[str]:
+    total = predicted.step_time_s
+    parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PARTS), reverse=True)
+    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, "
+             f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU"]
+    lines += [f"  {PARTS[name]:<22} {s:9.3g} s  {s / total:4.0%}" for s, name in parts if s > 0]
+    worst = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
+    room = plan.site.fabric(plan.stages[worst].fabric).gpu.memory_gib
+    used = predicted.memory_bytes_per_gpu[worst] / 2**30
+    lines += _wrapped(f"Memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
+                      f"What binds: the ranks mostly {_binding(predicted)}.")
+    return lines
+
+
+def _binding(predicted: Predicted) -> str:
+    named = {n: s for n, s in predicted.breakdown.items() if n in PARTS}
+    name = max(named, key=lambda n: named[n])
+    return {"compute_s": "compute: more or faster GPUs help",
+            "pipeline_wait_s": "wait in the pipeline: more micro-batches"
+            " or a faster hop help", "grad_sync_s": "wait for gradients: a faster data-parallel network helps",
+            "param_sync_s": "wait for parameters: a faster data-parallel network helps"}.get(name, PARTS[name])
+
+
+def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
+    """What a change of site or batch would gain: each tried alone, as this plan, or as the planner would use it."""
+    def faster(site: Site) -> float:
+        return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
+
+    gains: list[tuple[float, str]] = []
+    fabrics = tuple(replace(f, ethernet_gbps=2 * f.ethernet_gbps) for f in plan.site.fabrics)
+    gains.append((faster(replace(plan.site, fabrics=fabrics)), "Ethernet twice as fast"))
+    for part in plan.components:
+        fabric = plan.site.fabric(part.fabric)
+        if fabric.rdma_gbps is not None:
+            fabrics = tuple(replace(f, rdma_gbps=2 * f.rdma_gbps) if f.name == part.fabric and f.rdma_gbps else f
+                            for f in plan.site.fabrics)
+            gains.append((faster(replace(plan.site, fabrics=fabrics)), f"RDMA of {part.fabric} twice as fast"))
+    larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
+    gains.append((predict(larger, costs).samples_per_s / predicted.samples_per_s - 1, "a global batch twice as large"))
+    gains += _more_nodes(plan, predicted, costs)
+    gains = sorted((g for g in gains if g[0] >= 0.001), reverse=True)
+    if not gains:
+        return ["Neither faster networks nor more nodes nor a larger batch would help this plan."]
+    return ["What would help, each alone:", *(f"  {gain:+7.1%} samples/s  {what}" for gain, what in gains)]
+
+
+def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:
+    p = plan.parallel
+    fabrics = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.fabrics)
+    nodes = {c.fabric: 2 * c.nodes for c in plan.components}
+    options = PlanOptions(strategy=plan.strategy, nodes=nodes, tp=p.tp, pp=p.pp, dp=2 * p.dp,
+                          transport=plan.transport_mode, gpus_per_node=plan.components[0].gpus_per_node)
+    try:
+        twice = best_plan(plan.model, plan.batch, replace(plan.site, fabrics=fabrics), options, costs)
+    except HolmesError:
+        return
+    if twice.predicted is not None:
+        yield twice.predicted.samples_per_s / predicted.samples_per_s - 1, "twice the nodes of every fabric in use"
+
+
+def _runner_up(other: dict[str, Any]) -> list[str]:
+    p = other["parallel"]
+    nodes = ", ".join(f"{n} x {f}" for f, n in other["nodes"].items())
+    return _wrapped(f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
+                    f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}", "  ")
+
+
+def _layers(layers: list[int]) -> str:
+    text = [str(n) for n in layers]
+    return "+".join(text if len(text) <= 8 else [*text[:3], "…", text[-1]])
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent)

@@ -1,0 +1,410 @@
+"""The run directory: one schema, one version number, one reader and one writer (docs/records.md shows it by example).
+
+`run.yaml`
+    What was run: `version, name, created, plan_id, config{}, overrides[], slurm{job_id, …}, components[], hosts[],
+    nics{}, versions{}, git_commit, attempts[], traffic{setup{kind: {tx, rx}}, header_factor}, pace_layer_ms, device`.
+    `attempts` has one entry per start: `{attempt, started, …}`.
+`plan.yaml`
+    The Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan.py).
+`metrics.jsonl`
+    One line per step: `step, time, step_time_s, loss, grad_norm, learning_rate, tokens_per_s, samples_per_s,
+    model_tflops_per_gpu, hardware_tflops_per_gpu, breakdown[stage]{compute_s, pipeline_wait_s, grad_sync_s,
+    param_sync_s, optimizer_s}, nic_bytes{fabric|ethernet: {tx, rx}}, peak_memory_bytes[rank], attempt`.
+    `time` is Unix seconds at the step's end; bytes are sums over all nodes for that step. Times and rates: 7 digits.
+`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`
+`exits/rank-N.json`
+    How a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`.
+`result.json`
+    How the run ended, written last: `version, state (completed|failed|cancelled|timeout|preempted), exit_code, error,
+    failed_rank, failed_node, log_tail[], final{}, writer, attempt, time`. Written by the batch script or the
+    follower only.
+
+Readers take records of this version and older ones, with keys missing, and of runs that died; newer ones are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holmes_hpc.errors import HolmesError, RecordError
+from holmes_hpc.records.files import append_line, locked, to_json, write_whole
+
+VERSION = 1
+SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
+STATES = ("completed", "failed", "cancelled", "timeout", "preempted")
+WRITERS = ("follower", "batch")  # of result.json, the lesser first: the batch script has seen the exit codes themselves
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:  # `&id001` is for machines; this file is for people too
+        return True
+
+
+def now() -> str:
+    """The time in UTC as ISO 8601, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class RunDirectory:
+    """A run's records under `path`. Making the object touches nothing; see :meth:`create` and :func:`find_run`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def run_path(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def result_path(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def exits(self) -> Path:
+        return self.path / "exits"
+
+    def log_path(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.txt"
+
+    def trace_path(self, rank: int) -> Path:
+        return self.trace / f"rank-{rank}.jsonl"
+
+    def exists(self) -> bool:
+        """Whether a run is recorded here."""
+        return self.run_path.is_file()
+
+    # -- run.yaml ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], plan_text: str | None = None, config: Mapping[str, Any] | None = None,
+               overrides: Sequence[str] = (), **ids: Any) -> RunDirectory:
+        """Make a run directory. `plan_text`: plan.yaml's text; `ids`: more keys of run.yaml (plan_id, slurm, …).
+
+        run.yaml is written last, so a directory that has one is complete. RecordError when it already holds a run.
+        """
+        run = cls(path)
+        if run.exists():
+            raise RecordError("it already holds a run", where=str(run.path),
+                              cure="`holmes resume` goes on with it; or give another directory")
+        try:
+            for directory in (run.logs, run.trace, run.checkpoints, run.exits):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise RecordError(e.strerror or str(e), where=str(run.path),
+                              cure="give a directory that can be made, on a file system all nodes share") from e
+        if plan_text is not None:
+            write_whole(run.plan_path, plan_text)
+        run._write_run({"version": VERSION, "name": run.name, "created": now(), **ids, "config": dict(config or {}),
+                        "overrides": list(overrides), "attempts": []})
+        return run
+
+    def read_run(self) -> dict[str, Any]:
+        """run.yaml as plain data, with at least `version, name, created, config, overrides, slurm, attempts`."""
+        try:
+            text = self.run_path.read_text(encoding="utf-8")
+        except FileNotFoundError as e:
+            raise RecordError("not a run directory (no run.yaml)", where=str(self.path),
+                              cure="give a directory under runs/ (or HOLMES_RUNS)") from e
+        except (OSError, UnicodeDecodeError) as e:
+            raise RecordError(getattr(e, "strerror", None) or str(e), where=str(self.run_path),
+                              cure="restore the file") from e
+        return parse_run(text, str(self.run_path))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration that the run was started with."""
+        config: dict[str, Any] = self.read_run()["config"]
+        return config
+
+    def update_run(self, **values: Any) -> dict[str, Any]:
+        """Set top-level keys of run.yaml, one writer at a time; the whole new content comes back."""
+        with locked(self.path / ".lock"):
+            data = {**self.read_run(), **values}
+            self._write_run(data)
+        return data
+
+    def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
+        """Note a start of the run (`values`: job_id, hosts, first_step, …); its number, from 1, comes back. From here
+        on an earlier attempt's result and exits no longer count."""
+        with locked(self.path / ".lock"):
+            data = self.read_run()
+            number = len(data["attempts"]) + 1
+            data["attempts"].append({"attempt": number, "started": now(), **(values or {})})
+            self._write_run(data)
+        return number
+
+    @property
+    def attempt(self) -> int:
+        """The number of the latest attempt; 0 before the first."""
+        return len(self.read_run()["attempts"])
+
+    def _write_run(self, data: dict[str, Any]) -> None:
+        try:
+            text = yaml.dump(_plain(data), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110,
+                             allow_unicode=True)
+        except yaml.YAMLError as e:
+            raise RecordError(f"not plain data: {e}", where=str(self.run_path),
+                              cure="record strings, numbers, lists") from e
+        write_whole(self.run_path, text)
+
+    # -- metrics.jsonl ----------------------------------------------------------------------------------------------
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Record one step. RunFailed (exit code 1) when the disk is full; the file then ends with the line before.
+
+        Times and rates are kept to 7 digits, finer than any clock here; losses and norms to the last bit.
+        """
+        if not isinstance(line.get("step"), int):
+            raise RecordError(f"step is {line.get('step')!r}", where=str(self.metrics_path), cure="number the steps")
+        append_line(self.metrics_path, to_json(measured(dict(line))))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One entry per step, in order. Of a step run twice the later attempt's counts; a second line of the same
+        attempt adds to the first (a validation loss); broken lines are left out."""
+        try:
+            text = self.metrics_path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), cure="restore the file") from e
+        steps: dict[int, dict[str, Any]] = {}
+        for raw in text.split(b"\n"):
+            try:
+                entry = json.loads(raw)
+                step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                continue
+            before = steps.get(step)
+            held = int(before.get("attempt") or 1) if before else 0
+            if before is not None and attempt == held:
+                before.update(entry)
+            elif attempt > held:
+                steps[step] = entry
+        return [steps[step] for step in sorted(steps)]
+
+    # -- how it ended -----------------------------------------------------------------------------------------------
+
+    def write_exit(self, rank: int, state: str, error: str | None = None, host: str | None = None, **more: Any) -> None:
+        """What rank `rank` itself knows of its end; `error` is one line. Ranks write this, never result.json."""
+        self.exits.mkdir(parents=True, exist_ok=True)
+        data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename,
+                "attempt": self.attempt, "time": time.time(), **more}
+        write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
+
+    def read_exits(self) -> list[dict[str, Any]]:
+        """Ends of the latest attempt's ranks, by time: the first failed one is the cause, the others follow from it."""
+        attempt = self.attempt
+        found = [data for path in self.exits.glob("rank-*.json") if (data := _read_json(path)) is not None]
+        kept = [data for data in found if int(data.get("attempt") or 0) >= attempt]
+        return sorted(kept, key=lambda data: (float(data.get("time") or 0), int(data.get("rank") or 0)))
+
+    def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
+        """Record how the latest attempt ended; True when this became the record.
+
+        Of one attempt the batch script's word stands over the follower's, and of equals the first: who comes later has
+        seen less. `result` must have `state` (one of STATES).
+        """
+        if writer not in WRITERS:
+            raise RecordError(f"{writer!r} may not write it", where=str(self.result_path),
+                              cure=f"only {' and '.join(WRITERS)} do; ranks write exits/")
+        if result.get("state") not in STATES:
+            raise RecordError(f"state is {result.get('state')!r}", where=str(self.result_path),
+                              cure=f"use one of {', '.join(STATES)}")
+        blank: dict[str, Any] = {
+            "exit_code": 0 if result["state"] == "completed" else 1, "error": None, "failed_rank": None,
+            "failed_node": None, "log_tail": [], "final": {}}
+        with locked(self.path / ".lock"):
+            data = {"version": VERSION, **blank, "attempt": self.attempt, "time": time.time(), **result,
+                    "writer": writer}
+            old = _read_json(self.result_path)
+            if old is not None and _authority(old) >= _authority(data):
+                return False
+            write_whole(self.result_path, json.dumps(json.loads(to_json(data)), indent=1, ensure_ascii=False) + "\n")
+        return True
+
+    def reopen(self, plan_text: str | None = None) -> None:
+        """Make a run that ended ready to go on: its result, and its plan where `plan_text` is another, are kept under
+        names with the attempt's number."""
+        with locked(self.path / ".lock"):
+            if plan_text is not None:
+                os.replace(self.plan_path, self.path / f"plan-{self.attempt}.yaml")
+                write_whole(self.plan_path, plan_text)
+            if self.result_path.exists():
+                os.replace(self.result_path, self.path / f"result-{self.attempt}.json")
+
+    def read_result(self) -> dict[str, Any] | None:
+        """How the latest attempt ended; None while it has not."""
+        data = _read_json(self.result_path)
+        if data is None:
+            return None
+        if int(data.get("version") or VERSION) > VERSION:
+            raise _too_new(data["version"], str(self.result_path))
+        return data if int(data.get("attempt") or 0) >= self.attempt else None
+
+
+def measured(value: Any, name: str = "") -> Any:
+    """A metrics line whose times and rates (names in `_s`, `_per_gpu`) have 7 digits and `time` milliseconds."""
+    if isinstance(value, dict):
+        return {key: measured(entry, str(key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [measured(entry, name) for entry in value]
+    if isinstance(value, float):
+        if name == "time":
+            return round(value, 3)
+        if name.endswith(("_s", "_per_gpu")):
+            return float(f"{value:.7g}")
+    return value
+
+
+def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
+    """run.yaml's text as plain data; keys that older versions or half-made runs lack get their empty values."""
+    try:
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
+    except yaml.YAMLError as e:
+        raise RecordError(f"not YAML: {e}", where=where, cure="restore the file") from e
+    return check_run(data, where)
+
+
+def check_run(data: Any, where: str) -> dict[str, Any]:
+    """Refuse what is not a run record of this version or an older one, and fill in what is missing."""
+    if not isinstance(data, dict):
+        raise RecordError("not a run record", where=where, cure="restore the file")
+    version = data.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise _too_new(version, where)
+    empty: dict[str, Any] = {"version": VERSION, "name": Path(where).resolve().parent.name, "created": None,
+                             "config": {}, "overrides": [], "slurm": {}, "attempts": []}
+    return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
+
+
+def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """Where runs are kept: `root`, else $HOLMES_RUNS, else ``runs``."""
+    return Path(root if root is not None else os.environ.get("HOLMES_RUNS") or "runs")
+
+
+def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
+    """Every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
+    for directory, below, files in os.walk(root, followlinks=False):
+        if "run.yaml" in files:
+            below.clear()  # a run does not hold runs
+            yield RunDirectory(directory)
+        below[:] = sorted(name for name in below if name not in SKIPPED)
+
+
+def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
+    """The run that `name` means: a run directory, the name of one, or the Slurm job id of its leader.
+
+    Of several runs with one job id (a Slurm that was set up again counts from 1) the latest is meant; several runs of
+    one name are an error. RecordError when there is none.
+    """
+    word, base = os.fspath(name), runs_root(root)
+    for path in (Path(word), base / word):
+        if RunDirectory(path).exists():
+            return RunDirectory(path)
+    runs = list(run_directories(base)) if base.is_dir() else []
+    if word.isdigit() and (held := [(str(data["created"] or ""), run) for run in runs
+                                    if (data := _readable(run)) and int(word) in job_ids(data)]):
+        return max(held, key=lambda pair: pair[0])[1]
+    named = [run for run in runs if run.name == word]
+    if len(named) > 1:
+        raise RecordError(f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}", where=word,
+                          cure="give the directory")
+    if named:
+        return named[0]
+    close = difflib.get_close_matches(word, [run.name for run in runs], n=1)
+    cure = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
+    raise RecordError(f"no such run under {base}", where=word, cure=cure)
+
+
+def job_ids(run: dict[str, Any]) -> set[int]:
+    """All Slurm job ids that a run record names: its leader's, its components', its attempts'."""
+    ids: set[int] = set()
+    for holder in (run.get("slurm"), *(run.get("attempts") or [])):
+        if isinstance(holder, dict):
+            for key in ("job_id", "job_ids", "het_job_ids"):
+                value = holder.get(key)
+                for item in value if isinstance(value, list) else [value]:
+                    if str(item).isdigit():
+                        ids.add(int(str(item)))
+    return ids
+
+
+def _readable(run: RunDirectory) -> dict[str, Any] | None:
+    try:
+        return run.read_run()
+    except HolmesError:
+        return None
+
+
+def _too_new(version: Any, where: str) -> RecordError:
+    return RecordError(f"record version {version!r}, this release reads up to {VERSION}", where=where,
+                       cure="use the holmes_hpc release that wrote it, or a newer one")
+
+
+def _authority(result: Mapping[str, Any]) -> tuple[int, int]:
+    writer = result.get("writer")
+    return int(result.get("attempt") or 0), WRITERS.index(writer) if writer in WRITERS else -1
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None when it is missing or broken (a record that cannot be read says nothing)."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _plain(value: Any) -> Any:
+    """Paths, tuples and dict-likes as YAML knows them."""
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, (str, int)) else str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, str):
+        return str(value)
+    return value
+
+
+__all__ = ["STATES", "VERSION", "RunDirectory", "check_run", "find_run", "job_ids", "now", "parse_run",
+           "run_directories", "runs_root"]

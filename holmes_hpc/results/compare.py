@@ -1,0 +1,286 @@
+"""Several runs side by side: repeats of one setting make a cell, cells are compared by throughput, and three sentences
+say which placement wins, by how much, and where the time went."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.statistics import Estimate, mape, median_interval, paired_ratios, repeats_interval
+from holmes_hpc.results.tables import (
+    NONE,
+    PART_NAMES,
+    Table,
+    data_size,
+    interval,
+    known,
+    number,
+    pace,
+    percent,
+    unpacked,
+)
+
+# What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
+CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "model", "sequence_length",
+        "global_batch", "micro_batch", "nodes", "tp", "pp", "dp", "virtual_stages", "edge_dtype", "recompute",
+        "pace_layer_ms", "device"]
+SAME_WORK = ["model", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
+# Overrides that say what other columns say, or nothing about what was run.
+TOLD = ("name", "run_dir", "plan_file", "site_file", "labels", "hydra", "launcher", "slurm", "model", "batch",
+        "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
+        "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
+        "train.net_timeout_s", "train.pace_layer_ms", "train.overlap_grad_reduce", "train.overlap_param_gather",
+        "plan.nodes", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage", "plan.tp",
+        "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
+SHOWN = 40  # rows of a table in a terminal
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`cells`: one row per setting, fastest first, with its repeats' medians, `baseline` (index of the cell it is
+    compared with), `speedup`, `speedup_low`, `speedup_high`, `pairs`. `runs`: all runs, with their `system` and `cell`
+    (-1: no figures)."""
+
+    cells: pd.DataFrame
+    runs: pd.DataFrame
+
+
+def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
+    """`runs` with two more columns. `system`: the label of that name, else what the configuration amounts to. `varied`:
+    the overrides in which runs differ, as far as no other column tells them (`train.lr=0.01`)."""
+    given = [_overrides(row) for _, row in entries(runs)]
+    values: dict[str, set[str | None]] = {key: set() for found in given for key in found}
+    for key, seen in values.items():
+        seen.update(found.get(key) for found in given)
+    differ = sorted(key for key, seen in values.items() if len(seen) > 1)
+    return runs.assign(system=[_system(row) for _, row in entries(runs)],
+                       varied=[" ".join(f"{key}={found[key]}" for key in differ if key in found) for found in given])
+
+
+def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
+    words = [word.lstrip("+~").partition("=") for word in unpacked(run, "overrides") or []]
+    return {key: value for key, _, value in words
+            if not any(key == told or key.startswith((f"{told}.", f"{told}/")) for told in TOLD)}
+
+
+def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
+    """(index, row as a mapping) of every row."""
+    rows: list[dict[Any, Any]] = frame.to_dict("records")
+    return list(zip(frame.index.tolist(), rows, strict=True))
+
+
+def _system(run: Mapping[str, Any]) -> str:
+    label = unpacked(run, "labels").get("system")
+    if label:
+        return str(label)
+    words = ["one transport" if run["transport"] == "single" else "holmes"]
+    if known(run["overlap"]) and not run["overlap"]:
+        words.append("no overlap")
+    if known(run["partition"]) and run["partition"] != "exact":
+        words.append(f"{run['partition']} layers")
+    return ", ".join(words)
+
+
+def compare(runs: pd.DataFrame, steps: pd.DataFrame | None = None) -> Comparison:
+    """Group `runs` (of load_runs) into cells. `steps` (of load_steps): for intervals over runs and their steps;
+    without, a cell of one run has that run's own interval, and others have one from six runs on."""
+    runs = with_systems(runs)
+    usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
+    groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
+    runs = runs.assign(cell=-1)
+    rows = []
+    for index, (_, every) in enumerate(groups):
+        complete = every[every["state"] == "completed"]
+        group = complete if len(complete) else every  # half a run says something only where no whole one does
+        runs.loc[group.index, "cell"] = index
+        rows.append({**entries(group)[0][1], "cell": index, **_figures(group, steps)})
+    cells = pd.DataFrame(rows, columns=[*CELL, "cell", "repeats", "completed", "step_time_s", "step_time_low_s",
+                                        "step_time_high_s", "samples_per_s", "predicted_samples_per_s", "mape", *PARTS,
+                                        "stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step"])
+    cells = cells.sort_values("samples_per_s", ascending=False, kind="stable").set_index("cell")
+    return Comparison(_with_speedups(cells, runs), runs)
+
+
+def _figures(group: pd.DataFrame, steps: pd.DataFrame | None) -> dict[str, Any]:
+    time = _step_time(group, steps)
+    middle = group.iloc[(group["step_time_s"] - group["step_time_s"].median()).abs().argsort().iloc[0]]
+    return {"repeats": len(group), "completed": int((group["state"] == "completed").sum()), "step_time_s": time.median,
+            "step_time_low_s": time.low, "step_time_high_s": time.high,
+            "samples_per_s": float(group["samples_per_s"].median()),
+            "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
+            "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
+            **{part: float(group[part].median()) for part in PARTS},
+            **{name: middle[name] for name in ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")}}
+
+
+def _step_time(group: pd.DataFrame, steps: pd.DataFrame | None) -> Estimate:
+    if len(group) == 1:
+        run = group.iloc[0]
+        return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)
+    if steps is None:
+        return median_interval(group["step_time_s"].to_numpy(dtype=float))
+    kept = steps[steps["run"].isin(list(group["run"])) & ~steps["warmup"]]
+    parts = [part.to_numpy() for _, part in kept.groupby("run", observed=True)["step_time_s"]]
+    return repeats_interval([part[:: max(1, len(part) // 200)] for part in parts])
+
+
+def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    found = []
+    for index, cell in entries(cells):
+        baseline = _baseline(cells, cell)
+        row: dict[str, Any] = {"cell": index, "baseline": baseline, "pairs": 0, "speedup": math.nan,
+                               "speedup_low": math.nan, "speedup_high": math.nan}
+        if baseline is not None and baseline != index:
+            row["speedup"] = cell["samples_per_s"] / cells.loc[baseline, "samples_per_s"]
+            labelled = runs[runs["session"].notna()]
+            pairs = paired_ratios(labelled, "cell", baseline, index)
+            if len(pairs):
+                ratio = median_interval(pairs["ratio"])
+                row.update(pairs=len(pairs), speedup=ratio.median, speedup_low=ratio.low, speedup_high=ratio.high)
+        found.append(row)
+    columns = ["cell", "baseline", "pairs", "speedup", "speedup_low", "speedup_high"]
+    return cells.join(pd.DataFrame(found, columns=columns).set_index("cell").astype({"baseline": "Int64"}))
+
+
+def _baseline(cells: pd.DataFrame, cell: Mapping[str, Any]) -> int | None:
+    """The cell to compare with: one transport on the same nodes (plain Megatron-LM's behaviour); else the slowest on
+    as many nodes. None when nothing did the same work."""
+    same = cells[_equal(cells, cell, SAME_WORK)]
+    plain = same[_equal(same, cell, ["placement"]) & same["system"].str.startswith("one transport")]
+    if len(plain):
+        return int(plain.index[plain["samples_per_s"].argmax()])
+    return int(same.index[same["samples_per_s"].argmin()]) if len(same) > 1 else None
+
+
+def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str]) -> Any:
+    equal = np.ones(len(frame), dtype=bool)
+    for name in columns:
+        equal &= frame[name].isna().to_numpy() if not known(cell[name]) else (
+            frame[name] == cell[name]).fillna(False).to_numpy(dtype=bool)
+    return equal
+
+
+def label(cell: Mapping[str, Any]) -> str:
+    """A cell in words: `hybrid, ib-a:2 roce-a:2, holmes`."""
+    return ", ".join(str(cell[name]) for name in ("environment", "placement", "system", "varied")
+                     if known(cell[name]) and cell[name])
+
+
+def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+    """The fastest cell of the largest group that did the same work, and the cell it is compared with, if any; the
+    former with `ratio`, how many times as fast it is."""
+    cells = comparison.cells
+    if cells.empty:
+        return None
+    groups = cells.groupby(SAME_WORK, dropna=False, observed=True, sort=False)
+    group = max((g for _, g in groups), key=lambda g: (len(g), g["samples_per_s"].max()))
+    name, best = entries(group)[0]
+    others = [index for index in group.index if index != name]
+    if not others:
+        return best, None
+    paired = known(best["baseline"]) and best["baseline"] != name
+    base = dict(entries(cells))[int(best["baseline"]) if paired else others[-1]]
+    ratio = best["speedup"] if paired else best["samples_per_s"] / base["samples_per_s"]
+    return {**best, "ratio": float(ratio)}, base
+
+
+def answer(comparison: Comparison) -> list[str]:
+    """Which placement, how much faster, why: three sentences at most (see :func:`winner`)."""
+    found = winner(comparison)
+    if found is None:
+        return ["No run has figures yet."]
+    best, base = found
+    said = [f"Fastest: {label(best)} with {number(best['samples_per_s'])} samples/s ({best['model']}, {pace(best)})."]
+    if base is None:
+        return said
+    bounds = (f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
+              if known(best["speedup_low"]) else "")
+    said.append(f"That is {number(best['ratio'])} times {label(base)}{bounds}.")
+    return [*said, why(best, base)]
+
+
+def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """Where the slower one's time went, as seconds per sample so that different batches compare."""
+    saved = {}
+    for part in PARTS:
+        pair = [float(c[part]) / float(c["global_batch"]) for c in (best, base) if known(c[part])]
+        if len(pair) == 2:
+            saved[part] = pair[1] - pair[0]
+    top = max(saved, key=lambda part: saved[part], default=None)
+    if top is None or saved[top] <= 0:
+        return "Why: the recorded parts of a step do not say."
+    total = sum(saved.values())
+    share = f", {saved[top] / total:.0%} of what it saves" if total > 0 and saved[top] <= total else ""
+    return (f"Why: {PART_NAMES[top]} takes {number(best[top])} s of its step of {number(best['step_time_s'])} s, there "
+            f"{number(base[top])} s of {number(base['step_time_s'])} s{share}.")
+
+
+def cell_table(comparison: Comparison) -> Table:
+    """Throughput of every cell, its speed-up, and the prediction beside it."""
+    cells = comparison.cells
+    numbers = {index: str(i + 1) for i, index in enumerate(cells.index)}
+    rows = []
+    for index, c in entries(cells.head(SHOWN)):
+        base = numbers.get(int(c["baseline"]), NONE) if known(c["baseline"]) and c["baseline"] != index else NONE
+        error = 100 * (c["predicted_samples_per_s"] / c["samples_per_s"] - 1)
+        bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
+        system = f"{c['system']}, {c['varied']}" if c["varied"] else str(c["system"])
+        rows.append([numbers[index], system, f"{c['environment']}: {c['placement']}",
+                     str(c["layers_per_stage"]), str(c["repeats"]), number(c["samples_per_s"]),
+                     number(c["step_time_s"]) + bounds, _times(c), base, percent(error)])
+    more = f"; {len(cells) - SHOWN} more not shown" if len(cells) > SHOWN else ""
+    columns = ["#", "system", "environment: nodes", "layers", "runs", "samples/s", "step, s (95%)", "speed-up", "over",
+               "predicted"]
+    return Table("Settings by throughput", columns, rows,
+                 f"medians after warm-up; {_paces(cells)}; predicted: error of predicted samples/s{more}")
+
+
+def _times(cell: Mapping[str, Any]) -> str:
+    if not known(cell["speedup"]):
+        return NONE
+    bounds = f" ({interval(cell['speedup_low'], cell['speedup_high'])})" if known(cell["speedup_low"]) else ""
+    return f"{number(cell['speedup'])}x{bounds}"
+
+
+def _paces(cells: pd.DataFrame) -> str:
+    found = dict.fromkeys(pace(c) for _, c in entries(cells))
+    return " / ".join(found) or "no runs"
+
+
+def breakdown_table(comparison: Comparison) -> Table:
+    """Where a step goes in every cell, mean over stages."""
+    cells = comparison.cells.head(SHOWN)
+    rows = [[str(i), str(c["system"]), str(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
+            for i, (_, c) in enumerate(entries(cells), 1)]
+    return Table("Where a step goes: seconds, mean over stages",
+                 ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows, f"medians; {_paces(cells)}")
+
+
+def bytes_table(comparison: Comparison) -> Table:
+    """Bytes that the NICs of all nodes sent in a step."""
+    cells = comparison.cells.head(SHOWN)
+    sent = [json.loads(c["tx_bytes_per_step"]) if isinstance(c["tx_bytes_per_step"], str) else {}
+            for _, c in entries(cells)]
+    kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
+    rows = [[str(i), str(c["system"]), str(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
+            for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]
+    return Table("Bytes sent per step, all nodes together, as counted", ["#", "system", "nodes", *kinds], rows,
+                 f"medians, headers included; {_paces(cells)}")
+
+
+def ended_table(comparison: Comparison) -> Table | None:
+    """The runs that did not complete, with their errors; None when all did."""
+    bad = comparison.runs[comparison.runs["state"] != "completed"]
+    if bad.empty:
+        return None
+    rows = [[str(r["run"]), str(r["state"]), str(r["steps"]) if known(r["steps"]) else NONE,
+             str(r["error"]) if known(r["error"]) else ""] for _, r in entries(bad.head(SHOWN))]
+    more = f"{len(bad) - SHOWN} more not shown" if len(bad) > SHOWN else ""
+    return Table("Runs that did not complete", ["run", "state", "steps", "error"], rows, more)

@@ -1,0 +1,234 @@
+"""Figures, narrow enough for a phone and a column of print: hatches and markers say what colours say, every axis has
+its unit.
+
+Each function takes tables of the loader or of `compare` and gives a matplotlib Figure; :func:`svg` makes text of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.tables import PART_NAMES, known
+
+# Okabe and Ito's colours: told apart by the colour-blind; their order also differs in lightness, for black and white.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", (0, (1, 1)))
+WIDTH = 4.6  # inches
+STYLE: Any = {
+    "font.family": "sans-serif", "font.size": 11, "axes.titlesize": 11, "axes.titleweight": "bold",
+    "legend.fontsize": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
+    "svg.fonttype": "none", "svg.hashsalt": "holmes"}
+
+
+def _axes(height: float) -> tuple[Figure, Axes]:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        return figure, figure.add_subplot()
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an <svg> element; equal figures give equal text."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg"):]
+
+
+def _look(index: int) -> dict[str, Any]:
+    return {"color": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], "edgecolor": "black",
+            "linewidth": 0.6}
+
+
+def _legend(axes: Axes, handles: Any = None, columns: int = 1) -> None:
+    """Below the axes, where it hides nothing."""
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    figure.legend(handles=handles or axes.get_legend_handles_labels()[0], loc="outside lower center", ncols=columns,
+                  frameon=False)
+
+
+def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], names: Sequence[str], ends: Sequence[str],
+          bounds: Sequence[tuple[float, float]] = ()) -> None:
+    """Horizontal bars from top to bottom, each under its label, so that long labels need no margin; `rows`: stacked
+    parts."""
+    reaches = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if known(high)]
+    most = max(reaches, default=1.0) or 1.0
+    for at, (text, parts, end) in enumerate(zip(labels, rows, ends, strict=True)):
+        left = 0.0
+        for index, value in enumerate(parts):
+            if known(float(value)):
+                axes.barh(at, value, 0.5, left=left, **_look(index))
+                left += float(value)
+        reach = left
+        if bounds and all(map(known, bounds[at])):
+            low, high = bounds[at]
+            axes.errorbar(left, at, xerr=[[max(0, left - low)], [max(0, high - left)]], color="black", capsize=3)
+            reach = max(left, high)
+        text = shorten(text, 52, placeholder=" …")
+        axes.text(0, at - 0.32, text, va="bottom", ha="left", fontsize=10, in_layout=False)
+        axes.text(reach + 0.02 * most, at, end, va="center", in_layout=False)
+    axes.set(xlim=(0, 1.25 * most), ylim=(len(rows) - 0.5, -0.8), yticks=[])
+    axes.spines["left"].set_visible(False)
+    if len(names) > 1:
+        patches = [Patch(facecolor=look["color"], hatch=look["hatch"], edgecolor="black", label=name)
+                   for look, name in ((_look(i), name) for i, name in enumerate(names))]
+        _legend(axes, patches, 2)
+
+
+def _name(cell: Mapping[str, Any]) -> str:
+    varied = f", {cell['varied']}" if cell.get("varied") else ""
+    return f"{cell['environment']} ({cell['placement']}), {cell['system']}{varied}"
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    rows: list[dict[Any, Any]] = frame.to_dict("records")
+    return rows
+
+
+def throughput(cells: pd.DataFrame, most: int = 12) -> Figure:
+    """Samples/s by NIC environment and system, with the interval of the step time (of `compare`'s cells)."""
+    rows = _rows(cells.head(most))
+    figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
+    batches = [float(c["global_batch"]) if known(c["global_batch"]) else np.nan for c in rows]
+    _bars(axes, [_name(c) for c in rows], [[c["samples_per_s"]] for c in rows], ["samples/s"],
+          [f"{c['samples_per_s']:.3g}" for c in rows],
+          [(b / c["step_time_high_s"], b / c["step_time_low_s"]) for b, c in zip(batches, rows, strict=True)])
+    axes.set(xlabel="throughput, samples/s", title="Throughput by NIC environment")
+    return figure
+
+
+def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
+    """Throughput of every cell in percent of the cell `reference` (a label of `cells`' index): what each part is
+    worth."""
+    base = float(cells.loc[reference, "samples_per_s"])
+    rows = _rows(cells)
+    figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
+    shares = [100 * c["samples_per_s"] / base for c in rows]
+    _bars(axes, [str(c["system"]) for c in rows], [[s] for s in shares], ["%"], [f"{s:.0f}%" for s in shares])
+    axes.axvline(100, color="black", linestyle=":", linewidth=1)
+    axes.set(xlabel="throughput, % of the complete system", title="What each part is worth")
+    return figure
+
+
+def scaling(cells: pd.DataFrame) -> Figure:
+    """Samples/s over nodes, one line per environment and system that ran on several node counts, and what linear
+    scaling from its smallest would give."""
+    groups = [(name, group) for name, group in cells.groupby(["environment", "system"], sort=False)
+              if group["nodes"].nunique() > 1]
+    figure, axes = _axes(3.2 + 0.25 * len(groups))
+    for index, (name, group) in enumerate(groups):
+        line = group.groupby("nodes")["samples_per_s"].max()
+        nodes = line.index.to_numpy(dtype=float)
+        axes.plot(nodes, line.to_numpy(), marker=MARKERS[index % len(MARKERS)], color=COLOURS[index % len(COLOURS)],
+                  label=", ".join(map(str, name)))
+        axes.plot(nodes, line.iloc[0] * nodes / nodes[0], color=COLOURS[index % len(COLOURS)], linestyle=":",
+                  linewidth=1)
+    axes.set(xlabel="nodes", ylabel="throughput, samples/s", title="Scaling (dotted: linear)", ylim=(0, None))
+    if groups:
+        axes.set_xticks(sorted({int(n) for _, group in groups for n in group["nodes"].dropna()}))
+        _legend(axes)
+    return figure
+
+
+def breakdown(labels: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Figure:
+    """Stacked parts of a step: one bar per stage, or per setting."""
+    figure, axes = _axes(1.9 + 0.62 * max(1, len(rows)))
+    values = [[float(row[part]) if known(row.get(part)) else np.nan for part in PARTS] for row in rows]
+    _bars(axes, labels, values, [PART_NAMES[p] for p in PARTS], [f"{np.nansum(v):.3g} s" for v in values])
+    axes.set(xlabel="time in a step, s", title="Where a step goes")
+    return figure
+
+
+def nic_bytes(entries: Sequence[Mapping[str, Any]]) -> Figure:
+    """Bytes of a step by NIC kind: planned payload, and counted by the NICs (entries of `tables.traffic`)."""
+    labels, values, ends = [], [], []
+    for e in entries:
+        for what, key in (("planned", "planned_bytes"), ("counted, with headers", "counted_bytes")):
+            labels.append(f"{e['kind']}: {what}")
+            values.append([float(e[key] or 0) / 1e6])
+            ends.append(f"{float(e[key] or 0) / 1e6:.3g}")
+    figure, axes = _axes(0.9 + 0.62 * max(1, len(labels)))
+    _bars(axes, labels, values, ["MB"], ends)
+    axes.set(xlabel="sent in a step by all nodes, MB (1e6 bytes)", title="Bytes by NIC kind")
+    return figure
+
+
+def predicted_measured(runs: pd.DataFrame) -> Figure:
+    """Predicted over measured step time, one point per run; the band is 10% on either side."""
+    figure, axes = _axes(4.2)
+    kept = runs[runs["predicted_step_time_s"].notna() & runs["step_time_s"].notna()]
+    for index, (name, group) in enumerate(kept.groupby("environment", sort=False)):
+        axes.scatter(group["step_time_s"], group["predicted_step_time_s"], marker=MARKERS[index % len(MARKERS)],
+                     color=COLOURS[index % len(COLOURS)], edgecolor="black", linewidth=0.5, label=str(name), zorder=3)
+    if len(kept):
+        ends = np.array([0.0, 1.15 * max(kept["step_time_s"].max(), kept["predicted_step_time_s"].max())])
+        axes.plot(ends, ends, color="black", linewidth=1)
+        axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#dddddd", zorder=0)
+        axes.set(xlim=ends, ylim=ends)
+        _legend(axes, columns=2)
+    axes.set(xlabel="measured step time, s", ylabel="predicted step time, s",
+             title="Predicted against measured (band: 10%)")
+    return figure
+
+
+def loss(steps: pd.DataFrame) -> Figure:
+    """Loss over wall time of every run in `steps`; a vertical line where a later attempt began."""
+    figure, axes = _axes(3.2 + (0.25 * steps["run"].nunique() if steps["run"].nunique() <= 8 else 0))
+    start = steps["time"].min() if len(steps) else 0.0
+    for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
+        minutes = (run["time"] - start) / 60
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(minutes, run["loss"], label=str(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
+        for at in minutes[run["attempt"].diff() > 0]:
+            axes.axvline(at, color=colour, linestyle=":", linewidth=1)
+    axes.set(xlabel="time, minutes", ylabel="loss, nats a token", title="Loss (dotted: restarts)")
+    if 1 < steps["run"].nunique() <= 8:
+        _legend(axes)
+    return figure
+
+
+def step_times(steps: pd.DataFrame) -> Figure:
+    """Step time over steps of one run; the steps left out as warm-up are hollow."""
+    figure, axes = _axes(2.8)
+    for warm, face in ((True, "none"), (False, COLOURS[0])):
+        part = steps[steps["warmup"] == warm]
+        axes.scatter(part["step"], part["step_time_s"], s=14, facecolor=face, edgecolor=COLOURS[0],
+                     label="warm-up" if warm else "counted")
+    most = steps["step_time_s"].max() if len(steps) else 1.0
+    axes.set(xlabel="step", ylabel="step time, s", title="Step times", ylim=(0, 1.05 * most if known(most) else 1.0))
+    axes.legend(frameon=False)
+    return figure
+
+
+def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> Figure:
+    """One step of the pipeline, a row per stage: measured above, simulated below, on one time axis. Forward passes are
+    light, backward passes dark and hatched; gaps are waiting."""
+    panels = [("measured", measured)] + ([("simulated", simulated)] if simulated is not None and len(simulated) else [])
+    stages = int(max((frame["stage"].max() for _, frame in panels if len(frame)), default=0)) + 1
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 1.2 + len(panels) * (0.5 + 0.4 * stages)), layout="constrained")
+        all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    looks = {"forward": {"facecolor": COLOURS[4], "hatch": ""}, "backward": {"facecolor": COLOURS[0], "hatch": "////"}}
+    for axes, (name, frame) in zip(all_axes, panels, strict=True):
+        for kind, look in looks.items():
+            part = frame[frame["kind"] == kind]
+            axes.barh(part["stage"], part["end_s"] - part["start_s"], 0.7, left=part["start_s"], edgecolor="black",
+                      linewidth=0.4, label=kind, **look)
+        axes.set(ylim=(stages - 0.5, -0.5), yticks=range(stages), ylabel="stage", title=f"Pipeline, {name}")
+    all_axes[-1].set_xlabel("time in the step, s")
+    _legend(all_axes[0], columns=2)
+    return figure

@@ -1,0 +1,87 @@
+"""The report as one self-contained HTML page: no network, no scripts; readable on a phone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pandas as pd
+
+from holmes_hpc.results import compare, figures, tables
+from holmes_hpc.results.columns import PARTS
+
+if TYPE_CHECKING:
+    from holmes_hpc.results.report import Report
+
+
+def page(report: Report) -> str:
+    """The page's text."""
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("holmes_hpc.results", "."), autoescape=True,
+                                     trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    title = f"Run {report.run['name']}" if report.single else f"{len(report.runs)} runs"
+    return environment.get_template("report.html").render(
+        title=title, answer=report.answer(), facts=_facts(report), tables=report.tables(),
+        figures=[(caption, figures.svg(figure)) for caption, figure in _figures(report)], notes=_notes(report))
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    """Up to three (figure, what it is), shown large."""
+    found = compare.winner(report.comparison)
+    if found is None:
+        return []
+    best, base = found
+    facts = [(tables.number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]
+    if base is not None:
+        facts.append((f"{tables.number(best['ratio'])}x", f"as fast as {base['environment']}, {base['system']}"))
+    if tables.known(best["mape"]):
+        facts.append((f"{tables.number(best['mape'], 2)}%", "error of the predicted step time"))
+    return facts
+
+
+def _figures(report: Report) -> list[tuple[str, Any]]:
+    cells, runs = report.comparison.cells, report.comparison.runs
+    made: list[tuple[str, Any]] = []
+    if cells.empty:
+        return made
+    if report.single:
+        stages = tables.unpacked(report.run, "stage_breakdown") or []
+        traffic = tables.traffic(report.run, report.plan)
+        if stages:
+            names = [f"stage {i}" for i in range(len(stages))]
+            made.append((tables.basis(report.run), figures.breakdown(names, stages)))
+        if traffic:
+            made.append((tables.basis(report.run), figures.nic_bytes(traffic)))
+        if len(report.trace):
+            made.append(("one step of median length, first rank of each stage",
+                         figures.timeline(report.trace, report.simulated)))
+        made.append((tables.pace(report.run), figures.step_times(report.steps)))
+    else:
+        pace = " / ".join(dict.fromkeys(tables.pace(c) for _, c in compare.entries(cells)))
+        made.append((f"medians; bars: 95% intervals; {pace}", figures.throughput(cells)))
+        shown = compare.entries(cells.head(12))
+        made.append((pace, figures.breakdown([compare.label(c) for _, c in shown],
+                                             [{part: c[part] for part in PARTS} for _, c in shown])))
+        if (cells.groupby(["environment", "system"])["nodes"].nunique() > 1).any():
+            made.append((pace, figures.scaling(cells)))
+        if runs["predicted_step_time_s"].notna().any():
+            made.append((pace, figures.predicted_measured(runs[runs["cell"] >= 0])))
+    if report.steps["loss"].notna().any() and report.steps["run"].nunique() <= 8:
+        made.append(("by the time of each step's end", figures.loss(report.steps)))
+    return made
+
+
+def _notes(report: Report) -> list[str]:
+    """Where it comes from: commits, devices, when."""
+    runs = report.runs
+    notes = [f"{name}: {', '.join(found)}" for name, column in (("commit", "git_commit"), ("device", "device"),
+                                                               ("site", "site"))
+             if (found := sorted({str(value) for value in runs[column].dropna()}))]
+    started = runs["started"].dropna()
+    if len(started):
+        notes.append(f"started {_day(started.min())} to {_day(started.max())}" if len(started) > 1
+                     else f"started {_day(started.min())}")
+    return notes
+
+
+def _day(when: pd.Timestamp) -> str:
+    return when.strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,178 @@
+"""What `holmes report` says: of one run its throughput, breakdown and bytes; of several, which wins, how much, why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.results import compare, tables
+from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
+from holmes_hpc.results.documents import read_blocks
+from holmes_hpc.results.loader import load_runs, load_steps
+from holmes_hpc.results.tables import Table
+from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
+
+Simulate = Callable[[Path], list[dict[str, Any]]]
+INTERVALS_UP_TO = 500  # runs: beyond, intervals over all their steps take too long for a terminal
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs as they were loaded. Of the only run (empty for several): `plan`: the whole plan.yaml; `trace`: one step's
+    events, measured (see timeline.typical_step); `simulated`: the same, simulated."""
+
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    plan: dict[str, Any]
+    comparison: compare.Comparison
+    trace: pd.DataFrame
+    simulated: pd.DataFrame | None = None
+
+    @property
+    def single(self) -> bool:
+        return len(self.runs) == 1
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The only run's row."""
+        return compare.entries(self.comparison.runs)[0][1]
+
+    def answer(self) -> list[str]:
+        """Which placement, how much faster, why; for one run what it was and how it went. A few sentences."""
+        return _one_run_answer(self.run, self.plan) if self.single else compare.answer(self.comparison)
+
+    def tables(self) -> list[Table]:
+        """All tables, the most wanted first; each is (title, columns, rows, caption)."""
+        if self.single:
+            return tables.one_run(self.run, self.plan)
+        made = [compare.ended_table(self.comparison)]
+        if len(self.comparison.cells):
+            made = [compare.cell_table(self.comparison), compare.breakdown_table(self.comparison),
+                    compare.bytes_table(self.comparison), *made]
+        return [table for table in made if table is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for scripts: numbers in seconds and bytes, null where unknown."""
+        data: dict[str, Any] = {"answer": self.answer(), "runs": _records(self.comparison.runs)}
+        if self.single:
+            data.update(traffic=tables.traffic(self.run, self.plan), transports=tables.transports(self.plan),
+                        stages=tables.unpacked(self.run, "stage_breakdown") or [],
+                        setup_tx_bytes=tables.unpacked(self.run, "setup_tx_bytes"))
+        else:
+            data["cells"] = _records(self.comparison.cells.reset_index())
+        return data
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """One self-contained page: the answer first, figures, tables."""
+        from holmes_hpc.results.page import page
+
+        try:
+            Path(path).write_text(page(self), encoding="utf-8")
+        except OSError as e:
+            raise RecordError(e.strerror or str(e), where=str(path), cure="give a file that can be written") from e
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """The only run's measured timeline, for Perfetto. RecordError without a trace."""
+        if not self.single:
+            raise RecordError(f"a timeline is of one run, these are {len(self.runs)}", where=str(path),
+                              cure="name one run")
+        write_perfetto(RunDirectory(self.run["path"]), path)
+
+
+def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None) -> Report:
+    """The report of runs, or of all runs below directories (sweeps). RecordError when there is nothing to report.
+
+    `simulate`: gives the simulated timeline of a run's plan.yaml (events with stage, kind, start_s, end_s); asked for
+    where the only run has a trace to show beside it.
+    """
+    frames: list[pd.DataFrame] = []
+    steps: list[pd.DataFrame] = []
+    for index, path in enumerate(paths):
+        prefix = "" if len(paths) == 1 else f"{Path(path).resolve().name}/"
+        runs = load_runs(path)
+        alone = RunDirectory(path).exists()
+        names = {key: key if alone or not prefix else prefix + key for key in runs["run"]}
+        if len(set(names.values()) & {name for frame in frames for name in frame["run"]}):
+            names = {key: f"{index + 1}:{name}" for key, name in names.items()}
+        frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
+        if len(runs) <= INTERVALS_UP_TO:
+            found = load_steps(path)
+            steps.append(found.assign(run=found["run"].cat.rename_categories(names)))
+    if not frames or not sum(map(len, frames)):
+        raise RecordError("no runs there", where=", ".join(map(str, paths)) or "report",
+                          cure="give run directories, their names, or directories that hold runs")
+    runs = pd.concat(frames, ignore_index=True)
+    whole = _concat_steps(steps)
+    comparison = compare.compare(runs, whole if len(runs) <= INTERVALS_UP_TO else None)
+    if len(runs) > 1:
+        return Report(runs, whole, {}, comparison, pd.DataFrame())
+    run = RunDirectory(str(runs["path"].iloc[0]))
+    trace = typical_step(read_trace(run))
+    simulated = pd.DataFrame(simulate(run.plan_path)) if simulate and len(trace) else None
+    return Report(runs, whole, _plan(run), comparison, trace, simulated)
+
+
+def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
+    """One table; the runs stay a category."""
+    if not steps:
+        return pd.DataFrame(columns=list(STEP_COLUMNS))
+    kinds = [str(name) for frame in steps for name in frame["run"].cat.categories]
+    made = pd.concat([frame.assign(run=frame["run"].astype("object")) for frame in steps], ignore_index=True)
+    return made.assign(run=pd.Categorical(made["run"], categories=list(dict.fromkeys(kinds))))
+
+
+def _plan(run: RunDirectory) -> dict[str, Any]:
+    try:
+        data = read_blocks(run.plan_path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    if not tables.known(run["steps"]) or not run["steps"]:
+        return [f"{run['name']} is {run['state']}: no steps are recorded."]
+    said = [f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, a step takes "
+            f"{tables.number(run['step_time_s'])} s ({run['model']}, {tables.pace(run)})."]
+    if tables.known(run["predicted_step_time_s"]):
+        error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
+        said.append(f"Predicted were {tables.number(run['predicted_step_time_s'])} s ({tables.percent(error)}).")
+    parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
+    if parts and run["step_time_s"]:
+        top = sorted(parts, key=lambda part: -parts[part])[:2]
+        said.append("Of a step " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} is {tables.PART_NAMES[p]}"
+                                                for p in top) + ".")
+    sent = [(r["kind"], r["counted_bytes"] or 0) for r in tables.traffic(run, plan)]
+    total = sum(count for _, count in sent)
+    if total:
+        shares = ", ".join(f"{count / total:.0%} went over {kind}" for kind, count in sent)
+        said.append(f"Of the bytes sent, {shares}.")
+    return said
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as JSON knows them; JSON columns as what they hold."""
+    rows = []
+    for _, row in compare.entries(frame):
+        plain: dict[str, Any] = {}
+        for key, value in row.items():
+            if key in _JSON:
+                plain[key] = tables.unpacked(row, key)
+            elif isinstance(value, pd.Timestamp):
+                plain[key] = value.isoformat()
+            else:
+                plain[key] = value.item() if hasattr(value, "item") else value
+        rows.append({k: v if tables.known(v) else None for k, v in plain.items()})
+    return rows
+
+
+_JSON = {"labels", "config", "overrides", "planned_bytes_per_step", "stage_breakdown", "tx_bytes_per_step",
+         "rx_bytes_per_step", "setup_tx_bytes", "header_factors"}

@@ -1,0 +1,151 @@
+"""Statistics that hold for step times: warm-up left out, medians with their intervals, rates averaged harmonically,
+speed-ups paired within a session of the machine. Arrays of numbers in, numbers out; NaN is a missing value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its confidence interval, in the unit of the values; `low`, `high` are NaN where `count` values
+    are too few for an interval of the wanted confidence."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def warmup_steps(count: int) -> int:
+    """How many of a run's first `count` steps are left out: a tenth, at least 2 and at most 20, and never more than
+    half. The first steps connect sockets, fill caches and allocate memory."""
+    return min(max(2, min(20, count // 10)), count // 2)
+
+
+def finite(values: ArrayLike) -> NDArray[np.float64]:
+    """The values that are numbers, flat."""
+    array = np.asarray(values, dtype=np.float64).ravel()
+    return array[np.isfinite(array)]
+
+
+@lru_cache(maxsize=4096)
+def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
+    """Positions (from 0) of the sorted values that enclose the median with at least this confidence; None: too few.
+
+    Exact and free of assumptions on the distribution: P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k)
+    (order statistics; David and Nagaraja 2003, 7.1). Above 1000 values the normal approximation of the binomial.
+    """
+    tail = (1 - confidence) / 2
+    if count > 1000:
+        k = math.floor(count / 2 - _normal_quantile(1 - tail) * math.sqrt(count) / 2) - 1
+        return k, count - 1 - k
+    k, below, term = -1, 0.0, 0.5**count
+    for i in range(count):
+        below += term
+        if below > tail:
+            break
+        k = i
+        term *= (count - i) / (i + 1)
+    return (k, count - 1 - k) if k >= 0 else None
+
+
+def _normal_quantile(p: float) -> float:
+    """The z with Phi(z) = p, by bisection."""
+    low, high = -10.0, 10.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 * (1 + math.erf(middle / math.sqrt(2))) < p else (low, middle)
+    return (low + high) / 2
+
+
+def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estimate:
+    """Median and order-statistics interval. With fewer than 6 values there is none of 95%."""
+    ordered = np.sort(finite(values))
+    if not len(ordered):
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    ranks = interval_ranks(len(ordered), confidence)
+    low, high = (ordered[ranks[0]], ordered[ranks[1]]) if ranks else (math.nan, math.nan)
+    return Estimate(float(np.median(ordered)), float(low), float(high), len(ordered))
+
+
+def repeats_interval(repeats: Sequence[ArrayLike], confidence: float = CONFIDENCE, draws: int = 2000,
+                     seed: int = 0) -> Estimate:
+    """Median over repeated runs of their medians, with a two-level bootstrap interval: runs drawn with replacement,
+    then their steps, so that what varies between runs counts as well as what varies between steps. `seed` makes it
+    repeatable. With one run only its steps are drawn: the interval then says nothing about another run."""
+    runs = [kept for r in repeats if len(kept := finite(r))]
+    if not runs:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    rng = np.random.default_rng(seed)
+    drawn = np.stack([np.median(rng.choice(r, (draws, len(r))), axis=1) if len(r) > 1 else np.repeat(r, draws)
+                      for r in runs])
+    if len(runs) > 1:
+        pick = rng.integers(0, len(runs), (len(runs), draws))
+        drawn = np.median(drawn[pick, np.arange(draws)], axis=0)
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Estimate(float(np.median([np.median(r) for r in runs])), float(low), float(high), len(runs))
+
+
+def harmonic_mean(rates: ArrayLike) -> float:
+    """The mean rate over equal amounts of work (steps): n / sum(1 / rate), which is all work over all time."""
+    kept = finite(rates)
+    if not len(kept) or (kept <= 0).any():
+        return math.nan
+    return float(len(kept) / np.sum(1.0 / kept))
+
+
+def percentage_errors(predicted: ArrayLike, measured: ArrayLike) -> NDArray[np.float64]:
+    """100 * (predicted - measured) / measured, entry by entry."""
+    p, m = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(m != 0, 100.0 * (p - m) / m, np.nan)
+
+
+def mape(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """Mean absolute percentage error over the pairs where both are known; NaN when there are none."""
+    errors = finite(percentage_errors(predicted, measured))
+    return float(np.mean(np.abs(errors))) if len(errors) else math.nan
+
+
+def fraction_of_homogeneous(hybrid: float, homogeneous: Iterable[float]) -> float:
+    """Throughput of a mixed run over the arithmetic mean of the homogeneous RDMA runs of the same node count."""
+    kept = list(homogeneous)
+    return float(hybrid / np.mean(kept)) if kept else math.nan
+
+
+def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.float64]:
+    """Throughput per node over that of the smallest node count (mean of its runs): 1.0 is linear scaling."""
+    t, n = np.asarray(throughput, dtype=np.float64), np.asarray(nodes, dtype=np.float64)
+    if not len(t):
+        return t
+    base = n == n.min()
+    return (t / n) / np.mean(t[base] / n[base])
+
+
+def paired_ratios(runs: pd.DataFrame, system: str, baseline: object, candidate: object, value: str = "samples_per_s",
+                  session: str = "session", within: Sequence[str] = ()) -> pd.DataFrame:
+    """Ratios candidate / baseline of runs that stood side by side in time: in each session (and cell, `within`) the
+    k-th run of one system with the k-th of the other, by start time. What drifts between sessions cancels; unpaired
+    runs drop out.
+
+    One row per pair: the `within` columns, `session`, `pair`, `baseline`, `candidate`, `ratio`.
+    """
+    keys = [*within, session]
+    used = runs[runs[system].isin([baseline, candidate]) & runs[value].notna()].sort_values("started", kind="stable")
+    rows = []
+    for key, group in used.groupby(keys, dropna=False, sort=True):
+        sides = [group[group[system] == side][value].to_numpy(dtype=float) for side in (baseline, candidate)]
+        for index, (b, c) in enumerate(zip(*sides, strict=False)):
+            rows.append({**dict(zip(keys, key, strict=True)), "pair": index, "baseline": b, "candidate": c,
+                         "ratio": c / b})
+    return pd.DataFrame(rows, columns=[*keys, "pair", "baseline", "candidate", "ratio"])

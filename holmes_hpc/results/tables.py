@@ -1,0 +1,233 @@
+"""Tables of one run, ready to print: strings in cells, units in the column names, the pace in every caption."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.reading import NIC_WORDS, nic_types
+from holmes_hpc.results.statistics import percentage_errors
+
+PART_NAMES = {"compute_s": "compute", "pipeline_wait_s": "pipeline wait", "grad_sync_s": "gradient sync",
+              "param_sync_s": "parameter sync", "optimizer_s": "optimizer", "other_s": "other"}
+GROUP_WORDS = {"world": "all ranks", "tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline",
+               "mp": "model parallel", "embd": "embeddings", "intra_dp": "data parallel, inside",
+               "inter_dp": "data parallel, across", "edge": "edge between stages"}
+MODES = {"single": "one transport for all groups, as plain Megatron-LM", "holmes": "the best transport of each group"}
+NONE = "–"
+
+
+class Table(NamedTuple):
+    """A table to print: `rows` of cells, one for each of `columns`."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    caption: str
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A figure with `digits` significant digits and no exponent; a dash where there is none."""
+    if not known(value):
+        return NONE
+    figure = float(value)
+    if figure == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(figure))))
+    return f"{figure:,.{places}f}"
+
+
+def known(value: Any) -> bool:
+    """Whether there is a value: not None, not pandas' missing ones, and a float is finite."""
+    return value is not None and value is not pd.NA and value is not pd.NaT and not (
+        isinstance(value, float) and not math.isfinite(value))
+
+
+def percent(value: Any) -> str:
+    return f"{float(value):+.1f}%" if known(value) else NONE
+
+
+def data_size(value: Any) -> str:
+    """Bytes for people, with decimal units: 1 MB is 1e6 bytes."""
+    if not known(value):
+        return NONE
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(float(value)) >= scale:
+            return f"{float(value) / scale:.2f} {unit}"
+    return f"{float(value):.0f} B"
+
+
+def interval(low: Any, high: Any, digits: int = 3) -> str:
+    return f"{number(low, digits)} to {number(high, digits)}" if known(low) and known(high) else NONE
+
+
+def pace(run: Mapping[str, Any]) -> str:
+    """How computing was paced: it belongs under every table of measured figures."""
+    value: Any = run.get("pace_layer_ms")
+    return (f"paced compute: {float(value):g} ms a layer forward, twice that backward" if known(value)
+            else "compute not paced")
+
+
+def unpacked(run: Mapping[str, Any], column: str) -> Any:
+    """A JSON column's content; an empty mapping where there is none."""
+    text = run.get(column)
+    return json.loads(text) if isinstance(text, str) else {}
+
+
+def basis(run: Mapping[str, Any]) -> str:
+    """Which steps the figures are of, and how computing was paced."""
+    used, left = int(run["steps"] or 0) - int(run["warmup_steps"] or 0), int(run["warmup_steps"] or 0)
+    return f"{used} steps after {left} of warm-up; {pace(run)}"
+
+
+def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
+    """Measured figures with their intervals, beside the predicted ones."""
+    predicted = plan.get("predicted") or {}
+    memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None  # a process is not a device
+    low, high = run["step_time_low_s"], run["step_time_high_s"]
+    batch = float(run["global_batch"]) if known(run["global_batch"]) else math.nan
+    rows = [_figure("step time, s (median)", run["step_time_s"], (low, high), predicted.get("step_time_s")),
+            _figure("samples/s (harmonic mean)", run["samples_per_s"], (batch / high, batch / low),
+                    predicted.get("samples_per_s")),
+            _figure("tokens/s", run["tokens_per_s"]),
+            _figure("model TFLOP/s per GPU", run["model_tflops_per_gpu"],
+                    predicted=predicted.get("model_tflops_per_gpu")),
+            _figure("hardware TFLOP/s per GPU", run["hardware_tflops_per_gpu"],
+                    predicted=predicted.get("hardware_tflops_per_gpu")),
+            _figure("peak memory, GiB (most of any rank)", _gib(run["peak_memory_bytes"]),
+                    predicted=_gib(max(memory or [math.nan]))),
+            ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""]]
+    columns = ["figure", "measured", "95% interval", "predicted", "error of prediction"]
+    return Table(f"Throughput of {run['name']}", columns, rows, basis(run))
+
+
+def _figure(name: str, value: Any, bounds: tuple[Any, Any] = (math.nan, math.nan), predicted: Any = None) -> list[str]:
+    error = float(percentage_errors([predicted], [value])[0]) if known(predicted) and known(value) else math.nan
+    return [name, number(value), interval(*bounds), number(predicted), percent(error)]
+
+
+def _gib(value: Any) -> float:
+    return float(value) / 2**30 if known(value) else math.nan
+
+
+def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
+    """Where the step's time goes, for each pipeline stage; every part in seconds and as a share of the stage's step."""
+    found = unpacked(run, "stage_breakdown") or []
+    placed = plan.get("stages") or []
+    types = nic_types(plan)
+    rows = []
+    for index, parts in enumerate(found):
+        place = placed[index] if index < len(placed) else {}
+        total = sum(v for v in parts.values() if known(v))
+        fabric = str(place.get("fabric", NONE))
+        rows.append([str(index), f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})",
+                     str(place.get("layers", NONE)),
+                     *(f"{number(parts.get(p))} {parts[p] / total:.0%}" if known(parts.get(p)) and total else NONE
+                       for p in PARTS)])
+    return Table("Step time by stage: seconds, share", ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)],
+                 rows, f"medians over {basis(run)}; mean over a stage's ranks")
+
+
+def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Bytes that all nodes together send in a step, for each NIC kind: `planned_bytes` (payload), `counted_bytes` (by
+    the NICs), `header_factor`, `payload_bytes` (counted over factor), `difference_percent` (of planned)."""
+    planned, counted = unpacked(run, "planned_bytes_per_step"), unpacked(run, "tx_bytes_per_step")
+    factors, types = unpacked(run, "header_factors"), nic_types(plan)
+    rows = []
+    for kind in sorted({*planned, *counted}, key=lambda k: (k == "ethernet", k)):
+        factor = factors.get(kind, run.get("header_factor"))
+        sent = counted.get(kind, 0.0 if counted else None)
+        payload = sent / factor if known(sent) and known(factor) and factor else None
+        plan_bytes = planned.get(kind)
+        rows.append({
+            "kind": kind, "nic": types.get(kind, "ethernet"), "planned_bytes": plan_bytes, "counted_bytes": sent,
+            "header_factor": factor if known(factor) else None, "payload_bytes": payload,
+            "difference_percent": 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None})
+    return rows
+
+
+def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
+    """:func:`traffic` as a table, with what was sent before the first step as a row of its own."""
+    nothing = "none" if plan.get("predicted") else NONE
+    rows = [[_nic_name(r), nothing if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
+             data_size(r["counted_bytes"]), number(r["header_factor"], 4), data_size(r["payload_bytes"]),
+             percent(r["difference_percent"])] for r in traffic(run, plan)]
+    setup = {k: v for k, v in unpacked(run, "setup_tx_bytes").items() if v}
+    spread = ""
+    if rows or setup:
+        rows.append(["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE,
+                     NONE, NONE])
+        parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
+        spread = f"; rendezvous and control, before the first step: {parts}" if parts else ""
+    if not rows:
+        rows = [["none: all ranks were on one node" if len(_hosts(plan)) < 2 else "no counters", *[""] * 5]]
+        return Table("Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], rows, basis(run))
+    return Table("Bytes sent per step, all nodes together",
+                 ["NIC kind", "planned", "counted", "header factor", "counted / factor", "difference"], rows,
+                 f"medians over {basis(run)}; header factor: bytes on the wire per byte of payload, measured here"
+                 + spread)
+
+
+def _nic_name(entry: Mapping[str, Any]) -> str:
+    kind, nic = entry["kind"], entry["nic"]
+    return "Ethernet, all nodes" if kind == "ethernet" else f"{kind} ({NIC_WORDS.get(nic, nic)})"
+
+
+def _hosts(plan: Mapping[str, Any]) -> list[str]:
+    return [f"{i}.{n}" for i, c in enumerate(plan.get("components") or []) for n in range(int(c.get("nodes") or 0))]
+
+
+def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The plan's process groups by kind and transport: how many, over which fabric, and the first one's ranks."""
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    example: dict[tuple[str, str, str, str], list[int]] = {}
+    for group in plan.get("transports") or []:
+        if isinstance(group, dict):
+            key = (str(group["kind"]), str(group["transport"]), str(group["nic"] or ""), str(group["fabric"] or ""))
+            counts[key] += 1
+            example.setdefault(key, list(group.get("ranks") or []))
+    return [{"kind": key[0], "transport": key[1], "nic": key[2] or None, "fabric": key[3] or None, "groups": count,
+             "ranks": example[key]} for key, count in counts.items()]
+
+
+def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
+    rows = [[GROUP_WORDS.get(t["kind"], t["kind"]), str(t["groups"]), _carrier(t), t["fabric"] or NONE,
+             _ranks(t["ranks"])] for t in transports(plan)]
+    columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
+    return Table("Transport of each process group", columns, rows, f"{MODES.get(str(run['transport']))}; {pace(run)}")
+
+
+def _carrier(entry: Mapping[str, Any]) -> str:
+    if entry["transport"] == "rdma":
+        return f"RDMA on {NIC_WORDS.get(entry['nic'] or '', entry['nic'])}"
+    return {"tcp": "TCP on Ethernet", "local": "inside a node"}.get(entry["transport"], entry["transport"])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    words = [str(r) for r in ranks]
+    return " ".join(words if len(words) <= 6 else [*words[:4], "…", words[-1]])
+
+
+def ending(run: Mapping[str, Any]) -> Table | None:
+    """How a run that did not complete ended; None for one that did."""
+    if run["state"] == "completed":
+        return None
+    rows = [["state", str(run["state"])], *([["error", str(run["error"])]] if known(run["error"]) else []),
+            *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if known(run["failed_rank"]) else []),
+            ["attempts", str(run["attempts"])], ["steps recorded", str(run["steps"])]]
+    return Table(f"{run['name']} did not complete", ["", "what is known"], rows, "")
+
+
+def one_run(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Table]:
+    """Everything about one run, the most wanted first."""
+    ended = ending(run)
+    tables = [ended] if ended else []
+    if known(run["steps"]) and run["steps"]:
+        tables += [throughput(run, plan), stages(run, plan), traffic_table(run, plan)]
+    return [*tables, transports_table(run, plan)] if plan.get("transports") else tables

@@ -1,0 +1,41 @@
+"""What a batch script written by hand runs first: ``python -m holmes_hpc.submission.begin RUN_DIR PLAN [RESTARTS]``.
+
+It makes the run directory of a plan, or leaves one alone that is there (the job was requeued), and notes the job's id.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+
+
+def begin(directory: Path, plan_path: Path, restarts: int = 0) -> RunDirectory:
+    """The run directory, complete. Raises PlanError for a plan that cannot be run, RecordError for a bad directory."""
+    run = RunDirectory(directory)
+    if not run.exists():
+        plan = Plan.read(plan_path)
+        RunDirectory.create(directory, plan_text=plan.to_yaml(), config={"train": {"max_restarts": restarts}},
+                            plan_id=plan.id)
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if job_id.isdigit():
+        run.update_run(slurm={"job_id": int(job_id), "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
+                              "name": os.environ.get("SLURM_JOB_NAME", "")})
+    return run
+
+
+def main(words: list[str]) -> int:
+    try:
+        begin(Path(words[0]), Path(words[1]), int(words[2]) if words[2:] else 0)
+    except (HolmesError, OSError) as e:
+        print(f"holmes: {e}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

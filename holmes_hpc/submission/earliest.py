@@ -1,0 +1,116 @@
+"""Which plan ends first? Slurm says when each could start, the Plan how long it takes; no job is submitted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.submission.commands import patient
+from holmes_hpc.submission.component import ComponentRequest
+from holmes_hpc.submission.plan_job import plan_components
+from holmes_hpc.submission.preflight import check_components, parse_test
+from holmes_hpc.submission.script import JobRequest, script_text
+
+START_UP_S = 60.0  # from a job's start to its first step: modules, imports, process groups
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its start (epoch seconds), training time and end; or `reason`, why it cannot run at all."""
+
+    plan: Plan
+    start: float | None
+    duration_s: float | None
+    reason: str = ""
+
+    @property
+    def end(self) -> float | None:
+        return None if self.start is None or self.duration_s is None else self.start + self.duration_s
+
+
+def candidates(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, most: int = 16) -> list[Plan]:
+    """The best plan, and the best ones for parts of the site: every choice of fabrics, with all, half and a quarter of
+    their nodes, largest first. `plan_for` plans for the given nodes (fabric -> nodes; None: free); what it finds
+    impossible is left out."""
+    found = {(best := plan_for(None)).id: best}
+    parts = {tuple((f.name, max(1, f.nodes // share)) for f in chosen)
+             for share in (1, 2, 4) for size in range(1, len(site.fabrics) + 1)
+             for chosen in combinations(site.fabrics, size)}
+    for part in sorted(parts, key=lambda part: (-sum(nodes for _, nodes in part), part)):
+        if len(found) >= most:
+            break
+        with contextlib.suppress(PlanError, ConfigError):
+            plan = plan_for(dict(part))
+            found.setdefault(plan.id, plan)
+    return list(found.values())
+
+
+def training_time_s(plan: Plan, steps: int) -> float:
+    """Predicted seconds from start to the end of `steps` steps."""
+    if plan.predicted is None:
+        raise SubmissionError("the plan holds no prediction", where="plan", cure="make it again with `holmes plan`")
+    return START_UP_S + steps * plan.predicted.step_time_s
+
+
+def start_of(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
+    """When Slurm could start these components together (epoch seconds). Each is tested alone first: an infeasible one
+    inside a heterogeneous job can crash an old controller."""
+    check_components(requests, timeout_min=timeout_min)
+    job = JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "job.sh"
+        path.write_text(script_text(job, "true"), encoding="utf-8")
+        answer = patient(["sbatch", "--test-only", str(path)])
+    found = parse_test(answer.code, answer.err, answer.reason)
+    if not found.ok or not found.start:
+        raise SubmissionError(found.reason or answer.reason, where="sbatch --test-only", cure="ask for less")
+    return _epoch(found.start)
+
+
+def _epoch(text: str) -> float:
+    """Slurm's local time as seconds since 1970; a moment that has passed means now."""
+    try:
+        return max(datetime.fromisoformat(text).timestamp(), time.time())
+    except ValueError as e:
+        raise SubmissionError(f"start time {text!r}", where="sbatch --test-only", cure="unset SLURM_TIME_FORMAT") from e
+
+
+def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> list[Candidate]:
+    """Candidates by end of training, those that cannot run last. A plan's own time limit is its predicted time with
+    half as much again, at most the settings' `timeout_min`: a short job can start in a gap that a long one cannot."""
+    found = []
+    for plan in plans:
+        duration = training_time_s(plan, steps)
+        minutes = min(int(settings.get("timeout_min") or 60), max(1, round(duration * 1.5 / 60 + 0.5)))
+        try:
+            if duration > 60 * int(settings.get("timeout_min") or 60):
+                raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", cure="raise it")
+            found.append(Candidate(plan, start_of(plan_components(plan, settings), minutes), duration))
+        except SubmissionError as e:
+            found.append(Candidate(plan, None, duration, str(e)))
+    return sorted(found, key=lambda c: (c.end is None, c.end or 0.0))
+
+
+def table_rows(candidates: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells: what runs where, start, duration, end."""
+    def clock(seconds: float | None) -> str:
+        return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+    rows = []
+    for candidate in candidates:
+        p = candidate.plan
+        where = " + ".join(f"{c.nodes} {c.fabric}" for c in p.components)
+        duration = "" if candidate.duration_s is None else f"{candidate.duration_s / 60:.1f} min"
+        layout = f"TP {p.parallel.tp} PP {p.parallel.pp} DP {p.parallel.dp}"
+        rows.append([where, layout, clock(candidate.start), duration, clock(candidate.end), candidate.reason])
+    return ["nodes", "layout", "start", "duration", "end", "why not"], rows

@@ -1,0 +1,72 @@
+"""The same Plan as processes of this machine, through submitit's local executor: for trying, without a Slurm."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import LocalExecutor
+
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.plan_job import RankTask
+from holmes_hpc.submission.track import Job, OnThisMachine
+
+
+class LocalRankTask(RankTask):
+    """A rank as a local process: what srun or torchrun would say is said by variables of torchrun's names."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], port: int) -> None:
+        super().__init__(function, config)
+        self.port = port
+
+    def __call__(self) -> Any:
+        own = submitit.JobEnvironment()
+        os.environ.update(RANK=str(own.global_rank), WORLD_SIZE=str(own.num_tasks), LOCAL_RANK=str(own.local_rank),
+                          LOCAL_WORLD_SIZE=str(own.num_tasks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+        return super().__call__()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any],
+                  config: Mapping[str, Any], settings: Mapping[str, Any]) -> Job:
+    """Start `plan`'s ranks as processes of this machine; they survive this process. The job to follow comes back."""
+    run = RunDirectory(Path(run_dir).absolute())
+    executor = LocalExecutor(run.path / "submission")
+    ranks = plan.world_size
+    gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
+    executor.update_parameters(tasks_per_node=ranks, timeout_min=settings.get("timeout_min") or 60,
+                               gpus_per_node=gpus, stderr_to_stdout=True)
+    started = time.time()
+    task = LocalRankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}, free_port())
+    job = executor.submit(task)
+    pid = int(job.job_id)
+    for rank in range(ranks):  # submitit's own logs, under the names that run directories have
+        link = run.log_path(rank)
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("..") / "submission" / f"{pid}_{rank}_log.out")
+    host = socket.gethostname()
+    run.update_run(local={"pid": pid, "host": host, "started": started})
+    return _Child(run, pid, host, started, job)
+
+
+class _Child(OnThisMachine):
+    """A local job that this process started itself: its controller must be waited for, or it stays a zombie."""
+
+    def __init__(self, run: RunDirectory, pid: int, host: str, started: float, job: Any) -> None:
+        super().__init__(run, pid, host, started)
+        self._job = job
+
+    def _alive(self) -> bool:
+        return not self._job.done()

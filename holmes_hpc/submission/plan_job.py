@@ -1,0 +1,169 @@
+"""A Plan as a job: components, settings of the site, run directory, and the function that every rank calls."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from submitit.core import utils
+
+from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.component import ComponentRequest, component
+from holmes_hpc.submission.ending import START_MARK, gained, note_progress
+from holmes_hpc.submission.executor import SlurmHetExecutor
+from holmes_hpc.submission.job import SlurmHetJob
+from holmes_hpc.submission.preflight import check_components
+from holmes_hpc.submission.script import JobRequest, script_text, words
+
+COMPONENT_SETTINGS = ("account", "qos", "reservation", "mem", "cpus_per_task", "gres", "exclusive", "additional",
+                      "nodelist", "exclude")
+JOB_SETTINGS = ("timeout_min", "setup", "container")
+SETTINGS = (*COMPONENT_SETTINGS, *JOB_SETTINGS, "fabrics")
+
+
+class RankTask:
+    """What each task runs: `function(config)`; submitit's checkpoint protocol goes on as long as steps are gained."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any]) -> None:
+        self.function, self.config = function, dict(config)
+
+    def __call__(self) -> Any:
+        # submitit lets tasks live through SIGTERM until they are killed; so would a whole job whose one rank died.
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return self.function(self.config)
+
+    def checkpoint(self) -> utils.DelayedSubmission | None:
+        """Called in rank 0 when the job is preempted or out of time, if the function did not handle that itself."""
+        run = RunDirectory(self.config["run_dir"])
+        if not gained(run):
+            return None
+        note_progress(run)
+        return utils.DelayedSubmission(self)
+
+
+def plan_components(plan: Plan, settings: Mapping[str, Any]) -> tuple[ComponentRequest, ...]:
+    """What each component of `plan` asks for, with the site's settings and those of its fabric."""
+    own = dict(settings.get("fabrics") or {})
+    for key in settings:
+        if key not in SETTINGS:
+            raise SubmissionError(f"unknown key {key!r}", where="slurm", cure=nearest(str(key), SETTINGS))
+    known = [c.fabric for c in plan.components]
+    site_fabrics = [f.name for f in plan.site.fabrics]
+    for name, values in own.items():
+        if name not in site_fabrics:
+            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", cure=nearest(name, site_fabrics))
+        for key in values or {}:
+            if key not in COMPONENT_SETTINGS:
+                cure = "set it for the whole job" if key in JOB_SETTINGS else nearest(key, COMPONENT_SETTINGS)
+                raise SubmissionError(f"{key!r} cannot be set for one fabric", where=f"slurm.fabrics.{name}", cure=cure)
+    assert known
+    made = []
+    for index, part in enumerate(plan.components):
+        values = {k: settings[k] for k in COMPONENT_SETTINGS if settings.get(k) is not None}
+        fabric_values = {k: v for k, v in (own.get(part.fabric) or {}).items() if v is not None}
+        values = {**values, **fabric_values,
+                  "additional": {**(values.get("additional") or {}), **(fabric_values.get("additional") or {})}}
+        gpus = part.gpus_per_node if plan.site.fabric(part.fabric).gres and not values.get("gres") else None
+        values |= {"partition": part.partition or None, "constraint": part.constraint or None, "nodes": part.nodes,
+                   "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
+        made.append(component(values, index))
+    return tuple(made)
+
+
+class PlanExecutor(SlurmHetExecutor):
+    """The executor, arranged around a run directory: logs/rank-N.txt, and result.json at the end."""
+
+    def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: Mapping[str, Any],
+                 *, restarts: int = 0, dependency: str | None = None) -> None:
+        self.run_path = Path(run.path).expanduser().absolute()
+        self.container = settings.get("container")
+        python = "python3" if self.container else None  # the image's own
+        super().__init__(self.run_path / "submission", components=list(parts), python=python,  # type: ignore[arg-type]
+                         max_num_timeout=restarts, max_requeues=restarts)
+        self._internal_update_parameters(
+            job_name=name, time=settings.get("timeout_min") or 60, setup=list(settings.get("setup") or []),
+            container=self.container, requeue=restarts > 0, dependency=dependency)
+
+    @classmethod
+    def name(cls) -> str:
+        return SlurmHetExecutor.name()
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1  # a script can be printed without a Slurm; submitting says itself that there is none
+
+    def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
+        return in_run_directory(super()._request(parameters, token), self.run_path)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._text(self._request(self.parameters, token=f"holmes-{uid}"), command)
+
+    def text(self) -> str:
+        """The script as it would be submitted, without the token that makes a submission unique."""
+        return self._text(self.request(), self._submitit_command_str)
+
+    def _text(self, request: JobRequest, command: str) -> str:
+        judge = finish_command(self.run_path)
+        begin = [f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}"]
+        return script_text(request, command, begin=begin, interrupted=[f"{judge} --so-far"],
+                           finish=[f"{judge}; status=$?"])
+
+
+def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
+    """`request` with its logs in a run directory."""
+    logs = run_path / "logs"
+    environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
+    return replace(request, environment=environment, output=str(logs / "batch.txt"), error=None,
+                   rank_output=str(logs / "rank-%t.txt"), rank_error=None, step_errors=str(logs / "srun.txt"),
+                   directories=(*request.directories, str(logs)))
+
+
+def finish_command(run_path: Path) -> str:
+    """Words of shell that judge the run's end; their exit status is what the job's should be."""
+    python = shlex.quote(sys.executable)  # the batch script runs outside any container
+    return f'{python} -m holmes_hpc.submission.finish {words([str(run_path)])} "$status" "$signalled"'
+
+
+def _executor(plan: Plan, run_dir: str | Path, config: Mapping[str, Any], settings: Mapping[str, Any],
+              dependency: str | None = None) -> PlanExecutor:
+    restarts = int((config.get("train") or {}).get("max_restarts") or 0)
+    run = RunDirectory(run_dir)
+    return PlanExecutor(run, plan_components(plan, settings), f"holmes-{run.name}", settings, restarts=restarts,
+                        dependency=dependency)
+
+
+def script_for_plan(plan: Plan, run_dir: str | Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The batch script that :func:`submit_plan` hands to Slurm (``holmes submit --dry-run``)."""
+    return _executor(plan, run_dir, config, settings).text()
+
+
+def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any],
+                settings: Mapping[str, Any], *, dependency: str | None = None) -> SlurmHetJob:
+    """Submit `plan`: every rank calls ``function(config)``, with `config["plan_file"]` and `config["run_dir"]` set.
+
+    `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. Raises SubmissionError when a
+    component is impossible or Slurm refuses; nothing is submitted then.
+    """
+    run = RunDirectory(Path(run_dir).absolute())
+    executor = _executor(plan, run.path, config, settings, dependency)
+    check_components(executor.request().components)  # also a single one: a refused sbatch leaves a failed job behind
+    task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
+    job: SlurmHetJob = executor.submit(task)
+    with contextlib.suppress(OSError):  # the job is Slurm's now: nothing may look like a failed submission
+        for rank in range(plan.world_size):  # where submitit looks for a task's output
+            link = job.paths.folder / f"{job.job_id}_{rank}_log.out"
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path("..") / "logs" / f"rank-{rank}.txt")
+    run.update_run(slurm={"job_id": int(job.job_id), "components": len(plan.components),
+                          "name": executor.request().name, "submitted": time.time()})
+    return job

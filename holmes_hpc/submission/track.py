@@ -1,0 +1,211 @@
+"""A run's job, whoever started it and wherever it runs: its state, its cancellation, what to tell about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from submitit.core.utils import JobPaths
+
+from holmes_hpc.errors import HolmesError, SubmissionError
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.ending import Complaint, complaints, judge, parts_of_plan, tail
+from holmes_hpc.submission.job import SlurmHetJob
+from holmes_hpc.submission.states import UNKNOWN, JobState
+
+
+class Job(Protocol):
+    """What following needs of a job."""
+
+    @property
+    def id(self) -> str: ...
+
+    def state(self, mode: str = "standard") -> JobState: ...
+
+    def cancel(self) -> None: ...
+
+
+class OnSlurm:
+    """A run's job in Slurm; its folder is ``submission/`` of the run directory."""
+
+    def __init__(self, run: RunDirectory, job_id: str) -> None:
+        self.id = job_id
+        self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id)
+
+    def state(self, mode: str = "standard") -> JobState:
+        return self._job.slurm_state(mode)
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+
+class OnThisMachine:
+    """A run's local processes; their controller's process id is the job id."""
+
+    def __init__(self, run: RunDirectory, pid: int, host: str, started: float) -> None:
+        self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
+
+    def _alive(self) -> bool:
+        try:
+            with open(f"/proc/{self._pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return False
+        boot = time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        born = boot + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return fields[0] != "Z" and abs(born - self._started) < 60  # else the number is another process's now
+
+    def state(self, mode: str = "standard") -> JobState:
+        if self._host != socket.gethostname():
+            return JobState(UNKNOWN, f"runs on {self._host}", source="run record")
+        if self._alive():
+            return JobState("RUNNING", nodes=self._host, source="process")
+        folder = Path(self._run.path).absolute() / "submission"
+        done = list(folder.glob(f"{self._pid}_*_result.pkl"))
+        exits = self._run.read_exits()
+        good = len(done) > 0 and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out"))) and all(
+            e.get("state") == "completed" for e in exits)
+        return JobState("COMPLETED" if good else "FAILED", "", self._host, 0 if good else 1, source="process")
+
+    def cancel(self) -> None:
+        if self._host != socket.gethostname():
+            raise SubmissionError(f"it runs on {self._host}", where=str(self._run.path), cure="cancel it there")
+        if self._alive():
+            os.kill(self._pid, signal.SIGINT)
+
+
+def job_of(run: RunDirectory) -> Job:
+    """The job that `run` was last submitted as."""
+    record = run.read_run()
+    local, slurm = record.get("local") or {}, record.get("slurm") or {}
+    if local.get("pid") and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0):
+        return OnThisMachine(run, int(local["pid"]), str(local["host"]), float(local["started"]))
+    if slurm.get("job_id"):
+        return OnSlurm(run, str(slurm["job_id"]))
+    raise SubmissionError("it was never submitted", where=str(run.path), cure="`holmes submit`, or `holmes run`")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word."""
+
+    name: str
+    path: str
+    job_id: str | None
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    components: tuple[str, ...] = ()
+    source: str = ""
+    attempt: int = 0
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    step_time_s: float | None = None
+    error: str | None = None
+    failed_rank: int | None = None
+    failed_node: str | None = None
+    log_tail: tuple[str, ...] = field(default=())
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("completed", "failed", "cancelled", "timeout", "preempted")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status(run: RunDirectory, mode: str = "force") -> Status:
+    """The state of a run, from its job and its records. A run that ended without a result gets one."""
+    return statuses([run], mode)[0]
+
+
+def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
+    """The states of runs, with one Slurm query for all of them, and none for those whose end is recorded."""
+    found: list[tuple[RunDirectory, dict[str, Any], Job | None]] = []
+    for run in runs:
+        record = run.read_run()
+        try:
+            found.append((run, record, job_of(run)))
+        except SubmissionError:
+            found.append((run, record, None))
+    made = []
+    for run, record, job in found:
+        result = run.read_result()
+        if result is not None and last_word(result):
+            state = JobState("COMPLETED" if result["state"] == "completed" else "FAILED", source="result.json")
+        elif job is None:
+            state = JobState("NOT_SUBMITTED")
+        else:
+            state = job.state(mode)
+            mode = "cache" if isinstance(job, OnSlurm) and mode == "force" else mode  # that query was about all
+        made.append(_status(run, record, job, state, result))
+    return made
+
+
+def last_word(result: Mapping[str, Any]) -> bool:
+    """Whether the batch script said so and nobody will requeue the job: then its end need not be awaited."""
+    return result["writer"] == "batch" and result["state"] in ("completed", "failed", "cancelled")
+
+
+def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState,
+            result: dict[str, Any] | None) -> Status:
+    steps = (record.get("config", {}).get("train") or {}).get("steps")
+    metrics = run.metrics()
+    last = metrics[-1] if metrics else {}
+    if result is None and state.ended and job is not None:
+        result = record_end(run, state)
+    over = state.ended or state.state == UNKNOWN
+    blamed = result if result is not None and over else {}
+    return Status(
+        run.name, str(run.path), job.id if job else None, str(blamed.get("state") or state.state), state.reason,
+        state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
+        last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
+        tuple(blamed.get("log_tail") or ()))
+
+
+def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
+    """Write result.json as the follower, for a job whose batch script could not; what is recorded comes back."""
+    code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
+    said: list[Complaint] = []
+    with contextlib.suppress(HolmesError, OSError):
+        text = "\n".join(tail(run.logs / "srun.txt", 200))
+        said = complaints(text, parts_of_plan(Plan.read(run.plan_path), state.component_nodes))
+    result = judge(run, code, slurm=state, srun=said)
+    run.write_result(result, writer="follower")
+    return run.read_result() or result
+
+
+def cancel(run: RunDirectory) -> JobState:
+    """Cancel the run's job, all components; its state just before comes back."""
+    job = job_of(run)
+    before = job.state("force")
+    if not before.ended:
+        job.cancel()
+    return before
+
+
+def log_paths(run: RunDirectory) -> list[Path]:
+    """The run's logs: ranks in order, then the batch script's."""
+    def rank(path: Path) -> int:
+        digits = path.stem.removeprefix("rank-")
+        return int(digits) if digits.isdigit() else 10**9
+
+    return sorted(run.logs.glob("rank-*.txt"), key=rank) + [p for p in (run.logs / "batch.txt",) if p.exists()]
+
+
+def submission_script(run: RunDirectory) -> Path:
+    """The batch script of the run's latest submission."""
+    job_id = job_of(run).id
+    path = JobPaths(Path(run.path).absolute() / "submission", job_id=job_id).submission_file
+    if not path.exists():
+        raise HolmesError("no batch script", where=str(run.path), cure="it ran as local processes")
+    return Path(path)

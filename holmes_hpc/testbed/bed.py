@@ -1,0 +1,374 @@
+"""Bringing a testbed up and taking it down: a real Slurm with shaped NICs on one machine.
+
+Everything lies under one state directory (`record.state_dir`), and what lies outside it (namespaces, one interface,
+processes) is found again from the record there. So two testbeds in two directories, and a Slurm that the machine
+already runs, never meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import TestbedError, nearest
+from holmes_hpc.testbed import daemons, network, packages, processes, topology, userland
+from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, run, system_env
+from holmes_hpc.testbed.daemons import Setting
+from holmes_hpc.testbed.network import Layout
+from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
+from holmes_hpc.testbed.slurmconf import CLUSTER, Places
+from holmes_hpc.testbed.topology import Topology
+
+READY_S = 60
+USABLE = ("idle", "mixed", "allocated", "completing")
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+def _require_machine() -> None:
+    if not sys.platform.startswith("linux"):
+        raise TestbedError(f"needs Linux, this is {sys.platform}", where="testbed", cure="run it on Linux, as root")
+    if not is_root():
+        raise TestbedError("needs root (network namespaces, Slurm's daemons)", where="testbed", cure="run it as root")
+
+
+def _down_error() -> TestbedError:
+    return TestbedError("is not up", where=f"testbed in {state_dir()}", cure="holmes testbed up")
+
+
+def _setting(directory: Path, record: Record) -> Setting:
+    shape = topology.parse(record.topology, f"{directory / FILE}: topology")
+    return Setting(Places(directory), Layout(shape, record.prefix, record.subnet), record.ports, record.password,
+                   userland.root_of(directory, record.release))
+
+
+def _current() -> tuple[Path, Record, Setting]:
+    directory = state_dir()
+    record = Record.read(directory)
+    if record is None or not record.ready:
+        raise _down_error()
+    return directory, record, _setting(directory, record)
+
+
+# --- up ---------------------------------------------------------------------------------------------------------------
+
+def up(topology_path: str | Path | None = None, release: str = "bookworm",
+       progress: Callable[[str], None] = _quiet) -> None:
+    """Bring the testbed up and wait until every node can run jobs; when it is up, see that it is whole.
+
+    :param topology_path: a topology file, or the name of one under slurm/testbed/; None: what is up, or else `default`.
+    :param release: the Debian release whose Slurm is used.
+    :param progress: is told, in a line each, what is being done.
+    :raises TestbedError: one line; whatever had been made is undone.
+    """
+    if release not in userland.RELEASES:
+        raise TestbedError(f"unknown release {release!r}", where="testbed", cure=nearest(release, userland.RELEASES))
+    _require_machine()
+    wanted = None if topology_path is None else topology.find(topology_path)
+    text = topology.find(wanted).read_text(encoding="utf-8")
+    shape = topology.read(topology.find(wanted))
+    directory = state_dir()
+    with _terminable(), locked(directory, create=True) as made:
+        record = Record.read(directory)
+        if record is not None and record.ready:
+            if record.release != release or (wanted is not None and record.topology != text):
+                raise TestbedError(f"another one is up ({_setting(directory, record).layout.topology.name}, "
+                                   f"{record.release})", where=f"testbed in {directory}", cure="holmes testbed down")
+            if _repair(_setting(directory, record), progress):
+                return
+            progress("the testbed is broken: making it anew")
+        if record is None and os.listdir(directory):
+            raise TestbedError("holds other files", where=str(directory), cure="set HOLMES_TESTBED to a new directory")
+        if record is not None:
+            text, made = record.topology if wanted is None else text, record.made_directory
+            shape = topology.parse(text, str(directory / FILE))
+            _undo(directory, record, keep_directory=True)
+        try:
+            _build(directory, shape, text, release, made, progress)
+        except BaseException:
+            progress("undoing what was made")
+            half = Record.read(directory)
+            if half is not None:
+                _undo(directory, half)
+            elif made:
+                directory.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A SIGTERM undoes like an interrupt does, where this thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _build(directory: Path, shape: Topology, text: str, release: str, made: bool,
+           progress: Callable[[str], None]) -> None:
+    packages.install({**packages.NODES, **(packages.SLURM if release == userland.NATIVE else packages.DEBOOTSTRAP)},
+                     progress)
+    record = _new_record(directory, shape, text, release, made)
+    record.write(directory)
+    setting = _setting(directory, record)
+    if setting.userland is not None:
+        userland.make(setting.userland, release, setting.mark, progress)
+        userland.write_wrappers(setting.userland, directory / "bin")
+    daemons.write_files(setting)
+    progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        database = beside.submit(daemons.make_database, setting)
+        network.make(setting.layout)
+        database.result()
+    progress("starting Slurm's daemons")
+    _start_servers(setting, processes.SERVERS)
+    watch = daemons.start([daemons.slurmd(setting, node.name) for node in shape.nodes], setting, READY_S)
+    _wait_for_nodes(setting, progress, watch)
+    record.changed(ready=True).write(directory)
+
+
+def _new_record(directory: Path, shape: Topology, text: str, release: str, made: bool) -> Record:
+    taken = network.names_in_use()
+    start = int(hashlib.sha256(str(directory).encode()).hexdigest()[:4], 16)
+    prefixes = (f"hb{(start + step) % 65536:04x}" for step in range(65536))
+    prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in taken))
+    subnet = network.free_subnet(prefix)
+    layout = Layout(shape, prefix, subnet)
+    return Record(prefix=prefix, subnet=subnet, ports=_free_ports(start), password=secrets.token_hex(16),
+                  release=release, topology=text, namespaces=layout.namespaces, made_directory=made,
+                  run_netns=network.run_netns_state())
+
+
+def _free_ports(start: int) -> dict[str, int]:
+    """Ports below the ephemeral range that nobody holds; where to look first differs between testbeds."""
+    found: dict[str, int] = {}
+    port = 20000 + start % 10000
+    for name in ("slurmctld", "slurmdbd", "slurmd", "database"):
+        while True:
+            port = port + 1 if port < 32000 else 20000
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("0.0.0.0", port))
+                found[name] = port
+                break
+    return found
+
+
+def _start_servers(setting: Setting, programs: Sequence[str]) -> None:
+    """Start those of the servers, in the order in which they need each other."""
+    makers = {"munged": daemons.munged, "mariadbd": daemons.mariadbd, "slurmdbd": daemons.slurmdbd,
+              "slurmctld": daemons.slurmctld}
+    for program in processes.SERVERS:
+        if program not in programs:
+            continue
+        if program == "slurmctld":
+            _register_cluster(setting)
+        daemons.start([makers[program](setting)], setting, READY_S)
+
+
+def _register_cluster(setting: Setting) -> None:
+    if CLUSTER not in setting.slurm(["sacctmgr", "-nP", "show", "cluster", "format=cluster"]).split():
+        setting.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER])
+
+
+def _node_states(setting: Setting) -> dict[str, str]:
+    """Node -> Slurm's state, in lower case (``idle``, ``mixed``, ``down*``, …)."""
+    rows = setting.slurm(["sinfo", "-h", "-a", "-N", "-o", "%N %T"]).splitlines()
+    return {name: state for name, state in (row.split() for row in rows)}
+
+
+def _wait_for_nodes(setting: Setting, progress: Callable[[str], None], watch: Callable[[], None],
+                    timeout_s: float = READY_S) -> None:
+    deadline, told = time.monotonic() + timeout_s, time.monotonic()
+    while True:
+        states = _node_states(setting)
+        waiting = [node for node, state in states.items() if state not in USABLE]
+        watch()
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            said = ", ".join(f"{node} is {states[node]}" for node in waiting[:5])
+            raise TestbedError(f"{said} after {timeout_s:g} s", where="testbed",
+                               cure=f"see that no firewall drops traffic of {setting.layout.uplink}")
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            progress(f"waiting for {len(waiting)} nodes")
+        time.sleep(0.1)
+
+
+# --- looking after it -------------------------------------------------------------------------------------------------
+
+def _inodes(layout_namespaces: Sequence[str]) -> dict[int, str]:
+    found = {network.inode(name): name for name in layout_namespaces}
+    return {inode: name for inode, name in found.items() if inode is not None}
+
+
+def _living(setting: Setting) -> dict[str, bool]:
+    """Daemon (``munged``, …, ``slurmd.ib1``) -> whether its process lives."""
+    inodes = _inodes(setting.layout.namespaces)
+    found = processes.find(setting.places.root, inodes)
+    servers = {f.program for f in found}
+    nodes = {inodes.get(f.namespace) for f in found if f.program == "slurmd"}
+    living = {program: program in servers for program in processes.SERVERS}
+    living.update({f"slurmd.{node.name}": setting.layout.namespace(node.name) in nodes
+                   for node in setting.layout.topology.nodes})
+    return living
+
+
+def _repair(setting: Setting, progress: Callable[[str], None]) -> bool:
+    """Start the daemons that have died; False where that is not enough and all must be made anew."""
+    if not network.complete(setting.layout):
+        return False
+    dead = [name for name, lives in _living(setting).items() if not lives]
+    try:
+        if dead:
+            progress(f"starting again: {', '.join(dead)}")
+            _start_servers(setting, dead)
+        watch = daemons.start([daemons.slurmd(setting, node.name) for node in setting.layout.topology.nodes
+                               if f"slurmd.{node.name}" in dead], setting, READY_S)
+        _wait_for_nodes(setting, progress, watch)
+    except TestbedError as error:
+        progress(str(error))
+        return False
+    return True
+
+
+def status() -> dict[str, Any]:
+    """What is there: ``{up, state_dir}``, and when it is up ``topology, release, slurm, daemons{name: lives}``,
+    ``nodes[{name, partition, features, state, nics{name: mbit}}]``."""
+    directory = state_dir()
+    record = Record.read(directory)
+    if record is None:
+        return {"up": False, "state_dir": str(directory)}
+    setting = _setting(directory, record)
+    living = _living(setting)
+    states: dict[str, str] = {}
+    version = ""
+    if living["munged"] and living["slurmctld"]:  # without them the clients try for half a minute
+        with contextlib.suppress(TestbedError):
+            version = setting.slurm(["sinfo", "-V"]).strip()
+            states = _node_states(setting)
+    shape = setting.layout.topology
+    nodes = [{"name": node.name, "partition": node.fabric.partition, "features": list(shape.features(node.fabric)),
+              "state": states.get(node.name, "unknown"),
+              "nics": {nic.name: nic.mbit for nic in setting.layout.nics(node)}} for node in shape.nodes]
+    return {"up": record.ready and all(living.values()), "state_dir": str(directory), "topology": shape.name,
+            "release": record.release, "slurm": version, "daemons": living, "nodes": nodes}
+
+
+def nodes() -> list[str]:
+    """The names of the nodes of the testbed that is up."""
+    return [node.name for node in _current()[2].layout.topology.nodes]
+
+
+def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s: float | None = None,
+            ) -> subprocess.CompletedProcess[str]:
+    """Run `argv` on a node, with its NICs, hostname and /sys; its exit code is in the answer, and with `capture`
+    its output too.
+
+    :raises TestbedError: no testbed, no such node, nothing to run.
+    """
+    _, _, setting = _current()
+    names = [n.name for n in setting.layout.topology.nodes]
+    if node not in names:
+        raise TestbedError(f"no such node {node!r}", where="testbed", cure=nearest(node, names))
+    if not argv:
+        raise TestbedError("no command", where="testbed exec", cure="write it after --")
+    _require_machine()
+    environment = {**system_env(), **os.environ, **_env(setting)}
+    try:
+        return subprocess.run(daemons.within(setting, node, argv), env=environment, check=False, text=True,
+                              capture_output=capture, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", cure="allow more time") from None
+
+
+def _env(setting: Setting) -> dict[str, str]:
+    made = {"HOLMES_TESTBED": str(setting.places.root), **setting.client_env}
+    if setting.userland is not None:
+        wrappers = str(setting.places.root / "bin")
+        rest = [part for part in os.environ.get("PATH", SYSTEM_PATH).split(":") if part != wrappers]
+        made["PATH"] = ":".join([wrappers, *rest])
+    return made
+
+
+def env() -> dict[str, str]:
+    """The variables under which Slurm's client commands speak to this testbed.
+
+    :raises TestbedError: it is not up.
+    """
+    return _env(_current()[2])
+
+
+# --- down -------------------------------------------------------------------------------------------------------------
+
+def down(progress: Callable[[str], None] = _quiet) -> bool:
+    """Remove all that `up` made, also what a killed `up` or crashed daemons left; False where there was nothing.
+
+    :raises TestbedError: not root, or something does not go away; one line.
+    """
+    directory = state_dir()
+    packages_only = not directory.is_dir()
+    if packages_only:
+        return False
+    _require_machine()
+    try:
+        with locked(directory, create=False):
+            record = Record.read(directory)
+            if record is None:
+                return False
+            progress(f"taking down the testbed in {directory}")
+            _undo(directory, record)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _undo(directory: Path, record: Record, keep_directory: bool = False) -> None:
+    """End its processes, then its network, then its files; the record goes last, so this can be run again."""
+    record.changed(ready=False).write(directory)
+    packages.restore_policy()
+    processes.end_all(directory, _inodes(record.namespaces))
+    daemons.reap()
+    network.remove(record.namespaces, record.prefix, record.run_netns)
+    _unmount_below(directory)
+    for path in directory.iterdir():
+        if path.name == FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (directory / FILE).unlink()
+    if record.made_directory and not keep_directory:
+        directory.rmdir()
+
+
+def _unmount_below(directory: Path) -> None:
+    """Nothing of the machine may be mounted where files are about to be deleted (`up` itself mounts nothing there)."""
+    for line in reversed(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()):
+        point = line.split()[4]
+        if point.startswith(f"{directory}/"):
+            run(["umount", "--lazy", point])

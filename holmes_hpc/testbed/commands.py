@@ -1,0 +1,54 @@
+"""Running system commands: lists, never a shell; a failure is one line that names the command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from holmes_hpc.errors import TestbedError
+
+# Daemons and network tools lie in sbin, which an ordinary user's PATH may lack.
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def system_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A small, fixed environment: a daemon must not depend on who typed `up`."""
+    return {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8", "HOME": "/root", **(extra or {})}
+
+
+def present(program: str) -> bool:
+    return shutil.which(program, path=SYSTEM_PATH) is not None
+
+
+def run(argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60,
+        cure: str = "") -> str:
+    """The command's stdout.
+
+    :raises TestbedError: it is missing, failed, or took longer than `timeout_s`; with the last line it said.
+    """
+    try:
+        done = subprocess.run(list(argv), input=stdin, env=system_env(env), timeout=timeout_s, check=False,
+                              capture_output=True, text=True, errors="replace", start_new_session=True)
+    except FileNotFoundError:
+        raise TestbedError("not installed", where=argv[0], cure=cure or "install it") from None
+    except subprocess.TimeoutExpired:
+        raise TestbedError(f"no answer within {timeout_s:g} s", where=" ".join(argv), cure=cure) from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        raise TestbedError(said[-1] if argv[0] != "ip" else said[0], where=" ".join(argv), cure=cure)
+    return done.stdout
+
+
+def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
+    """Whether the command exits 0; whatever it prints is dropped."""
+    try:
+        return subprocess.run(list(argv), env=system_env(), timeout=timeout_s, check=False, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0

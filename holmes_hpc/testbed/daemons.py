@@ -1,0 +1,209 @@
+"""The daemons of a testbed: how each is started, and how one knows that it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holmes_hpc.errors import TestbedError
+from holmes_hpc.testbed import slurmconf, userland
+from holmes_hpc.testbed.commands import run, system_env
+from holmes_hpc.testbed.network import Layout
+from holmes_hpc.testbed.processes import MARK
+from holmes_hpc.testbed.slurmconf import Places
+
+# In a node: $0 is its name, $1 its hosts file; a hostname and an /etc/hosts of its own, then the command. By then
+# `ip netns exec` has made a private mount namespace, with a /sys that shows this namespace's NICs.
+ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that starting a daemon needs to know."""
+
+    places: Places
+    layout: Layout
+    ports: dict[str, int]
+    password: str
+    userland: Path | None = None  # the root of another release's programs; None: the machine's own
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """By this, what the testbed starts is found again."""
+        return {MARK: str(self.places.root)}
+
+    @property
+    def client_env(self) -> dict[str, str]:
+        """What Slurm's commands need to speak to this testbed."""
+        return {"SLURM_CONF": str(self.places.slurm_conf)}
+
+    def slurm(self, argv: Sequence[str], timeout_s: float = 30) -> str:
+        """The output of one of Slurm's commands."""
+        return run(userland.private(self.userland, argv), env=self.client_env, timeout_s=timeout_s)
+
+
+def within(setting: Setting, node: str, argv: Sequence[str]) -> list[str]:
+    """`argv` as it runs on a node."""
+    inner = ["sh", "-c", ENTER, node, str(setting.places.hosts), *argv]
+    return ["ip", "netns", "exec", setting.layout.namespace(node), "unshare", "--uts",
+            *userland.entering(setting.userland, inner)]
+
+
+def cgroup_plugin(version: str) -> str:
+    """The plugin for a Slurm that is to leave control groups alone. `version` as in ``slurm-wlm 22.05.8``.
+
+    A node sees a /sys of its own, without control groups, whatever the machine mounts. Older Slurms know `disabled` but
+    do not start with it, nor with `cgroup/v2`; their v1 plugin touches nothing until something else asks it to.
+    """
+    found = re.search(r"(\d+)\.(\d+)", version)
+    return "disabled" if found and (int(found[1]), int(found[2])) >= (23, 11) else "cgroup/v1"
+
+
+def write_files(setting: Setting) -> None:
+    """Configuration, keys and folders."""
+    places = setting.places
+    plugin = cgroup_plugin(run(userland.private(setting.userland, ["slurmd", "-V"])))
+    for folder in (places.etc, places.run, places.log, places.spool, places.save):
+        folder.mkdir(mode=0o755, exist_ok=True)
+    for node in setting.layout.topology.nodes:
+        (places.spool / node.name).mkdir(mode=0o755, exist_ok=True)
+    places.slurm_conf.write_text(slurmconf.slurm_conf(places, setting.layout, setting.ports), encoding="utf-8")
+    (places.etc / "cgroup.conf").write_text(slurmconf.cgroup_conf(plugin), encoding="utf-8")
+    places.hosts.write_text(setting.layout.hosts(), encoding="utf-8")
+    _write_secret(places.etc / "slurmdbd.conf", 0o600, slurmconf.slurmdbd_conf(
+        places, setting.layout, setting.ports, setting.password).encode())
+    _write_secret(places.etc / "database.sql", 0o600, slurmconf.database_sql(setting.password).encode())
+    if not places.munge_key.exists():
+        _write_secret(places.munge_key, 0o400, secrets.token_bytes(128))
+
+
+def _write_secret(path: Path, mode: int, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+
+
+def make_database(setting: Setting) -> None:
+    """MariaDB's own tables: about a second."""
+    places = setting.places
+    run(userland.private(setting.userland, [
+        "mariadb-install-db", "--no-defaults", f"--datadir={places.database}", "--user=root", "--skip-test-db",
+        "--auth-root-authentication-method=socket", f"--tmpdir={places.run}"]), env=setting.mark)
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """One daemon: `answers` is asked until it is true, or until the process has died. `entered`: `argv` itself enters
+    the release's programs."""
+
+    name: str
+    argv: tuple[str, ...]
+    answers: Callable[[], bool]
+    entered: bool = False
+
+
+def _listens(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
+
+
+def _accepts(path: Path) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1)
+        client.connect(str(path))
+        return True
+    return False
+
+
+def munged(setting: Setting) -> Daemon:
+    places = setting.places
+    # --force: the directory may lie below one that only root enters, such as a test's temporary one.
+    argv = ("munged", "--foreground", "--force", f"--key-file={places.munge_key}", f"--socket={places.munge_socket}",
+            f"--pid-file={places.run}/munged.pid", f"--log-file={places.log}/munged.log",
+            f"--seed-file={places.run}/munged.seed", "--num-threads=4")
+    return Daemon("munged", argv, lambda: _accepts(places.munge_socket))
+
+
+def mariadbd(setting: Setting) -> Daemon:
+    places = setting.places
+    argv = ("mariadbd", "--no-defaults", "--user=root", f"--datadir={places.database}",
+            f"--socket={places.database_socket}", f"--port={setting.ports['database']}", "--bind-address=127.0.0.1",
+            f"--pid-file={places.run}/mariadbd.pid", f"--tmpdir={places.run}", "--skip-name-resolve",
+            f"--init-file={places.etc}/database.sql", "--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M",
+            "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900", "--performance-schema=off")
+    return Daemon("mariadbd", argv, lambda: _listens("127.0.0.1", setting.ports["database"]))
+
+
+def slurmdbd(setting: Setting) -> Daemon:
+    return Daemon("slurmdbd", ("slurmdbd", "-D"), lambda: _listens(setting.layout.gateway, setting.ports["slurmdbd"]))
+
+
+def slurmctld(setting: Setting) -> Daemon:
+    return Daemon("slurmctld", ("slurmctld", "-D", "-f", str(setting.places.slurm_conf)),
+                  lambda: _listens(setting.layout.gateway, setting.ports["slurmctld"]))
+
+
+def slurmd(setting: Setting, node: str) -> Daemon:
+    argv = within(setting, node, ["slurmd", "-D", "-N", node, "-f", str(setting.places.slurm_conf)])
+    # That it answers is seen in the controller's list of nodes; a mere connection would be an error in its log.
+    return Daemon(f"slurmd.{node}", tuple(argv), lambda: True, entered=True)
+
+
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # they outlive this program, unless it takes the testbed down itself
+
+
+def reap() -> None:
+    """Forget the children that have ended, so that no zombie stays in a long-lived program."""
+    _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
+
+
+def start(daemons: Iterable[Daemon], setting: Setting, timeout_s: float) -> Callable[[], None]:
+    """Start all, then wait until each answers; the result, called later, raises when one has died since.
+
+    :raises TestbedError: one died or stays silent; with the last line of what it said.
+    """
+    places = setting.places
+    started = []
+    for daemon in daemons:
+        argv = daemon.argv if daemon.entered else userland.private(setting.userland, daemon.argv)
+        with (places.log / f"{daemon.name}.out").open("wb") as out:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=places.run,
+                start_new_session=True, umask=0o022,
+                env=system_env({**setting.client_env, **setting.mark}))
+        started.append((daemon, process))
+        _CHILDREN.append(process)
+    deadline = time.monotonic() + timeout_s
+    for daemon, process in started:
+        while not daemon.answers():
+            if process.poll() is not None:
+                raise _silent(daemon, places, f"ended with exit code {process.returncode}")
+            if time.monotonic() > deadline:
+                raise _silent(daemon, places, f"no answer within {timeout_s:g} s")
+            time.sleep(0.05)
+
+    def watch() -> None:
+        for daemon, process in started:
+            if process.poll() is not None:
+                raise _silent(daemon, places, f"ended with exit code {process.returncode}")
+
+    return watch
+
+
+def _silent(daemon: Daemon, places: Places, what: str) -> TestbedError:
+    """What happened, with the daemon's last words: its log is removed with the testbed."""
+    said = ""
+    for path in (places.log / f"{daemon.name}.out", places.log / f"{daemon.name}.log"):
+        with contextlib.suppress(OSError):
+            lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else said)
+    return TestbedError(f"{what}: {said}" if said else what, where=daemon.name, cure="correct that, then `up` again")

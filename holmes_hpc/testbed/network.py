@@ -1,0 +1,241 @@
+"""Namespaces, bridges and shaped NICs.
+
+One namespace per node, and one (the switch) with all bridges, so that the machine itself shows a single new interface:
+its way to the management bridge. Every NIC is a veth pair from a node to a bridge in the switch::
+
+    node ib1:    mgmt0 --- ib1-mgmt0 (br-mgmt) --- the machine, where slurmctld listens
+                 eth0  --- ib1-eth0  (br-eth)      shaped at both ends
+                 ib0   --- ib1-ib0   (br-fabric0)  shaped at both ends
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holmes_hpc.errors import TestbedError
+from holmes_hpc.testbed.commands import run, succeeds
+from holmes_hpc.testbed.topology import Node, Topology
+
+RUN_NETNS = Path("/run/netns")
+MTU = 1500
+FIRST_HOST = 11  # a node's last octet is this plus its number; .1 is the machine
+# Packets are handed on in bundles of up to 16 kB (segmentation offload), at a fraction of the CPU time of single ones;
+# the bucket counts them at wire size. Larger bundles would need a bucket that lets small messages pass unshaped.
+BUNDLE_BYTES = 16_384
+MIN_BURST_BYTES = 20_000  # above a bundle with its headers, or the bucket would cut bundles up
+BURST_S = 0.001
+QUEUE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One veth pair: `name` inside the node, `port` inside the switch, `mbit` None where unshaped."""
+
+    name: str
+    port: str
+    bridge: str
+    address: str  # with prefix length
+    mbit: float | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and addresses of a topology's network; a pure function of topology, prefix and subnet (a /16)."""
+
+    topology: Topology
+    prefix: str
+    subnet: str
+
+    @property
+    def switch(self) -> str:
+        return f"{self.prefix}-switch"
+
+    @property
+    def uplink(self) -> str:
+        """The machine's own interface to the management bridge."""
+        return self.prefix
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        return (self.switch, *(self.namespace(node.name) for node in self.topology.nodes))
+
+    def namespace(self, node: str) -> str:
+        return f"{self.prefix}-{node}"
+
+    def _address(self, network: int, host: int) -> str:
+        base = ipaddress.ip_network(self.subnet).network_address
+        return str(base + 256 * network + host)
+
+    @property
+    def gateway(self) -> str:
+        """The machine's address on the management bridge."""
+        return self._address(0, 1)
+
+    def management(self, node: Node) -> str:
+        return self._address(0, FIRST_HOST + node.index)
+
+    def ethernet(self, node: Node) -> str:
+        return self._address(1, FIRST_HOST + node.index)
+
+    @property
+    def bridges(self) -> tuple[str, ...]:
+        fabrics = [f"br-fabric{i}" for i, f in enumerate(self.topology.fabrics) if f.interface]
+        return ("br-mgmt", "br-eth", *fabrics)
+
+    def nics(self, node: Node) -> tuple[Nic, ...]:
+        """The node's NICs, management first."""
+        def nic(name: str, bridge: str, address: str, mbit: float | None) -> Nic:
+            return Nic(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
+
+        made = [nic("mgmt0", "br-mgmt", self.management(node), None),
+                nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit)]
+        if node.fabric.interface:
+            address = self._address(2 + node.fabric_index, FIRST_HOST + node.index)
+            made.append(nic(node.fabric.interface, f"br-fabric{node.fabric_index}", address, node.fabric.rdma_mbit))
+        return tuple(made)
+
+    def hosts(self) -> str:
+        """/etc/hosts of the nodes. A node's name is its Ethernet address, as at most sites: traffic that only knows a
+        host's name is shaped, and counted on the Ethernet NIC."""
+        lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
+        lines += [f"{self.ethernet(node)} {node.name}" for node in self.topology.nodes]
+        return "\n".join(lines) + "\n"
+
+
+def shape(device: str, mbit: float) -> str:
+    """A line for ``tc -batch``: a token bucket of 1 ms (20 kB at least), and 50 ms of queue before packets drop."""
+    bytes_per_s = mbit * 1e6 / 8
+    burst = max(MIN_BURST_BYTES, int(bytes_per_s * BURST_S))
+    limit = burst + max(4 * BUNDLE_BYTES, int(bytes_per_s * QUEUE_S))
+    return f"qdisc replace dev {device} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
+
+
+def free_subnet(prefix: str) -> str:
+    """A /16 that neither an address nor a route of this machine touches; where to look first depends on `prefix`."""
+    taken = list(_networks_in_use())
+    candidates = [f"10.{n}.0.0/16" for n in range(64, 255)] + [f"172.{n}.0.0/16" for n in range(16, 32)]
+    start = int(prefix[-4:], 16) % 191
+    for text in candidates[start:191] + candidates[:start] + candidates[191:] + ["198.18.0.0/16", "198.19.0.0/16"]:
+        if not any(ipaddress.ip_network(text).overlaps(other) for other in taken):
+            return text
+    raise TestbedError("every private /16 is routed already", where="ip route", cure="free one, e.g. leave the VPN")
+
+
+def _networks_in_use() -> Iterator[ipaddress.IPv4Network]:
+    for row in json.loads(run(["ip", "-4", "-j", "route", "show", "table", "all"]) or "[]"):
+        if row.get("dst") not in (None, "default"):
+            yield ipaddress.IPv4Network(row["dst"], strict=False)
+    for row in json.loads(run(["ip", "-4", "-j", "addr"]) or "[]"):
+        for address in row.get("addr_info", []):
+            yield ipaddress.IPv4Network(f"{address['local']}/{address['prefixlen']}", strict=False)
+
+
+def names_in_use() -> list[str]:
+    """Namespaces and interfaces of this machine."""
+    links = [str(row["ifname"]) for row in json.loads(run(["ip", "-j", "link"]) or "[]")]
+    return links + ([path.name for path in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else [])
+
+
+_NOT_ALLOWED = ("run on a machine (or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN) that allows network "
+                "namespaces")
+_NO_TBF = "this kernel lacks the token bucket (sch_tbf); run on one that has it"
+_NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
+
+
+def _batch(tool: str, namespace: str | None, lines: Iterable[str], cure: str = "") -> None:
+    within = ["-n", namespace] if namespace else []
+    try:
+        run([tool, *within, "-batch", "-"], stdin="\n".join(lines) + "\n")
+    except TestbedError as error:
+        refused = "permitted" in error.what or not cure
+        raise TestbedError(error.what, where=error.where, cure=_NOT_ALLOWED if refused else cure) from None
+
+
+def _set_kernel(namespace: str, values: dict[str, str]) -> None:
+    """Write /proc/sys values as seen from inside the namespace; those that this kernel lacks are left."""
+    script = 'while [ $# -gt 0 ]; do if [ -w "/proc/sys/$1" ]; then echo "$2" > "/proc/sys/$1"; fi; shift 2; done'
+    pairs = [word for key, value in values.items() for word in (key, value)]
+    run(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *pairs])
+
+
+# No neighbour discovery on data NICs (counters); no slow start after a paced pause, no memory of earlier connections.
+_NODE_KERNEL = {"net/ipv6/conf/default/disable_ipv6": "1", "net/ipv4/tcp_slow_start_after_idle": "0",
+                "net/ipv4/tcp_no_metrics_save": "1"}
+
+
+def make(layout: Layout) -> None:
+    """Make everything; the caller has recorded the names.
+
+    :raises TestbedError: the kernel or the container refuses; one line.
+    """
+    _batch("ip", None, (f"netns add {name}" for name in layout.namespaces))
+    _set_kernel(layout.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
+    _batch("ip", layout.switch, (
+        f"link add {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0" for bridge in layout.bridges),
+        _NO_BRIDGE)
+    _batch("ip", None, [f"link add {layout.uplink} type veth peer name uplink netns {layout.switch}",
+                        f"addr add {layout.gateway}/24 dev {layout.uplink}", f"link set {layout.uplink} up"])
+    _batch("ip", layout.switch, ["link set lo up", "link set uplink master br-mgmt up",
+                                 *(f"link set {bridge} up" for bridge in layout.bridges)])
+    for node in layout.topology.nodes:
+        _make_node(layout, node)
+    ports = [nic for node in layout.topology.nodes for nic in layout.nics(node) if nic.mbit is not None]
+    _batch("tc", layout.switch, (shape(nic.port, nic.mbit) for nic in ports if nic.mbit is not None), _NO_TBF)
+
+
+def _make_node(layout: Layout, node: Node) -> None:
+    namespace = layout.namespace(node.name)
+    nics = layout.nics(node)
+    _set_kernel(namespace, _NODE_KERNEL)
+    lines = ["link set lo up"]
+    for nic in nics:
+        lines += [f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {layout.switch}",
+                  f"addr add {nic.address} dev {nic.name}",
+                  f"link set {nic.name} gso_max_size {BUNDLE_BYTES} up"]
+    _batch("ip", namespace, lines)
+    _batch("ip", layout.switch, (f"link set {nic.port} gso_max_size {BUNDLE_BYTES} master {nic.bridge} up"
+                                 for nic in nics))
+    _batch("tc", namespace, (shape(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
+
+
+def complete(layout: Layout) -> bool:
+    """Whether all namespaces and the uplink are there (not after a reboot, or when somebody removed one)."""
+    names = set(names_in_use())
+    return {*layout.namespaces, layout.uplink} <= names
+
+
+def run_netns_state() -> str:
+    """How /run/netns is before `ip` touches it: ``absent``, ``plain`` (a directory) or ``mounted`` (on itself)."""
+    if not RUN_NETNS.is_dir():
+        return "absent"
+    mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    return "mounted" if any(line.split()[4] == str(RUN_NETNS) for line in mounts) else "plain"
+
+
+def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
+    """Delete the namespaces (with them their bridges and NICs) and the uplink; what is not there is no error.
+
+    `run_netns` is what `run_netns_state` said before they were made: /run/netns is left so, unless others use it.
+    """
+    for name in namespaces:
+        if (RUN_NETNS / name).exists():
+            run(["ip", "netns", "del", name])
+    if succeeds(["ip", "link", "show", uplink]):
+        succeeds(["ip", "link", "del", uplink])
+    if run_netns != "mounted" and run_netns_state() == "mounted" and not os.listdir(RUN_NETNS):
+        succeeds(["umount", "--lazy", str(RUN_NETNS)])
+        if run_netns == "absent":
+            RUN_NETNS.rmdir()
+
+
+def inode(namespace: str) -> int | None:
+    """What identifies the namespace in /proc/PID/ns/net."""
+    try:
+        return (RUN_NETNS / namespace).stat().st_ino
+    except OSError:
+        return None

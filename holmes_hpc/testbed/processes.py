@@ -1,0 +1,97 @@
+"""Finding and ending the processes of one testbed, and no others.
+
+Ours are: everything inside our network namespaces (slurmd, and the jobs below it), everything that was started with our
+mark in its environment, and the servers whose command line or working directory names our state directory (a server may
+overwrite its environment). Process ids are never remembered: after a crash or a reboot they would name somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from holmes_hpc.errors import TestbedError
+
+SERVERS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
+DAEMONS = (*SERVERS, "slurmd")
+MARK = "HOLMES_TESTBED_OF"  # in the environment of what a testbed starts: its directory
+
+
+@dataclass(frozen=True)
+class Found:
+    """A process of ours; `program` is its executable's name, `namespace` the inode of its network namespace."""
+
+    pid: int
+    program: str
+    namespace: int
+
+
+def _namespace(pid: int) -> int:
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
+def _program(executable: str) -> str:
+    """``slurmctld`` for /usr/sbin/slurmctld-wlm, as Debian's alternatives call it."""
+    return os.path.basename(executable.removesuffix(" (deleted)")).removesuffix("-wlm")
+
+
+def _marked(process: psutil.Process, directory: str) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        return bool(process.environ().get(MARK) == directory)
+    return False
+
+
+def _mentions(process: psutil.Process, directory: str) -> bool:
+    below = re.compile(rf"(^|[=,:]){re.escape(directory)}/")  # /bed is neither /bed2 nor /other/bed
+    with contextlib.suppress(psutil.Error, OSError):
+        if any(below.search(word) for word in process.cmdline()):
+            return True
+    with contextlib.suppress(psutil.Error, OSError):
+        cwd = process.cwd()
+        return cwd == directory or cwd.startswith(directory + "/")
+    return False
+
+
+def find(directory: Path, namespaces: Collection[int]) -> list[Found]:
+    """All living processes of the testbed in `directory`, whose namespaces have these inodes."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            program = _program(process.exe())
+            namespace = _namespace(process.pid)
+        except (psutil.Error, OSError):
+            continue
+        if (namespace in namespaces or _marked(process, str(directory))
+                or (program in DAEMONS and _mentions(process, str(directory)))):
+            found.append(Found(process.pid, program, namespace))
+    return found
+
+
+def end_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15) -> None:
+    """Kill until none is left: the data is thrown away, so no daemon needs to write anything more.
+
+    :raises TestbedError: some process does not die.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = find(directory, namespaces)
+        if not found:
+            return
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{f.program} ({f.pid})" for f in found[:5])
+            raise TestbedError(f"still alive after SIGKILL: {names}", where=str(directory),
+                               cure="see dmesg, then `down` again")
+        for each in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
+        time.sleep(0.05)

@@ -1,0 +1,122 @@
+"""What a testbed made, written down before it is made, so that `down` can undo it after any crash."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import TestbedError
+
+DEFAULT_DIRECTORY = Path("/var/lib/holmes-testbed")
+FILE = "testbed.json"
+VERSION = 1
+MAX_PATH = 60  # sockets lie below the directory, and a socket's path has at most 107 characters
+
+
+def state_dir() -> Path:
+    """Where the testbed lives: ``$HOLMES_TESTBED`` or /var/lib/holmes-testbed, without links."""
+    directory = Path(os.path.realpath(os.environ.get("HOLMES_TESTBED") or DEFAULT_DIRECTORY))
+    if len(str(directory)) > MAX_PATH:
+        raise TestbedError(f"path longer than {MAX_PATH} characters", where=str(directory),
+                           cure="set HOLMES_TESTBED to a shorter one")
+    if any(c.isspace() or c in "#\"'\\%:," for c in str(directory)) or directory == Path("/"):
+        raise TestbedError("unfit as the testbed's directory", where=repr(str(directory)),
+                           cure="set HOLMES_TESTBED to a path of letters, digits and -_./")
+    return directory
+
+
+@dataclass(frozen=True)
+class Record:
+    """One testbed. `ready` is false while it is being made or undone; `release` is that of its programs.
+
+    `prefix` starts the name of everything that the machine shares with others; `subnet` is a /16 in CIDR form.
+    """
+
+    prefix: str
+    subnet: str
+    ports: dict[str, int]
+    password: str
+    release: str
+    topology: str
+    namespaces: tuple[str, ...]
+    made_directory: bool
+    run_netns: str
+    ready: bool = False
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, directory: Path) -> Record | None:
+        """The record in `directory`, or None where there is no testbed."""
+        try:
+            data: Any = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError:
+            raise TestbedError("cannot be read", where=str(directory / FILE), cure="run as root") from None
+        except (OSError, ValueError) as error:
+            raise TestbedError(f"cannot be read: {error}", where=str(directory / FILE),
+                               cure="restore it, or remove what it made by hand") from None
+        if not isinstance(data, dict) or data.get("version") != VERSION:
+            raise TestbedError("made by another version of holmes", where=str(directory / FILE),
+                               cure="take it down with that version")
+        try:
+            return cls(**{**data, "namespaces": tuple(data["namespaces"])})
+        except (KeyError, TypeError) as error:
+            raise TestbedError(f"incomplete: {error}", where=str(directory / FILE),
+                               cure="restore it, or remove what it made by hand") from None
+
+    def write(self, directory: Path) -> None:
+        """Replace the record atomically; only root may read it (it holds the database's password)."""
+        path = directory / FILE
+        new = path.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+
+    def changed(self, **values: Any) -> Record:
+        return replace(self, **values)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, create: bool) -> Iterator[bool]:
+    """Hold the directory against another `up` or `down`; yields whether this call made it.
+
+    The lock is on the directory itself, so nothing lies outside it. `down` removes the directory while others wait for
+    it: whoever gets the lock of a directory that is no longer there tries again.
+    """
+    made = False
+    while True:
+        if create and not directory.is_dir():
+            try:
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(mode=0o755)
+                made = True
+            except FileExistsError:
+                if not directory.is_dir():
+                    raise TestbedError("is not a directory", where=str(directory), cure="set HOLMES_TESTBED") from None
+            except OSError as error:
+                raise TestbedError(f"cannot be made: {error.strerror}", where=str(directory),
+                                   cure="run as root, or set HOLMES_TESTBED") from None
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                same = os.path.samestat(os.fstat(handle), os.stat(directory))
+            except FileNotFoundError:
+                same = False
+            if same:
+                yield made
+                return
+            if not create:
+                raise FileNotFoundError(directory)
+            made = False
+        finally:
+            os.close(handle)

@@ -1,0 +1,165 @@
+"""The text of Slurm's configuration files for one testbed; pure functions."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from holmes_hpc.testbed.network import Layout
+from holmes_hpc.testbed.topology import PRIORITY
+
+CLUSTER = "holmes"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each file of a testbed lies, below its state directory."""
+
+    root: Path
+
+    @property
+    def etc(self) -> Path:
+        return self.root / "etc"
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.etc / "slurm.conf"
+
+    @property
+    def hosts(self) -> Path:
+        return self.etc / "hosts"
+
+    @property
+    def munge_key(self) -> Path:
+        return self.etc / "munge.key"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.run / "munge.socket"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.run / "mariadb.socket"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def database(self) -> Path:
+        return self.root / "database"
+
+    @property
+    def spool(self) -> Path:
+        return self.root / "spool"
+
+    @property
+    def save(self) -> Path:
+        return self.root / "save"
+
+
+def machine() -> str:
+    """What Slurm compares SlurmctldHost and DbdHost with: the host's name up to the first dot."""
+    return socket.gethostname().split(".")[0]
+
+
+def slurm_conf(places: Places, layout: Layout, ports: dict[str, int]) -> str:
+    """slurm.conf. Nodes claim more CPUs than the machine has; one file serves all daemons and clients."""
+    topology = layout.topology
+    settings = {
+        "ClusterName": CLUSTER,
+        "SlurmctldHost": f"{machine()}({layout.gateway})",
+        "SlurmctldPort": str(ports["slurmctld"]),
+        "SlurmdPort": str(ports["slurmd"]),
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        # A requeued job starts again after cred_expire; the default of 120 s makes recovery tests crawl.
+        "AuthInfo": f"cred_expire=5,socket={places.munge_socket}",
+        "StateSaveLocation": str(places.save),
+        "SlurmdSpoolDir": f"{places.spool}/%n",
+        "SlurmctldPidFile": f"{places.run}/slurmctld.pid",
+        "SlurmdPidFile": f"{places.run}/slurmd.%n.pid",
+        "SlurmctldLogFile": f"{places.log}/slurmctld.log",
+        "SlurmdLogFile": f"{places.log}/slurmd.%n.log",
+        "SlurmctldTimeout": "30",
+        "SlurmdTimeout": "10",
+        "SlurmdParameters": "config_overrides",
+        "KillWait": "5",
+        "ReturnToService": "2",
+        "MpiDefault": "none",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "SchedulerType": "sched/backfill",
+        "SchedulerParameters": "bf_interval=1,sched_interval=1,bf_hetjob_immediate",
+        # Lets tests add partitions that preempt each other: scontrol create PartitionName=… PriorityTier=…
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+        "MailProg": "/bin/true",
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageHost": layout.gateway,
+        "AccountingStoragePort": str(ports["slurmdbd"]),
+        # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
+        "AccountingStoragePass": str(places.munge_socket),
+        "JobAcctGatherType": "jobacct_gather/none",
+        "JobCompType": "jobcomp/none",
+    }
+    given = {key.lower() for key in topology.slurm}
+    lines = [f"{key}={value}" for key, value in settings.items() if key.lower() not in given]
+    lines += [f"{key}={value}" for key, value in topology.slurm.items()]
+    lines += [f"NodeName={node.name} NodeHostname={node.name} NodeAddr={layout.management(node)} "
+              f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
+              f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN" for node in topology.nodes]
+    return "\n".join(lines + _partitions(layout)) + "\n"
+
+
+def _partitions(layout: Layout) -> list[str]:
+    members: dict[str, list[str]] = {}
+    for node in layout.topology.nodes:
+        members.setdefault(node.fabric.partition, []).append(node.name)
+    default = next(iter(members))
+    lines = [f"PartitionName={name} Nodes={','.join(nodes)} Default={'YES' if name == default else 'NO'} "
+             f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF" for name, nodes in members.items()]
+    for extra in layout.topology.partitions:
+        nodes = [node.name for node in layout.topology.nodes if node.fabric.name in extra.fabrics]
+        lines.append(f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
+                     f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}")
+    return lines
+
+
+def slurmdbd_conf(places: Places, layout: Layout, ports: dict[str, int], password: str) -> str:
+    """slurmdbd.conf; it must lie beside slurm.conf and be readable by root only."""
+    return "\n".join([
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={places.munge_socket}",
+        f"DbdHost={machine()}",
+        f"DbdAddr={layout.gateway}",
+        f"DbdPort={ports['slurmdbd']}",
+        "SlurmUser=root",
+        "DebugLevel=info",
+        f"LogFile={places.log}/slurmdbd.log",
+        f"PidFile={places.run}/slurmdbd.pid",
+        "StorageType=accounting_storage/mysql",
+        "StorageHost=127.0.0.1",
+        f"StoragePort={ports['database']}",
+        "StorageLoc=slurm_acct_db",
+        "StorageUser=slurm",
+        f"StoragePass={password}",
+    ]) + "\n"
+
+
+def cgroup_conf(plugin: str) -> str:
+    return f"CgroupPlugin={plugin}\n"
+
+
+def database_sql(password: str) -> str:
+    """What MariaDB runs at each start: Slurm's user and its rights."""
+    return (f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"
+            "GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n")

@@ -1,0 +1,121 @@
+"""The Hydra application: one rank under srun or torchrun, one process alone, or a sweep with a launcher.
+
+    srun python -m holmes_hpc.train plan_file=runs/a/plan.yaml run_dir=runs/a
+    torchrun --nproc-per-node 4 -m holmes_hpc.train plan.pp=2 run_dir=runs/b
+    python -m holmes_hpc.train model=gpt_tiny train.steps=20
+    python -m holmes_hpc.train -m --config-dir sweeps +sweep=nic_environments hydra/launcher=holmes_slurm
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from holmes_hpc import config as configuration
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.ending import judge
+from holmes_hpc.submission.launcher import Planned
+
+
+def run_rank(config: dict[str, Any]) -> dict[str, Any]:
+    """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
+    the final figures come back."""
+    # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.cpu")
+    if config["train"].get("measure"):
+        from holmes_hpc.training.measure import measure
+
+        return measure(config)
+    from holmes_hpc.training.loop import train  # torch is heavy: only ranks load it
+
+    return train(config)
+
+
+def _rank() -> tuple[int, int]:
+    """(rank, world size) of this process, as torchrun or Slurm say; (0, 1) alone."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def _local_plan(config: dict[str, Any]) -> dict[str, Any]:
+    """Without a plan: plan for the processes of this machine; rank 0 makes the run directory."""
+    rank, size = _rank()
+    if not config["run_dir"]:
+        raise HolmesError("several processes and no run_dir", where="train", cure="give run_dir=DIR")
+    plan = configuration.make_plan(config, configuration.local_site(size))
+    directory = Path(config["run_dir"])
+    config = {**config, "plan_file": str(directory / "plan.yaml")}
+    if rank == 0:
+        RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=sys.argv[1:])
+    return config
+
+
+def _run_and_record(config: dict[str, Any]) -> float | None:
+    """Without a batch script or a follower, rank 0's process records how the run ended when training is over."""
+    run, code = RunDirectory(config["run_dir"]), 1
+    try:
+        loss: float | None = run_rank(config).get("loss")
+        code = 0
+        return loss
+    finally:
+        if _rank()[0] == 0:
+            run.write_result(judge(run, code), writer="follower")
+
+
+def app(cfg: DictConfig) -> float | None:
+    """What Hydra calls. The final loss comes back, for sweepers that optimise it."""
+    try:
+        config = configuration.resolve(cfg)
+        if not config["plan_file"]:
+            if not config["run_dir"] and _rank()[1] == 1:
+                config["run_dir"] = hydra.core.hydra_config.HydraConfig.get().runtime.output_dir
+            config = _local_plan(config)
+            return _run_and_record(config)
+        return run_rank(config).get("loss")
+    except HolmesError as e:
+        print(f"holmes: {e}", file=sys.stderr, flush=True)
+        sys.exit(e.exit_code)
+
+
+def plan_job(cfg: DictConfig, where: str) -> Planned:
+    """What the launchers holmes_slurm and holmes_local submit for one job of a sweep: its plan, run by every rank."""
+    from holmes_hpc.train import run_rank  # by its own name, so that the ranks find it
+
+    config = {**configuration.resolve(cfg), "launcher": {"kind": where}}
+    record = {"versions": configuration.versions(), "git_commit": configuration.git_commit(),
+              "pace_layer_ms": config["train"]["pace_layer_ms"]}
+    return Planned(configuration.make_plan(config), config, run_rank, config["slurm"], record)
+
+
+app.plan_job = plan_job  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    rank = _rank()[0]
+    words = [a for a in sys.argv[1:] if "=" in a]
+    run_dir = next((a.split("=", 1)[1] for a in words if a.startswith("run_dir=")), None)
+    if run_dir and not any(a.startswith("hydra.run.dir=") for a in words):
+        sys.argv.append("hydra.run.dir=" + _quoted(run_dir))
+    if rank > 0:  # only rank 0 writes Hydra's own files
+        sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+    hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
+
+
+def _quoted(value: str) -> str:
+    """A string as Hydra's override grammar takes it back unchanged."""
+    if value[:1] in "'\"":
+        return value
+    return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+import os
+
+# torch warns, several lines each, that nodes of a cluster have no reverse DNS entry; errors still come through
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

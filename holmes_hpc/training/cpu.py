@@ -1,0 +1,126 @@
+"""Megatron-Core on a CPU: everything it needs that is not CUDA, in one place.
+
+Megatron-Core names CUDA in many places (``device="cuda"``, ``tensor.cuda()``, streams, the random number generator).
+:func:`install` gives each of these names its meaning on a CPU, for the whole process:
+
+* a device argument "cuda", "cuda:N" or N means "cpu", and ``tensor.cuda()`` is the tensor itself;
+* ``tensor.type()`` answers with the name of the CUDA twin, which Megatron's optimizers compare with;
+* streams and events do nothing: a CPU runs in order anyway;
+* the CUDA generator is the CPU's.
+
+Nothing of Megatron-Core is replaced but the two functions that read and set the state of the generator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_mode: _CudaMeansCpu | None = None
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites the devices of every torch call on this thread."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _cpu(args[1]), *args[2:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _cpu(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def _cpu(device: Any) -> Any:
+    """`device`, or the CPU where it is a CUDA device; what is no device (a dtype, a tensor) stays."""
+    if isinstance(device, (str, torch.device)):
+        return _CPU if str(device).partition(":")[0] == "cuda" else device
+    return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
+
+
+class Stream:
+    """A CUDA stream where there is none: everything in it has already happened. A context, as ``torch.cuda.stream``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.cuda_stream = _CPU, 0
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Event:
+    """A CUDA event where there is none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+def install() -> None:
+    """Make this process train on its CPU. Call it before Megatron-Core makes anything; again, it changes nothing."""
+    global _mode
+    if _mode is not None:
+        return
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()
+    stream = Stream()
+    for name, value in {
+        "current_device": lambda: _CPU, "set_device": lambda device: None, "device_count": lambda: 1,
+        "synchronize": lambda device=None: None, "empty_cache": lambda: None,
+        "Stream": Stream, "Event": Event, "stream": lambda s: s or stream,
+        "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": torch.default_generator.manual_seed, "manual_seed_all": lambda seed: None,
+    }.items():
+        setattr(torch.cuda, name, value)
+    _use_cpu_generator()
+
+
+def _use_cpu_generator() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # Megatron warns when the CPU's generator moves inside a fork of the CUDA one: here they are the same.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def threads(environ: Mapping[str, str], ranks_here: int, cores: int) -> int:
+    """Threads for one rank's computing: as Slurm or OMP_NUM_THREADS say, else this machine's cores shared fairly."""
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        if environ.get(name, "").isdigit() and int(environ[name]) > 0:
+            return int(environ[name])
+    return max(1, cores // max(1, ranks_here))
+
+
+def installed() -> bool:
+    """Whether :func:`install` was called in this process."""
+    return _mode is not None

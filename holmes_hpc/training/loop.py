@@ -1,0 +1,352 @@
+"""A rank's life, top to bottom: meet, build, train, end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from holmes_hpc.errors import HolmesError, RunFailed
+from holmes_hpc.planning.orders import Order
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training import audit, data, edges, launch, metrics, model, optimizer, pace, session, traffic
+from holmes_hpc.training.breakdown import Breakdown
+from holmes_hpc.training.checkpoint import Checkpoints
+from holmes_hpc.training.launch import Launch
+from holmes_hpc.training.loggers import Loggers
+from holmes_hpc.training.output import Exits, RankLog, checked_run, say
+from holmes_hpc.training.schedule import run_ahead
+from holmes_hpc.training.session import Session
+from holmes_hpc.training.signals import Said, Signals, Word
+from holmes_hpc.training.trace import Trace, TracedTimers
+from holmes_hpc.training.watch import Stragglers, Watchdog, dump_stacks
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """Train as one rank of ``config["plan_file"]``, recording into ``config["run_dir"]``; the last step's figures come
+    back (on rank 0). A failure is one line in the log and in exits/, the same exit code on every rank."""
+    own = launch.read()
+    run = checked_run(config)
+    log, exits = RankLog(run, own), Exits(run, own)
+    try:
+        with Signals() as signals:
+            final = _train(config, own, run, exits, signals)
+        exits.ended("preempted" if final.get("preempted") else "completed")
+        return final
+    except HolmesError as e:
+        sys.exit(exits.failed(e))
+    except Exception as e:
+        sys.exit(exits.failed(e))
+    finally:
+        log.close()
+
+
+def _train(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits, signals: Signals,
+           ) -> dict[str, Any]:
+    plan = Plan.read(config["plan_file"])
+    exits.before_exit = dump_stacks
+    watchdog = Watchdog(exits, float(config["train"]["watchdog_s"]), speaks=own.rank == 0).start()
+    try:
+        here = session.start(config, own, plan, run, exits)
+        trainer = Trainer(config, here, watchdog)
+        trainer.record_start()
+        final = trainer.run(signals)
+        trainer.close()
+        here.close()
+        return final
+    finally:
+        watchdog.stop()
+
+
+class Trainer:
+    """What one rank trains with: model chunks, optimizer, data, schedule."""
+
+    def __init__(self, config: dict[str, Any], here: Session, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+        self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
+                                     [n.node for n in here.nodes])
+        self.config, self.here, self.plan = config["train"], here, here.plan
+        train, plan = self.config, here.plan
+        self.breakdown = Breakdown(here.cuda)
+        torch.manual_seed(train["seed"])
+        pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+        model_parallel_cuda_manual_seed(train["seed"] + 100 * pipeline_rank)  # dropout differs between stages
+
+        self.training, self.validation = data.build_datasets(config, plan)
+        dtype = model.dtype_of(train["dtype"], here.cuda)
+        self.model_config = model.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
+        chunks = model.build(plan, self.model_config, train["seed"], here.device)
+        if train["pace_layer_ms"]:
+            pace.pace(model.layers_of(chunks), train["pace_layer_ms"])
+        self.models = optimizer.wrap(chunks, self.model_config, plan, train)
+        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown)
+        optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
+
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.edges = _edges(here, self.model_config, self.groups)
+        self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train["trace"] else None
+        self.forward_backward = _schedule(plan, self.trace)
+        if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
+            order = Order("interleaved" if len(self.models) > 1 else "1f1b", plan.parallel.pp, plan.micro_batches,
+                          len(self.models))
+            self.model_config.timers = TracedTimers(self.breakdown, self.trace, order.passes(pipeline_rank))
+        everyone = range(plan.world_size)
+        self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
+        self.checkpoints = Checkpoints(
+            here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
+            keep=train["checkpoint_keep"], background=train["checkpoint_async"], group=self.control)
+        chosen = config.get("checkpoint")
+        self.step = self.checkpoints.load(Path(chosen) if chosen else None)
+        self.word = Word(self.control)
+        self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
+        self.final: dict[str, Any] = {}
+        self._gathering: metrics.Gathering | None = None
+        self._audit: audit.Audit | None = None
+        self._alone = True  # nothing but the step's traffic since the step before
+        self._said = 0.0
+        self._pause_s = 0.0  # between the last two steps: validation, checkpoint
+
+    # -- the steps --------------------------------------------------------------------------------------------------
+
+    def run(self, signals: Signals) -> dict[str, Any]:
+        """All steps up to ``train.steps``, or until a signal asks for the end; then the state is saved."""
+        batches = self._batches(self.training, self.step)
+        self.here.traffic.take()
+        self.breakdown.begin()
+        began = time.perf_counter()
+        while self.step < self.config["steps"]:
+            self.step += 1
+            self.watchdog.alive(f"step {self.step}")
+            losses, figures = self._one_step(batches)
+            parts = self.breakdown.take()
+            ended = time.perf_counter()
+            self._record(losses, figures, ended - began, parts)
+            if self.trace is not None:
+                self.trace.write(self.step)
+            said = self.word.exchange(stop=signals.seen, writing=self.checkpoints.writing())
+            if said.stop and self.step < self.config["steps"]:
+                return self._stop_early()
+            began = self._between_steps(said, ended)
+        self._finish_record()
+        self.word.finish()
+        self.checkpoints.settle()
+        return self.final
+
+    def _between_steps(self, said: Said, ended: float) -> float:
+        """What is no part of a step: validation and checkpoints, when their turn has come. When the next step begins:
+        when the last one `ended`, but for such a pause."""
+        began, interval = time.perf_counter(), self.config["checkpoint_interval"]
+        self.watchdog.alive(f"what follows step {self.step}")
+        if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
+            self._finish_record()
+            self._evaluate()
+        if self.checkpoints.unsettled and not said.writing:
+            self.checkpoints.settle()
+        if interval and (self.step % interval == 0 or self.step == self.config["steps"]):
+            self._save()
+        self._pause_s = time.perf_counter() - began
+        if self._pause_s < 1e-3:
+            self._pause_s = 0.0
+            return ended
+        self.breakdown.begin()
+        return time.perf_counter()
+
+    def _save(self, wait: bool = False) -> None:
+        """Save the state after this step. Its line of the metrics comes first: a resumed run starts after it."""
+        self._finish_record()
+        self.checkpoints.save(self.step, {"loss": self.final.get("loss")}, wait)
+
+    def _stop_early(self) -> dict[str, Any]:
+        """A signal asked for the end: save, so that the run can go on from here."""
+        self.word.finish()
+        if self.here.launch.rank == 0:
+            say(f"stopping after step {self.step} as asked by a signal")
+        self._save(wait=True)
+        return {**self.final, "preempted": True}
+
+    def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
+        """Forward and backward of all micro-batches, then the optimizer."""
+        rate = optimizer.learning_rate(self.step, self.config)
+        for chunk in self.models:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self.breakdown.part("pipeline_wait_s"):  # what is neither computing nor one of the other parts
+            stored = self._forward_backward(batches, forward_only=False)
+        optimizer.set_learning_rate(self.optimizer, rate)
+        with self.breakdown.part("optimizer_s"):
+            updated, norm, _ = self.optimizer.step()
+        losses = [float(loss) for loss in stored]
+        if updated and (norm is None or not norm < float("inf")):
+            raise RunFailed(f"the gradient norm is {norm}", where=f"step {self.step}",
+                            cure="lower train.lr, or resume from an earlier checkpoint with other data")
+        figures = {"grad_norm": norm, "learning_rate": rate, **({} if updated else {"skipped": True})}
+        if self._pause_s:
+            figures["pause_before_s"], self._pause_s = round(self._pause_s, 6), 0.0
+        return losses, figures
+
+    def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
+        """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
+        stored = self.forward_backward(
+            forward_step_func=partial(_forward, self.here.device),
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
+            seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
+            forward_only=forward_only, p2p_communicator=self.edges, pg_collection=self.groups)
+        if not stored or parallel_state.get_tensor_model_parallel_rank() != 0:
+            return []
+        return [entry["loss"] for entry in stored]
+
+    def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
+        rank = parallel_state.get_data_parallel_rank()
+        return [data.batches(dataset, self.plan, rank, start_step) for _ in self.models]
+
+    def _evaluate(self) -> None:
+        """The mean loss of `train.eval_steps` validation batches, into the metrics."""
+        if self.validation is None:
+            return
+        batches = self._batches(self.validation, 0)
+        losses: list[float] = []
+        for chunk in self.models:
+            chunk.eval()
+        with torch.no_grad():
+            for _ in range(self.config["eval_steps"]):
+                losses += [float(loss) for loss in self._forward_backward(batches, forward_only=True)]
+        for chunk in self.models:
+            chunk.train()
+        if self.trace is not None:
+            self.trace.forget()
+        total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=self.control)
+        self.final["validation_loss"] = float(total[0] / total[1])
+        if self.here.launch.rank == 0:
+            say(f"step {self.step}: validation loss {self.final['validation_loss']:.4f}")
+            self.here.run.append_metrics({**self.final, "step": self.step})
+
+    # -- the record -------------------------------------------------------------------------------------------------
+
+    def record_start(self) -> None:
+        """Into run.yaml: hosts, NICs, versions, set-up traffic and the header factor."""
+        here, plan = self.here, self.plan
+        setup = self._gather_all(here.traffic.take())
+        factors = {} if here.nodes[0].one_host else traffic.header_factors(
+            plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all)
+        calibration = self._gather_all(here.traffic.take())
+        if here.launch.rank > 0:
+            return
+        setup_bytes = traffic.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
+                                                 for x, y in zip(setup, calibration, strict=True)])
+        mean = round(sum(factors.values()) / len(factors), 4) if factors else None
+        here.run.update_run(**session.describe(here), pace_layer_ms=self.config["pace_layer_ms"],
+                            traffic={"setup": setup_bytes, "header_factor": mean,
+                                     "header_factors": {k: round(v, 4) for k, v in factors.items()}})
+        self._audit = audit.Audit(plan, here.nodes, factors, self.config["dtype"]) if factors else None
+        for kind, factor in factors.items():
+            say(f"{kind}: {factor:.3f} bytes on the wire per byte sent")
+        paced = self.config["pace_layer_ms"]
+        say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
+            f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
+            + (f"; paced: {paced} ms a layer" if paced else ""))
+
+    def _gather_all(self, row: tuple[float, ...]) -> list[list[float]]:
+        own = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.plan.world_size)]
+        torch.distributed.all_gather(rows, own, group=self.control)
+        return [r.tolist() for r in rows]
+
+    def _record(self, losses: list[float], figures: dict[str, Any], step_time_s: float,
+                parts: dict[str, float]) -> None:
+        """Send this step's figures to rank 0; write those of the step before."""
+        self._finish_record()
+        here = self.here
+        row = metrics.row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
+                          metrics.peak_memory_bytes(here.cuda))
+        self._gathering = metrics.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
+                                            figures)
+        self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
+        if here.launch.rank > 0 and (self.step % 20 == 1 or time.monotonic() - self._said > 60):
+            self._said = time.monotonic()
+            say(f"step {self.step}: {step_time_s:.3f} s, "
+                + ", ".join(f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items()))
+
+    def _finish_record(self) -> None:
+        done, self._gathering = self._gathering, None
+        rows = done.finish() if done is not None else None
+        if done is None or rows is None:
+            return
+        entry = metrics.line(self.plan, rows, done.step, done.when, done.more)
+        entry["attempt"] = self.here.attempt
+        self.here.run.append_metrics(entry)
+        self.final = entry
+        if self.loggers is not None:
+            self.loggers.write(entry)
+        if self._audit is not None:
+            for finding in self._audit.add(metrics.nic_rows(rows), self._alone):
+                say(str(finding))
+        for warning in self.stragglers.step(metrics.compute_by_rank(rows)):
+            say(warning)
+        every = self.config["log_interval"]
+        if done.step % every == 0 or done.step in (1, self.config["steps"]) or time.monotonic() - self._said > 60:
+            self._said = time.monotonic()
+            self.watchdog.said()
+            say(f"step {done.step}/{self.config['steps']}: loss {entry['loss']:.4f}, grad norm "
+                f"{entry['grad_norm'] if entry['grad_norm'] is None else format(entry['grad_norm'], '.3f')}, "
+                f"{entry['step_time_s']:.3f} s, {entry['samples_per_s']:.2f} samples/s, "
+                f"{entry['model_tflops_per_gpu']:.3g} TFLOP/s a rank")
+
+    def close(self) -> None:
+        """Wait for what the edges still carry, and for the loggers."""
+        if isinstance(self.edges, edges.EdgeCommunicator):
+            self.edges.close()
+        if self.loggers is not None:
+            self.loggers.close()
+
+
+def _forward(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Megatron-Core's forward_step_func: one micro-batch through one model chunk, and how its loss is made."""
+    first, last = _ends(chunk)
+    batch = next(batches) if first or last else {}
+    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items() if value is not None}
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels") if last else None)
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _ends(chunk: Any) -> tuple[bool, bool]:
+    while not hasattr(chunk, "pre_process"):
+        chunk = chunk.module
+    return chunk.pre_process, chunk.post_process
+
+
+def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean over the micro-batch's tokens that count."""
+    assert mask is not None  # the last stage, where losses are, reads data
+    mask = mask.float()
+    loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _edges(here: Session, config: Any, groups: ProcessGroupCollection) -> Any:
+    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's."""
+    if here.plan.parallel.pp == 1:
+        return None
+    if here.plan.transport_mode == "single" and here.plan.schedule.kind != "ahead":
+        return P2PCommunicator(groups.pp, config)
+    return edges.build(here.plan, here.groups.edge, rank=here.launch.rank, pp_group=groups.pp, config=config)
+
+
+def _schedule(plan: Plan, trace: Trace | None) -> Callable[..., Any]:
+    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or the one that runs ahead."""
+    if plan.schedule.kind == "ahead" and plan.parallel.pp > 1:
+        return partial(run_ahead, in_flight=plan.schedule.in_flight, tracer=trace)
+    function: Callable[..., Any] = get_forward_backward_func()
+    return function

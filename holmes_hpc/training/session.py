@@ -1,0 +1,163 @@
+"""From a process to a member of the run: rendezvous, networks, process groups, device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holmes_hpc import __version__
+from holmes_hpc.errors import ConfigError, HolmesError, NetworkError
+from holmes_hpc.fabric.probe import probe
+from holmes_hpc.fabric.transport import TCP
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training import audit, cpu, groups, launch, rendezvous, transports
+from holmes_hpc.training.launch import Launch
+from holmes_hpc.training.output import Exits, say
+from holmes_hpc.training.traffic import Traffic
+from holmes_hpc.training.transports import NodeTransports
+
+
+@dataclass
+class Session:
+    """A rank that has met the others. `nodes`: every rank's networks."""
+
+    launch: Launch
+    plan: Plan
+    run: RunDirectory
+    attempt: int
+    store: dist.Store
+    nodes: list[NodeTransports]
+    groups: groups.Groups
+    device: torch.device
+    traffic: Traffic
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def close(self) -> None:
+        """Leave the groups and the store; rank 0, which holds the store, last."""
+        groups.close()
+        self.store.set(f"left/{self.launch.rank}", "1")
+        if self.launch.rank == 0:
+            try:
+                self.store.wait([f"left/{r}" for r in range(self.launch.world_size)], timedelta(seconds=10))
+            except RuntimeError:
+                say("some ranks did not say goodbye within 10 s")
+            rendezvous.forget(self.run.path, self.launch)
+
+
+def use_cuda(wanted: str) -> bool:
+    """Whether to train on CUDA: ``auto`` where there is a device. ConfigError for ``cuda`` without one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device", where="train.device", cure="use train.device=cpu or auto")
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+
+
+def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, exits: Exits) -> Session:
+    """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place
+    or network is one line, on every rank, before the first group is made."""
+    train, began = config["train"], time.perf_counter()
+    timeout_s = float(train["net_timeout_s"])
+    cuda = use_cuda(train["device"])
+    if not cuda:
+        cpu.install()
+        ranks_here = plan.components[plan.component_of(min(own.rank, plan.world_size - 1))].gpus_per_node
+        torch.set_num_threads(cpu.threads(os.environ, own.world_size if own.one_host else ranks_here,
+                                          len(os.sched_getaffinity(0))))
+    nics = probe()
+    traffic = Traffic(plan, own, nics)
+    if own.rank == 0:
+        exits.attempt = run.start_attempt({"host": own.node, "by": own.by})
+    try:
+        launch.check(own, plan)
+        node = transports.decide(plan, own.rank, nics, own.node, own.one_host, cuda)
+        warnings = transports.refuse(node)
+    except HolmesError as e:
+        _tell_the_others(own, run, exits, e)
+        raise
+    store = _meet(own, run, node, exits, timeout_s)
+    exits.watch(store.clone())  # type: ignore[attr-defined]
+    nodes = _exchange(own, store, node)
+    transports.check_places(plan, nodes)
+    warnings += transports.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
+    for finding in warnings:
+        say(str(finding))
+    if own.local_rank == 0 and not own.one_host:
+        exits.guard(audit.nic_check(node))
+    made = groups.Groups(plan, node, own.rank, cuda, timeout_s)
+    device = groups.device(own.local_rank, cuda)
+    made.start(dist.PrefixStore("world", store))
+    made.make_parallel_state()
+    if own.rank == 0:
+        say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
+            f" ({own.by}, {device.type})")
+    assert exits.attempt is not None
+    return Session(own, plan, run, exits.attempt, store, nodes, made, device, traffic)
+
+
+def _tell_the_others(own: Launch, run: RunDirectory, exits: Exits, error: HolmesError) -> None:
+    """This rank cannot take part: the others should not wait for it."""
+    if own.address is None and own.rank == 0:
+        rendezvous.cancel(run.path, own, exits.attempt or 0, str(error), error.exit_code)
+        return
+    with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
+        if own.address is None:
+            store, exits.attempt = rendezvous.join_store(run.path, own, 10)
+        else:
+            store = rendezvous.launcher_store(own, 10)
+        exits.watch(dist.PrefixStore(f"holmes/{own.key}", store))
+
+
+def _meet(own: Launch, run: RunDirectory, node: NodeTransports, exits: Exits, timeout_s: float) -> dist.Store:
+    if own.address is not None:
+        raw: dist.Store = rendezvous.launcher_store(own, timeout_s)
+    elif own.rank == 0:
+        raw = rendezvous.host_store(run.path, own, node.address, exits.attempt or 0, timeout_s)
+    else:
+        raw, exits.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP))
+    store = dist.PrefixStore(f"holmes/{own.key}", raw)
+    if own.address is not None:
+        if own.rank == 0:
+            store.set("attempt", str(exits.attempt))
+        else:
+            exits.attempt = int(store.get("attempt"))
+    return store
+
+
+def _exchange(own: Launch, store: dist.Store, node: NodeTransports) -> list[NodeTransports]:
+    """Every rank's networks, as they see them."""
+    if own.rank == 0:
+        store.set("token", secrets.token_hex(8))
+    store.set(f"node/{own.rank}", json.dumps(node.to_dict()))
+    keys = [f"node/{rank}" for rank in range(own.world_size)]
+    try:
+        store.wait(keys)
+    except RuntimeError as e:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise NetworkError(f"ranks {missing} did not come", where="rendezvous",
+                           cure="look at their logs; they started late, died, or cannot reach rank 0") from e
+    return [NodeTransports.from_dict(json.loads(text)) for text in store.multi_get(keys)]
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """What run.yaml says about this start: hosts, NICs per group, versions, device."""
+    import megatron.core
+
+    versions = {"holmes": __version__, "python": platform.python_version(), "torch": torch.__version__,
+                "megatron-core": megatron.core.__version__}
+    device = torch.cuda.get_device_name(session.device) if session.cuda else "cpu"
+    return {"hosts": [n.node for n in session.nodes],
+            "nics": [{**entry, "node": session.launch.node} for entry in session.groups.made],
+            "versions": versions, "device": device, "plan_id": session.plan.id}

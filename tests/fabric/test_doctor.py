@@ -1,0 +1,175 @@
+from dataclasses import replace
+
+import pytest
+import trees
+from slurm_text import node, partition
+from trees import Tree
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric import slurm
+from holmes_hpc.fabric.doctor import check_script, diagnose
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.gather import MARK, Facts, _understand, check_here, facts_of, gather, propose
+from holmes_hpc.fabric.probe import probe
+from holmes_hpc.fabric.scontrol import Config
+from holmes_hpc.fabric.site import NicType
+
+HEALTHY = {"SchedulerType": "sched/backfill", "SLURM_VERSION": "24.11.5", "KillOnBadExit": "1", "ClusterName": "c",
+           "AccountingStorageType": "accounting_storage/slurmdbd", "SchedulerParameters": "(null)"}
+IB = "nic_ib,nic_200g,eth_25g,fabric_a"
+NODES = [node("a1", IB, "ib", gres="gpu:a100:8"), node("a2", IB, "ib", gres="gpu:a100:8")]
+PARTITIONS = [partition("ib", "a[1-2]")]
+
+
+def facts(name: str, **rest: object) -> Facts:
+    base = Facts(name, NicType.IB, ("nic_ib",), "eth0", f"10.0.0.{name[-1]}", "10.0.0.0/24")
+    return replace(base, **rest)  # type: ignore[arg-type]
+
+
+def lines(config: dict[str, str] | None = None, nodes=NODES, partitions=PARTITIONS, facts_=(), env=None) -> list[str]:
+    return [str(f) for f in diagnose(Config({**HEALTHY, **(config or {})}), nodes, partitions, facts_, env)]
+
+
+def test_a_healthy_site_gets_no_line() -> None:
+    assert lines(facts_=[facts("a1"), facts("a2")], env={"NCCL_DEBUG": "INFO"}) == []
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({"SchedulerType": "sched/builtin"}, "error: slurm.conf: SchedulerType is sched/builtin"),
+    ({"SchedulerParameters": "bf_interval=1,disable_hetjob_steps"}, "error: slurm.conf: SchedulerParameters has dis"),
+    ({"SLURM_VERSION": "22.05.8"}, "warning: slurm.conf: Slurm 22.05.8"),
+    ({"SLURM_VERSION": "24.05.1"}, "warning: slurm.conf: Slurm 24.05.1"),
+    ({"AccountingStorageType": "accounting_storage/none"}, "warning: slurm.conf: no slurmdbd"),
+    ({"JobRequeue": "0"}, "warning: slurm.conf: JobRequeue is 0"),
+    ({"KillOnBadExit": "0"}, "info: slurm.conf: KillOnBadExit is 0"),
+    ({"NodeFeaturesPlugins": "node_features/helpers"}, "info: slurm.conf: node_features/helpers"),
+])
+def test_each_setting_is_one_line_with_a_cure(config: dict[str, str], says: str) -> None:
+    found = lines(config)
+    assert len(found) == 1 and found[0].startswith(says) and "; " in found[0]
+
+
+@pytest.mark.parametrize(("features", "says"), [
+    ("ib,roce", "warning: node a2: not used: features name 2 NIC types"),
+    (IB + ",frobnicator", "info: nodes a2: nothing explains the feature frobnicator"),
+    (IB + ",nic_100g", "several values of nic_<rate>g"),
+])
+def test_features(features: str, says: str) -> None:
+    found = lines(nodes=[NODES[0], node("a2", features, "ib", gres="gpu:a100:8")])
+    assert any(says in f for f in found)
+
+
+def test_no_label_down_and_nothing_usable() -> None:
+    found = lines(nodes=[node("a1", "nic_ib,nic_200g,eth_25g", "ib", gres="gpu:a100:8")])
+    assert any(f.startswith("warning: nodes a1: no fabric label") and "holmes label --fabric" in f for f in found)
+    found = lines(nodes=[NODES[0], node("a2", IB, "ib", state="DOWN", reason="bad cable")])
+    assert any("nodes a2: down or drained: bad cable" in f for f in found)
+    found = lines(nodes=[node("a1", IB, "ib", state="DOWN")])
+    assert any("no node can be used" in f for f in found)
+
+
+def test_a_default_partition_over_two_fabrics() -> None:
+    nodes = [*NODES, node("r1", "nic_roce,nic_100g,eth_25g,fabric_b", "all", gres="gpu:a100:8")]
+    found = lines(nodes=nodes, partitions=[partition("all", "a[1-2],r1", default=True), partition("ib", "a[1-2]")])
+    assert any("default partition has nodes of 2 fabrics (a, b)" in f for f in found)
+
+
+@pytest.mark.parametrize(("rest", "says"), [
+    ({"trouble": "ethernet interface eth0 is down; ip link set eth0 up"},
+     "error: node a2: no Ethernet address that others can reach: ethernet interface eth0 is down; ip link set eth0 up"),
+    ({"network": "10.9.0.0/24", "address": "10.9.0.2"}, "warning: node a2: its Ethernet address 10.9.0.2 (eth0) is"),
+    ({"skew_s": 120.0}, "warning: node a2: its clock is +120 s off"),
+    ({"ipoib": ("ib0",)}, "info: nodes a2: NCCL by itself tries ib0 first"),
+    ({"notes": ("mlx5_1:1 is DOWN",)}, "warning: node a2: mlx5_1:1 is DOWN"),
+    ({"findings": (Finding("error", "node a2", "Slurm's features say roce, the kernel says ib", "holmes label a2"),)},
+     "error: node a2: Slurm's features say roce, the kernel says ib; holmes label a2"),
+])
+def test_what_a_node_says_of_itself(rest: dict[str, object], says: str) -> None:
+    found = lines(facts_=[facts("a1"), facts("a3"), facts("a2", **rest)])
+    assert len(found) == 1 and found[0].startswith(says)
+
+
+def test_the_environment_that_jobs_inherit() -> None:
+    found = lines(env={"NCCL_IB_DISABLE": "1"})
+    assert len(found) == 1 and found[0].startswith("error: environment: NCCL_IB_DISABLE=1")
+
+
+GOOD = """#!/bin/sh
+#SBATCH -p ib -C nic_ib -N 2
+#SBATCH hetjob
+#SBATCH --partition=roce -N 2
+srun --het-group=0,1 --kill-on-bad-exit=1 \\
+    --output=log.txt python train.py
+"""
+
+
+def test_a_good_script_gets_no_line() -> None:
+    assert check_script(GOOD) == []
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    (" --kill-on-bad-exit=1", "", "no --kill-on-bad-exit"),
+    (" --het-group=0,1", "", "no --het-group"),
+    ("log.txt", "log-%j.txt", "path with %j"),
+    ("--partition=roce ", "", "a component has no partition"),
+    ("-N 2\n#SBATCH hetjob", "-N 2 --dependency=singleton\n#SBATCH hetjob", "singleton"),
+])
+def test_traps_of_scripts(old: str, new: str, says: str) -> None:
+    found = check_script(GOOD.replace(old, new), "job.sh")
+    assert len(found) == 1 and says in found[0].what and found[0].where == "job.sh"
+
+
+def test_facts_of_a_node_that_slurm_mislabels(tmp_path) -> None:
+    tree = Tree(tmp_path)
+    trees.hdr_4_hcas(tree)
+    nics = probe(tree.root, {"eth0": ("10.0.0.2", 24), "ib0": ("10.1.0.2", 24)}, tree.read)
+    found = facts_of("n1", nics, ["nic_roce", "nic_800g"], {"NCCL_NET": "Socket"}, files=[])
+    assert found.deserves == ("nic_ib", "nic_800g", "eth_25g") and found.ipoib == ("ib0",)
+    assert (found.ethernet, found.network) == ("eth0", "10.0.0.0/24")
+    assert [f.what[:20] for f in found.findings] == ["Slurm's features say", "NCCL_NET=Socket over"]
+    assert facts_of("n1", nics, None, {}, files=[]).findings == ()
+    assert Facts.from_dict(found.to_dict()) == found
+
+
+def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    tree = Tree(tmp_path)
+    trees.hdr_4_hcas(tree)
+    nics = probe(tree.root, {}, tree.read)
+    monkeypatch.setattr(slurm, "read_node", lambda name, _: node(name, "nic_roce") if name == "n1" else None)
+    assert "features say roce" in check_here(nics, name="n1")[0].what
+    with pytest.raises(SiteError, match="Slurm knows no node 'n2'"):
+        check_here(nics, name="n2")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert check_here(nics)[0].node == "n1"
+
+
+def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [node("a1", "big,nic_roce", "ib"), node("a2", "", "ib")]
+    monkeypatch.setattr(slurm, "read_nodes", lambda vocabulary: nodes)
+    monkeypatch.setattr("holmes_hpc.fabric.gather.gather", lambda nodes, _: ([facts(n.name) for n in nodes], []))
+    wanted, _ = propose(["a[1-2]"], "x")
+    assert {c.node: c.wanted for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
+    with pytest.raises(SiteError, match="no node 'a3'"):
+        propose(["a3"])
+    with pytest.raises(SiteError, match="name the nodes of that fabric"):
+        propose(None, "x")
+
+
+def test_gather_asks_idle_nodes_and_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+    import time
+
+    asked: list[tuple[str, ...]] = []
+
+    def answer(*words: str) -> str:
+        asked.append(words)
+        line = MARK + json.dumps({**facts("a1").to_dict(), "clock": time.time() + 100})
+        return f"noise\n{line}\n{MARK}not json\n"
+
+    monkeypatch.setattr(slurm, "command", answer)
+    nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN")]
+    found, silent = gather(nodes)
+    assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
+    assert [f.where for f in silent] == ["nodes a3", "nodes a2"]
+    assert "--nodelist=a[1-2]" in asked[0] and "--partition=ib" in asked[0] and len(asked) == 1
+    assert _understand("holmes-facts {}") is None

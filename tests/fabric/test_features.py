@@ -1,0 +1,121 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.features import read_features, read_vocabulary
+from holmes_hpc.fabric.site import NicType
+
+IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
+
+
+@pytest.fixture
+def vocabulary(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HOLMES_FEATURES", raising=False)
+    return read_vocabulary()
+
+
+@pytest.mark.parametrize(("features", "nic", "rdma", "ethernet"), [
+    ("nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", IB, 0.4, 0.05),
+    ("nic_roce,nic_200g", ROCE, 200, None),
+    ("nic_ethernet,nic_25g", ETHERNET, None, 25),
+    ("ib", IB, None, None),
+    ("IB", IB, None, None),
+    ("ib_hdr", IB, 200, None),
+    ("ib_qdr", IB, 40, None),
+    ("IB:EDR,10g", IB, 100, 10),
+    ("ibfdr", IB, 56, None),
+    ("hdr100", IB, 100, None),
+    ("hdr200", IB, 200, None),
+    ("infiniband,25gbe", IB, None, 25),
+    ("10g", ETHERNET, None, 10),
+    ("roce,100g", ROCE, 100, 100),
+    ("roce_v2", ROCE, None, None),
+    ("omnipath", ETHERNET, None, None),
+    ("eth,ib", IB, None, None),
+])
+def test_what_sites_write(vocabulary, features: str, nic: NicType, rdma: float | None, ethernet: float | None) -> None:
+    reading = read_features(features.split(","), vocabulary)
+    assert (reading.nic, reading.rdma_gbps, reading.ethernet_gbps) == (nic, rdma, ethernet)
+    assert not reading.unknown and not reading.problems
+
+
+def test_two_nic_types_are_a_problem_not_a_choice(vocabulary) -> None:
+    for features in (["ib", "roce"], ["nic_ib", "nic_roce"]):
+        reading = read_features(features, vocabulary)
+        assert reading.nic is None
+        assert "2 NIC types" in reading.problems[0] and features[0] in reading.problems[0]
+
+
+def test_own_label_wins_aloud(vocabulary) -> None:
+    reading = read_features(["nic_ib", "roce"], vocabulary)
+    assert reading.nic is IB and any("wins over roce" in s for s in reading.said)
+
+
+def test_nothing_named_is_said(vocabulary) -> None:
+    assert "no feature names a NIC" in read_features([], vocabulary).said[0]
+    assert "Omni-Path" in read_features(["omnipath"], vocabulary).said[0]
+    assert "one port" in read_features(["ib_hdr"], vocabulary).said[0]
+
+
+def test_two_fabrics_and_two_rates_are_problems(vocabulary) -> None:
+    reading = read_features(["nic_ib", "fabric_a", "fabric_b", "nic_100g", "nic_200g"], vocabulary)
+    assert reading.fabric is None and reading.rdma_gbps == 100
+    assert len(reading.problems) == 2
+
+
+def test_unknown_features_are_listed_and_others_passed_over(vocabulary) -> None:
+    reading = read_features(["nic_ib", "intel", "frobnicator", "128g", "a100"], vocabulary)
+    assert reading.unknown == ("frobnicator", "128g") and reading.gpu == "a100-40gb"
+
+
+def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("features:\n  - {match: 'island(?P<fabric>\\d+)', nic: ib, port: fast}\n"
+                   "  - {match: 'ib', nic: roce}\n"
+                   "rates: {fast: 300}\nignored: ['frob.*']\n")
+    reading = read_features(["island7", "frobnicator"], read_vocabulary(own))
+    assert (reading.nic, reading.fabric, reading.rdma_gbps, reading.unknown) == (IB, "7", 300, ())
+    assert read_features(["ib"], read_vocabulary(own)).nic is ROCE
+    assert read_features(["ib"], vocabulary).nic is IB
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("featurs: []", "did you mean 'features'"),
+    ("features: [{match: '(', nic: ib}]", "not a regular expression"),
+    ("features: [{match: x, nic: token-ring}]", "known are: ethernet, ib, roce"),
+    ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
+    ("features: [{nic: ib}]", "no match"),
+    ("features: {a: b}", "not a list"),
+    ("rates: {a: fast}", "not words with rates"),
+    ("gpus: [{match: x, name: y}]", "is not a GPU"),
+    ("a: [", "not YAML"),
+    ("- 3", "not a vocabulary"),
+])
+def test_a_bad_vocabulary_is_one_line(text: str, says: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    with pytest.raises(SiteError) as error:
+        read_vocabulary(own)
+    assert says in str(error.value) and "own.yaml" in str(error.value) and "\n" not in str(error.value)
+
+
+@given(st.lists(st.text(max_size=12), max_size=6))
+def test_any_features_are_read(features: list[str]) -> None:
+    reading = read_features(features, read_vocabulary())
+    explained = {m.feature for m in reading.meanings}
+    assert explained | set(reading.unknown) == set(features)
+
+
+def test_what_the_snippets_show_is_understood(vocabulary) -> None:
+    slurm = Path(__file__).parents[2] / "slurm"
+    lines = [line for line in (slurm / "features.conf.snippet").read_text().splitlines() if line.startswith("NodeName")]
+    assert len(lines) == 3
+    for line in lines:
+        reading = read_features(line.split("Feature=")[1].split(","), vocabulary)
+        assert reading.fabric and reading.ethernet_gbps and not (reading.unknown or reading.problems or reading.said)
+    own = read_vocabulary(slurm / "features.site.yaml")
+    assert read_features(["island3", "fast-ib-800", "owner_physics"], own).fabric == "3"
+    assert read_features(["fast-roce-100"], own).rdma_gbps == 100 and own.gpu("warp9") is not None

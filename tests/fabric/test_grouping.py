@@ -1,0 +1,152 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slurm_text import node, partition
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.grouping import NodeSettings, constraint, group
+from holmes_hpc.fabric.site import NicType
+
+VOCABULARY = read_vocabulary()
+
+
+def grouped(nodes, partitions, settings=None):
+    return group(nodes, partitions, VOCABULARY, settings)
+
+
+def example():
+    nodes = [node(f"ib{i}", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "ib") for i in (1, 2, 3)]
+    nodes += [node(f"roce{i}", "nic_roce,nic_0.25g,eth_0.05g,fabric_roce-a", "roce") for i in (1, 2)]
+    nodes += [node(f"eth{i}", "nic_ethernet,nic_0.05g,eth_0.05g,fabric_eth-a", "eth") for i in (1, 2)]
+    return nodes, [partition("ib", "ib[1-3]", default=True), partition("roce", "roce[1-2]"),
+                   partition("eth", "eth[1-2]")]
+
+
+def test_labelled_site() -> None:
+    found = grouped(*example())
+    ib, roce, eth = found.fabrics
+    assert (ib.name, ib.nic, ib.partition, ib.nodes) == ("ib-a", NicType.IB, "ib", 3)
+    assert (ib.rdma_gbps, ib.ethernet_gbps) == (0.4, 0.05)
+    assert ib.constraint == "nic_ib&fabric_ib-a" and ib.gpus_per_node == 1 and not ib.gres
+    assert (eth.nic, eth.rdma_gbps, eth.ethernet_gbps) == (NicType.ETHERNET, None, 0.05)
+    assert roce.node_names == ("roce1", "roce2")
+    assert all("CPU rank" in a for a in found.assumptions)
+
+
+def test_down_nodes_are_not_counted_and_named() -> None:
+    nodes, partitions = example()
+    nodes[1] = node("ib2", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "ib", state="IDLE+DRAIN")
+    found = grouped(nodes, partitions)
+    assert found.fabrics[0].node_names == ("ib1", "ib3") and "ib2" in found.left_out
+    assert any(a.startswith("ib2: ") and "down" in a for a in found.assumptions)
+
+
+def test_no_label_means_one_fabric_per_type_and_partition_said_aloud() -> None:
+    nodes = [node("a1", "ib_hdr", "gpu,all"), node("a2", "ib_hdr", "gpu,all"), node("b1", "roce100", "gpu,all"),
+             node("c1", "ib_hdr", "new,all")]
+    partitions = [partition("gpu", "a[1-2],b1"), partition("all", "a[1-2],b1,c1", default=True), partition("new", "c1")]
+    found = grouped(nodes, partitions)
+    assert {f.name: f.node_names for f in found.fabrics} == {"ib-new": ("c1",), "ib-gpu": ("a1", "a2"),
+                                                             "roce-gpu": ("b1",)}
+    assert {f.name: f.constraint for f in found.fabrics}["ib-gpu"] == "ib_hdr"
+    assert sum("no fabric label" in a for a in found.assumptions) == 3
+
+
+def test_two_types_unknown_and_none_are_never_guessed_silently() -> None:
+    nodes = [node("a1", "ib,roce", "p"), node("a2", "", "p"), node("a4", "nic_ib,nic_100g", "p")]
+    found = grouped(nodes, [partition("p", "a[1-4]")])
+    assert "a1" in found.left_out and "2 NIC types" in found.left_out["a1"]
+    # a2 has no feature at all, and nothing selects "the nodes without": left out, said
+    assert "no constraint selects" in found.left_out["a2"]
+    # a4 cannot be told from a1 by nic_ib: it can, a1 has the alias only
+    assert [(f.name, f.constraint) for f in found.fabrics] == [("ib-p", "nic_ib")]
+    assert {"a1", "a2"} == {a.split(":")[0] for a in found.assumptions if "left out" in a}
+
+
+def test_nodes_with_an_unknown_feature_only_are_taken_for_ethernet_aloud() -> None:
+    found = grouped([node("a2", "frobnicator", "p"), node("a4", "nic_ib,nic_100g", "p")], [partition("p", "a[1-4]")])
+    assert [(f.name, f.constraint) for f in found.fabrics] == [("ethernet-p", "frobnicator"), ("ib-p", "nic_ib")]
+    assert any("no feature names a NIC" in a and a.startswith("a2") for a in found.assumptions)
+
+
+def test_ethernet_nodes_without_features_in_their_own_partition_are_usable() -> None:
+    found = grouped([node("c1", "", "cpu"), node("c2", "", "cpu")], [partition("cpu", "c[1-2]")])
+    fabric, = found.fabrics
+    assert (fabric.nic, fabric.constraint, fabric.ethernet_gbps) == (NicType.ETHERNET, "", 10)
+    assert any("10 Gb/s supposed" in a for a in found.assumptions)
+
+
+def test_gpus_from_gres_and_unequal_ones_are_said() -> None:
+    nodes = [node("g1", "nic_ib,nic_200g,eth_25g,fabric_x", "p", gres="gpu:a100:8(S:0-1)"),
+             node("g2", "nic_ib,nic_100g,eth_25g,fabric_x", "p", gres="gpu:v100:4(S:0-1)"), node("c1", "nic_ib", "p")]
+    found = grouped(nodes, [partition("p", "g[1-2],c1")])
+    fabric, = found.fabrics
+    assert (fabric.gpus_per_node, fabric.gres, fabric.gpu.name, fabric.rdma_gbps) == (4, True, "v100-16gb", 100)
+    said = "\n".join(found.assumptions)
+    assert "4 and 8 GPUs a node" in said and "GPU types differ" in said and "100 and 200 Gb/s" in said
+    assert "no GPU" in found.left_out["c1"]
+
+
+def test_an_unknown_gpu_is_said() -> None:
+    found = grouped([node("g1", "nic_ib,nic_200g", "p", gres="gpu:warp9:2")], [partition("p", "g1")])
+    assert found.fabrics[0].gpu.name == "warp9"
+    assert any("warp9 is not in the vocabulary" in a for a in found.assumptions)
+
+
+def test_one_label_over_two_partitions_uses_the_larger_and_says_so() -> None:
+    nodes = [node(f"n{i}", "nic_ib,nic_100g,fabric_x", "p" if i < 3 else "q") for i in (1, 2, 3)]
+    found = grouped(nodes, [partition("p", "n[1-2]"), partition("q", "n3")])
+    assert found.fabrics[0].partition == "p" and found.fabrics[0].nodes == 2 and "partition p" in found.left_out["n3"]
+
+
+def test_one_label_on_two_nic_types_is_two_fabrics() -> None:
+    nodes = [node("n1", "nic_ib,nic_100g,fabric_x", "p"), node("n2", "nic_roce,nic_100g,fabric_x", "p")]
+    found = grouped(nodes, [partition("p", "n[1-2]")])
+    assert [f.name for f in found.fabrics] == ["x-ib", "x-roce"] and any("2 NIC types" in a for a in found.assumptions)
+
+
+def test_priority_and_default_decide_between_equal_partitions() -> None:
+    nodes = [node("n1", "nic_ib,nic_100g,fabric_x", "low,high,def")]
+    partitions = [partition("low", "n1"), partition("high", "n1", priority=10), partition("def", "n1", default=True)]
+    assert grouped(nodes, partitions).fabrics[0].partition == "high"
+    assert grouped(nodes, [partitions[2], partitions[0]]).fabrics[0].partition == "low"
+    assert grouped(nodes, partitions, NodeSettings(partitions=("def",))).fabrics[0].partition == "def"
+
+
+def test_closed_partitions_and_wrong_settings() -> None:
+    nodes = [node("n1", "nic_ib", "p")]
+    found = grouped(nodes, [partition("p", "n1", state="DOWN")])
+    with pytest.raises(SiteError, match="no open partition"):
+        found.site("c")
+    with pytest.raises(SiteError, match="Slurm has p"):
+        grouped(nodes, [partition("p", "n1")], NodeSettings(partitions=("q",)))
+
+
+words = ["nic_ib", "nic_roce", "ib", "roce", "fabric_a", "fabric_b", "intel", "x", "nic_100g"]
+features = st.lists(st.sampled_from(words), max_size=4, unique=True)
+
+
+@given(st.lists(st.tuples(features, st.sampled_from(["p", "q", "p,q"]), st.sampled_from(["IDLE", "DOWN"])), min_size=1,
+                max_size=7))
+def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None:
+    nodes = [node(f"n{i}", ",".join(f), p, state=s) for i, (f, p, s) in enumerate(given_nodes)]
+    partitions = [partition(name, ",".join(n.name for n in nodes if name in n.partitions) or "(null)")
+                  for name in ("p", "q")]
+    found = grouped(nodes, partitions)
+    for fabric in found.fabrics:
+        wanted = [w for w in fabric.constraint.split("&") if w]
+        selected = {n.name for n in nodes if fabric.partition in n.partitions and n.usable
+                    and all(w in n.features for w in wanted)}
+        assert selected == set(fabric.node_names)
+    in_fabrics = [n for f in found.fabrics for n in f.node_names]
+    assert len(in_fabrics) == len(set(in_fabrics))
+    assert {n.name for n in nodes} == set(in_fabrics) | set(found.left_out)
+
+
+def test_the_shortest_constraint_is_taken() -> None:
+    members = [node("n1", "intel,ib_hdr,big"), node("n2", "amd,ib_hdr,big")]
+    assert constraint(members, [node("m1", "intel,big")]) == "ib_hdr"
+    assert constraint(members, [node("m1", "ib_hdr")]) == "big"
+    assert constraint(members, [node("m1", "ib_hdr"), node("m2", "big")]) == "ib_hdr&big"
+    assert constraint(members, [node("m1", "ib_hdr,big,x")]) is None

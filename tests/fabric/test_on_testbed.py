@@ -1,0 +1,74 @@
+"""The room against a real Slurm and real (shaped) NICs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from holmes_hpc.fabric import doctor, report, slurm
+from holmes_hpc.fabric.gather import MARK, gather
+from holmes_hpc.fabric.label import apply, changes
+from holmes_hpc.fabric.site import NicType
+
+pytestmark = pytest.mark.slurm
+
+
+def test_slurms_nodes_become_the_topologys_fabrics(testbed) -> None:
+    found = report.listing()
+    assert {n.name for n in found.nodes} == set(testbed.nodes)
+    for fabric in found.grouping.fabrics:
+        selected = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %f", "-p", fabric.partition], check=True,
+                                  capture_output=True, text=True).stdout.split("\n")
+        wanted = set(fabric.constraint.split("&"))
+        named = {line.split()[0] for line in selected if line and wanted <= set(line.split()[1].split(","))}
+        assert named >= set(fabric.node_names) and fabric.nodes >= 1
+        accepted = subprocess.run(["sbatch", "--test-only", "-p", fabric.partition, "-C", fabric.constraint,
+                                   f"-N{fabric.nodes}", "--wrap", "true"], capture_output=True, text=True, check=False)
+        assert accepted.returncode == 0, accepted.stderr
+    assert all(not n.reading.unknown and not n.reading.problems for n in found.nodes)
+
+
+def test_every_node_deserves_its_features_and_the_doctor_finds_no_error(testbed) -> None:
+    nodes = slurm.read_nodes()
+    facts, silent = gather(nodes)
+    assert not silent and {f.node for f in facts} == {n.name for n in nodes}
+    by_node = {n.name: n for n in nodes}
+    for f in facts:
+        assert f.nic is by_node[f.node].reading.nic and f.ethernet == "eth0" and not f.trouble and not f.findings
+    assert [str(x) for x in doctor.examine() if x.level == "error"] == []
+
+
+def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(testbed) -> None:
+    roce = next(n for n in slurm.read_nodes() if n.reading.nic is NicType.ROCE)
+    lie = ["other", *("nic_ib" if f == "nic_roce" else f for f in roce.available)]
+
+    def label(features: list[str]) -> None:
+        slurm.command("scontrol", "update", f"NodeName={roce.name}", f"AvailableFeatures={','.join(features)}",
+                      f"ActiveFeatures={','.join(features)}")
+
+    label(lie)
+    try:
+        errors = [str(x) for x in doctor.examine() if x.level == "error"]
+        assert len(errors) == 1 and f"node {roce.name}: Slurm's features say ib, the kernel says roce" in errors[0]
+        facts, _ = gather([n for n in slurm.read_nodes() if n.name == roce.name])
+        apply(changes(slurm.read_nodes(), {roce.name: facts[0].deserves}))
+        cured = slurm.read_node(roce.name)
+        assert cured is not None and set(cured.features) == {"other", *roce.available}
+        assert set(cured.features) == set(cured.available)
+        assert [x for x in doctor.examine() if x.level == "error"] == []
+    finally:
+        label(list(roce.available))
+
+
+def test_an_interface_that_is_down_is_a_lie_of_the_features(testbed) -> None:
+    node = next(n for n in slurm.read_nodes() if n.reading.nic is NicType.IB)
+    testbed.exec(node.name, "ip", "link", "set", "ib0", "down")
+    try:
+        done = testbed.exec(node.name, "env", f"SLURMD_NODENAME={node.name}", f"SLURM_CONF={testbed.env['SLURM_CONF']}",
+                            sys.executable, "-m", "holmes_hpc.fabric.gather")
+        line = next(x for x in done.stdout.splitlines() if x.startswith(MARK))
+        findings = json.loads(line[len(MARK):])["findings"]
+    finally:
+        testbed.exec(node.name, "ip", "link", "set", "ib0", "up")
+    assert len(findings) == 1 and "say ib, the kernel says ethernet" in findings[0]["what"]

@@ -1,0 +1,213 @@
+from pathlib import Path
+
+import pytest
+import trees
+from trees import Tree
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.counters import by_kind, difference, read_counters
+from holmes_hpc.fabric.label import features_of
+from holmes_hpc.fabric.nics import Nic, NodeNics
+from holmes_hpc.fabric.probe import addresses, data_interface, probe
+from holmes_hpc.fabric.site import NicType
+
+IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
+
+
+def probed(tmp_path: Path, name: str, **ipv4: str) -> NodeNics:
+    tree = Tree(tmp_path)
+    trees.ALL[name](tree)
+    return probe(tree.root, {k: (v, 24) for k, v in ipv4.items()}, tree.read)
+
+
+@pytest.mark.parametrize(("name", "nic", "features"), [
+    ("hdr_4_hcas", IB, ("nic_ib", "nic_800g", "eth_25g")),
+    ("roce_on_a_bond", ROCE, ("nic_roce", "nic_200g", "eth_25g")),
+    ("one_port_down", IB, ("nic_ib", "nic_200g", "eth_25g")),
+    ("ib_and_a_storage_card", IB, ("nic_ib", "nic_400g", "eth_25g")),
+    ("iwarp", ETHERNET, ("nic_ethernet", "nic_40g", "eth_40g")),
+    ("gid_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_25g")),
+    ("some_gids_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_25g")),
+    ("virtio_only", ETHERNET, ("nic_ethernet",)),
+    ("speed_unknown", ETHERNET, ("nic_ethernet",)),
+    ("eight_rails", IB, ("nic_ib", "nic_3200g", "eth_100g")),
+    ("converged_roce", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+    ("a_slow_cable", IB, ("nic_ib", "nic_600g", "eth_25g")),
+    ("omnipath", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
+])
+def test_type_and_features_of_each_tree(tmp_path: Path, name: str, nic: NicType, features: tuple[str, ...]) -> None:
+    nics = probed(tmp_path, name)
+    assert nics.type is nic and features_of(nics) == features
+
+
+def test_every_tree_is_tested() -> None:
+    marks = test_type_and_features_of_each_tree.pytestmark[0].args[1]
+    assert {m[0] for m in marks} == set(trees.ALL)
+
+
+def test_nearest_gpus_and_ports(tmp_path: Path) -> None:
+    nics = probed(tmp_path, "hdr_4_hcas")
+    assert [p.gpus for p in nics.ports] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [p.name for p in nics.ports] == ["mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"]
+    assert nics.ports[0].interface == "ib0" and nics.interface("ib0").type is IB
+
+
+def test_bond_owns_the_roce_port_and_the_gid_is_the_v2_ipv4_one(tmp_path: Path) -> None:
+    nics = probed(tmp_path, "roce_on_a_bond")
+    port, = nics.ports
+    assert (port.interface, port.gid_index, port.gid) == ("bond0", 3, trees.mapped("10.7.0.3"))
+    bond = data_interface(nics, ROCE)
+    assert (bond.name, bond.address, bond.gbps) == ("bond0", "10.7.0.3", 200)
+    assert nics.interface("eth2").member_of == "bond0"
+
+
+def test_a_slave_named_by_the_gid_leads_to_its_bond(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    card = tree.pci("0000:00:02.0", "0000:21:00.0")
+    tree.net("bond0", bond=True, speed=100000)
+    tree.net("eth2", card, speed=100000, master="bond0")
+    tree.rdma("mlx5_0", card, "Ethernet", gids=((trees.mapped("10.7.0.3"), "RoCE v2", "eth2"),))
+    assert probe(tree.root, {}, tree.read).ports[0].interface == "bond0"
+
+
+def test_a_down_port_is_said_and_not_used(tmp_path: Path) -> None:
+    nics = probed(tmp_path, "one_port_down")
+    assert [p.name for p in nics.usable_ports(IB)] == ["mlx5_0:1"] and "mlx5_1:1 is DOWN" in nics.notes
+
+
+def test_the_storage_card_stays_out_of_the_nodes_type(tmp_path: Path) -> None:
+    nics = probed(tmp_path, "ib_and_a_storage_card", eth0="10.0.0.3", ens8="10.9.0.3")
+    assert [p.name for p in nics.usable_ports(IB)] == ["mlx5_0:1", "mlx5_1:1"]
+    assert data_interface(nics, ETHERNET).name == "eth0"
+
+
+def test_a_slow_cable_is_said_and_left_out(tmp_path: Path) -> None:
+    nics = probed(tmp_path, "a_slow_cable")
+    assert [p.name for p in nics.compute_ports(IB)] == ["mlx5_0:1", "mlx5_1:1", "mlx5_3:1"]
+    assert nics.notes == ("mlx5_2:1 runs at 100 Gb/s, others at 200: not used",)
+
+
+def test_iwarp_is_not_roce(tmp_path: Path) -> None:
+    nics = probed(tmp_path, "iwarp")
+    assert nics.ports[0].kind == "iwarp" and not nics.usable_ports(ROCE) and "iwarp" in nics.notes[0]
+
+
+def test_unreadable_gids_are_skipped(tmp_path: Path) -> None:
+    one, two = tmp_path / "1", tmp_path / "2"
+    nics = probed(one, "gid_unreadable", eth2="10.7.0.3")
+    assert nics.ports[0].gid is None and nics.ports[0].interface == "eth2" and "GID" in nics.notes[0]
+    assert data_interface(nics, ROCE).name == "eth2"
+    assert probed(two, "some_gids_unreadable").ports[0].gid_index == 1
+
+
+def test_a_copied_tree_without_links_still_tells_types(tmp_path: Path) -> None:
+    """cp -rL: no PCI paths, so no nearest GPU."""
+    import shutil
+
+    tree = Tree(tmp_path / "sys")
+    trees.hdr_4_hcas(tree)
+    for base in ("class/net", "class/infiniband"):
+        shutil.copytree(tree.root / base, tmp_path / "copy" / base, ignore=shutil.ignore_patterns("device"))
+    nics = probe(tmp_path / "copy")
+    assert nics.type is IB and nics.ports[0].gpus == () and features_of(nics) == ("nic_ib", "nic_800g", "eth_25g")
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    nics = probe(tmp_path / "nowhere")
+    assert nics == NodeNics((), addressed=False) and nics.type is ETHERNET
+    with pytest.raises(SiteError, match="no ethernet interface among none"):
+        data_interface(nics, ETHERNET)
+
+
+def a_node(kind: str) -> NodeNics:
+    return NodeNics((Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24), Nic("lo", ETHERNET, address="127.0.0.1"),
+                     Nic(f"{kind}0", NicType(kind), address="10.2.0.2", prefix=24),
+                     Nic("mgmt0", ETHERNET, address="10.0.0.2", prefix=24),
+                     Nic("docker0", ETHERNET, address="172.17.0.1")))
+
+
+def test_testbed_names_stand_for_rdma(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    for name in ("eth0", "roce0", "mgmt0", "docker0"):
+        tree.net(name, speed=10000)
+    ipv4 = {"eth0": ("10.1.0.2", 24), "roce0": ("10.2.0.2", 24), "mgmt0": ("10.0.0.2", 24),
+            "docker0": ("172.17.0.1", 16)}
+    nics = probe(tree.root, ipv4, tree.read)
+    assert nics.type is ROCE and features_of(nics) == ("nic_roce",)  # veth's own 10 Gb/s means nothing
+    assert data_interface(nics, ROCE).name == "roce0" and data_interface(nics, ETHERNET).name == "eth0"
+    with pytest.raises(SiteError, match="no ib interface"):
+        data_interface(nics, IB, node="roce1")
+
+
+def test_management_is_the_last_resort_and_docker_none() -> None:
+    nics = NodeNics(tuple(n for n in a_node("ib").interfaces if n.name not in ("eth0", "ib0")))
+    assert data_interface(nics, ETHERNET).name == "mgmt0"
+
+
+def test_down_without_address_and_forced() -> None:
+    down = NodeNics((Nic("ib0", IB, up=False),))
+    with pytest.raises(SiteError, match=r"node n1: ib interface ib0 is down; ip link set ib0 up"):
+        data_interface(down, IB, node="n1")
+    with pytest.raises(SiteError, match="ib0 has no IPv4 address"):
+        data_interface(NodeNics((Nic("ib0", IB),)), IB)
+    assert data_interface(a_node("ib"), ETHERNET, name="mgmt0").name == "mgmt0"
+    with pytest.raises(SiteError, match="no interface eth9"):
+        data_interface(a_node("ib"), ETHERNET, name="eth9")
+
+
+def test_a_pulled_cable_is_told_from_a_switched_off_nic(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.net("ib0", operstate="lowerlayerdown")
+    with pytest.raises(SiteError, match="ib0 has no carrier; see its cable"):
+        data_interface(probe(tree.root, {"ib0": ("10.0.0.1", 24)}, tree.read), IB)
+    tree.refuse("class/net/ib0/carrier")
+    tree.write((tree.root / "class/net/ib0").resolve(), operstate="down")
+    with pytest.raises(SiteError, match="ib0 is down"):
+        data_interface(probe(tree.root, {"ib0": ("10.0.0.1", 24)}, tree.read), IB)
+
+
+def test_ib_ports_without_ipoib_are_said(tmp_path: Path) -> None:
+    with pytest.raises(SiteError, match="have no kernel interface"):
+        data_interface(probed(tmp_path, "eight_rails"), IB)
+
+
+def test_this_machine() -> None:
+    nics = probe()
+    assert {n.name for n in nics.interfaces} >= {"lo"}
+    assert addresses()["lo"] == ("127.0.0.1", 8)
+
+
+def test_counters_words_are_bytes(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    card = tree.pci("0000:11:00.0")
+    tree.rdma("mlx5_0", card, xmit=250, rcv=1000)
+    tree.net("ib0", card, kind="32", tx=1000, rx=4000)
+    tree.net("eth0", tree.pci("0000:12:00.0"), tx=70, rx=80)
+    tree.net("docker0", tx=5, rx=6)
+    counters = read_counters(tree.root)
+    assert counters["mlx5_0:1"] == (1000, 4000) and counters["eth0"] == (70, 80)
+    # IPoIB's bytes are in the port's counter already
+    kinds = by_kind(counters, probe(tree.root, {}, tree.read))
+    assert kinds == {"ib": (1000, 4000), "ethernet": (70, 80), "other": (5, 6)}
+
+
+def test_counters_of_a_bond_are_counted_once(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    trees.roce_on_a_bond(tree)
+    for name, tx in (("bond0", 10), ("eth2", 6), ("eth3", 4)):
+        tree.write((tree.root / "class/net" / name).resolve() / "statistics", tx_bytes=tx)
+    assert by_kind(read_counters(tree.root), probe(tree.root, {}, tree.read))["roce"] == (10, 0)
+
+
+def test_counters_of_a_a_node() -> None:
+    counters = {"eth0": (1, 2), "ib0": (3, 4), "mgmt0": (5, 6), "lo": (9, 9), "docker0": (7, 8)}
+    assert by_kind(counters, a_node("ib")) == {"ethernet": (1, 2), "ib": (3, 4), "other": (12, 14)}
+
+
+def test_difference_survives_a_reset_and_a_lost_nic() -> None:
+    before = {"a": (10, 10), "b": (1, 1), "c": (0, 0)}
+    assert difference(before, {"a": (15, 3), "c": (4, 5)}) == {"a": (5, 3), "c": (4, 5)}
+
+
+def test_missing_counters_are_left_out(tmp_path: Path) -> None:
+    assert read_counters(tmp_path) == {}

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.site_file import read_site_file
+
+GOOD = """
+name: two-clusters
+ethernet_gbps: 25
+gpu: {name: a100-80gb, peak_tflops: 312, memory_gib: 80, intra_node_gbps: 2400}
+fabrics:
+  - {name: ib-a, nic: ib, rdma_gbps: 200, partition: gpu-ib, nodes: 4, gpus_per_node: 8}
+  - {name: roce-a, nic: roce, rdma_gbps: 200, partition: gpu-roce, nodes: 4, gpus_per_node: 8, ethernet_gbps: 10}
+  - {name: eth-a, nic: ethernet, partition: cpu, nodes: 2, gpus_per_node: 8}
+"""
+
+
+def read(tmp_path: Path, text: str):
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    return read_site_file(path)
+
+
+def test_the_documented_file(tmp_path: Path) -> None:
+    site = read(tmp_path, GOOD)
+    assert [f.ethernet_gbps for f in site.fabrics] == [25, 10, 25]
+    assert site.fabric("ib-a").gpus == 32 and site.fabric("eth-a").rdma_gbps is None
+    assert type(site).from_dict(site.to_dict()) == site
+
+
+def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
+    site = read(tmp_path, GOOD)
+    assert site.digest() == read(tmp_path, GOOD).digest()
+    assert site.digest() != read(tmp_path, GOOD.replace("rdma_gbps: 200, partition: gpu-ib",
+                                                        "rdma_gbps: 100, partition: gpu-ib")).digest()
+    assert site.digest() != read(tmp_path, GOOD.replace("gpu-roce", "gpu-x")).digest()
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("ethernet_gbps: 25", "ethernet_gbps: -25", "ethernet_gbps is -25"),
+    ("ethernet_gbps: 25", "ethernet_gbps: .nan", "must be a number above 0"),
+    ("ethernet_gbps: 25", "", "fabric ib-a: ethernet_gbps is missing"),
+    ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
+    ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),
+    ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
+    ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
+    ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
+    ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
+    ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
+    ("partition: gpu-ib,", "", "partition is missing"),
+    ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
+    (", memory_gib: 80", "", "memory_gib is missing"),
+    ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
+    ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
+    ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
+    ("name: two-clusters", "name: [", "not YAML"),
+])
+def test_bad_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(SiteError) as error:
+        read(tmp_path, GOOD.replace(old, new, 1))
+    text = str(error.value)
+    assert says in text and "site.yaml" in text and "\n" not in text and "; " in text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "fabrics: []\nname: a", "name: x\nfabrics: [3]"])
+def test_not_a_site(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SiteError):
+        read(tmp_path, text)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(SiteError, match="No such file"):
+        read_site_file(tmp_path / "none.yaml")

@@ -1,0 +1,125 @@
+"""The Plan's schema: what is written is read back, and what cannot be is refused with one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sites import two_clusters
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.costs import Costs
+from holmes_hpc.planning.grid import HIERARCHICAL_ORDER, Parallel, groups
+from holmes_hpc.planning.model import Batch
+from holmes_hpc.planning.models import named
+from holmes_hpc.planning.options import PlanOptions
+from holmes_hpc.planning.plan import Plan, Schedule
+from holmes_hpc.planning.search import best_plan, given_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return given_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), PlanOptions(tp=2, pp=2, dp=8), Costs())
+
+
+def test_a_written_plan_is_read_back(plan: Plan, tmp_path: Path) -> None:
+    plan.write(tmp_path / "plan.yaml")
+    assert Plan.read(tmp_path / "plan.yaml") == plan
+
+
+def test_data_parallel_groups_stay_inside_their_fabric(plan: Plan) -> None:
+    kinds = {}
+    for g in plan.transports():
+        kinds.setdefault((g.kind, g.stages), set()).add((g.transport.kind, g.transport.fabric))
+    assert kinds["dp", (0,)] == {("rdma", "ib-a")} and kinds["dp", (1,)] == {("rdma", "roce-a")}
+    assert kinds["edge", (0, 1)] == {("tcp", None)} and kinds["tp", (0,)] == {("local", None)}
+
+
+def test_plain_megatron_has_one_transport_for_all(plan: Plan) -> None:
+    single = replace(plan, transport_mode="single")
+    assert {g.transport.kind for g in single.transports() if g.kind != "tp"} == {"tcp"}
+
+
+def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
+    assert replace(plan, assumptions=("other",), predicted=None).id == plan.id
+    assert replace(plan, bucket_bytes=1).id != plan.id
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda d: d.update(layres=3), "unknown key 'layres'"),
+    (lambda d: d["components"][0].update(nodes=1), "components hold"),
+    (lambda d: d["components"][0].update(nodes=99), "the site has 2"),
+    (lambda d: d["stages"][0].update(layers=16, chunks=[16]), "31 layers, the model has 30"),
+    (lambda d: d["parallel"].update(dp=7), "needs 28"),
+    (lambda d: d["batch"].update(global_size=100), "not a multiple"),
+    (lambda d: d["batch"].update(sequence_length=4096), "above the model's 2048"),
+    (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "rdma over ib"),
+    (lambda d: d["transports"].pop(), "not those of its groups"),
+    (lambda d: d.update(version=99), "version 99"),
+    (lambda d: d.pop("model"), "KeyError"),
+])
+def test_a_broken_plan_is_one_line(plan: Plan, change: Any, says: str, tmp_path: Path) -> None:
+    data = plan.to_dict()
+    change(data)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    with pytest.raises(PlanError) as caught:
+        Plan.read(path)
+    assert says in str(caught.value) and str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_data_parallel_group_over_two_fabrics_is_refused(plan: Plan) -> None:
+    """Half of each stage in each fabric: `tp-cp-ep-pp-dp` would make all data-parallel groups span."""
+    parts = [replace(c, stages=(0, 1)) for c in plan.components]
+    parallel = replace(plan.parallel, order=HIERARCHICAL_ORDER)
+    with pytest.raises(PlanError, match=r"dp group of ranks .* spans fabrics ib-a, roce-a"):
+        replace(plan, components=tuple(parts), parallel=parallel, predicted=None)
+
+
+def test_hierarchical_data_parallel_may_span_but_its_instances_not() -> None:
+    site = two_clusters(2)
+    made = best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(strategy="hierarchical-dp", tp=1),
+                     Costs())
+    spans = {g.kind: g.transport.kind for g in made.transports() if g.transport.kind != "local"}
+    assert spans["inter_dp"] == "tcp" and spans["intra_dp"] == "rdma" and spans["dp"] == "tcp"
+    assert made.parallel.optimizer_instances >= 2
+
+
+def test_schedules_are_checked() -> None:
+    with pytest.raises(PlanError, match="did you mean '1f1b'"):
+        Schedule("1f1", (1,))
+    with pytest.raises(PlanError, match="at least one"):
+        Schedule("ahead", (1, 0))
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    ({"dp": 3, "optimizer_instances": 2}, "cannot be cut"), ({"cp": 2}, "not supported"), ({"tp": 0}, "tp is 0"),
+    ({"virtual_stages": 2}, "need a pipeline"), ({"sequence_parallel": True}, "needs tp"),
+    ({"order": "pp"}, "rank order"),
+    ({"dp": 2, "optimizer_instances": 2, "distributed_optimizer": False}, "distributed optimizer")])
+def test_parallel_sizes_are_checked(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Parallel(**values)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", HIERARCHICAL_ORDER])
+def test_groups_are_megatrons(order: str) -> None:
+    """Every rank is in one group of each kind, and groups are slices of the grid."""
+    p = Parallel(tp=2, pp=3, dp=4, order=order, optimizer_instances=2)
+    found: dict[str, list[int]] = {}
+    for g in groups(p):
+        found.setdefault(g.kind, []).extend(g.ranks)
+    for kind in ("world", "tp", "dp", "intra_dp", "inter_dp", "mp", "pp"):
+        assert sorted(found[kind]) == list(range(24)), kind
+    grid = p.grid()
+    assert all(p.coordinates(int(grid[c])) == c for c in [(0, 0, 0), (2, 3, 1), (1, 2, 0)])
+
+
+def test_ethernet_only_nodes_use_tcp_inside(plan: Plan) -> None:
+    site = two_clusters(2)
+    only = replace(site, fabrics=tuple(replace(f, nic=NicType.ETHERNET, rdma_gbps=None) for f in site.fabrics))
+    assert {g.transport.kind for g in replace(plan, site=only).transports() if g.kind == "dp"} == {"tcp"}

@@ -1,0 +1,74 @@
+"""A headless browser, spoken to by the WebDriver protocol over plain HTTP: chromium and its driver, no package."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+DRIVERS = ("chromedriver", "chromium.chromedriver")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def missing() -> str | None:
+    """What is missing to start a browser, in words; None when nothing is."""
+    if not any(map(shutil.which, BROWSERS)) or not any(map(shutil.which, DRIVERS)):
+        return "no browser on this machine, the page was not looked at (Debian: apt install chromium chromium-driver)"
+    return None
+
+
+class Browser:
+    """A page of `width` x `height` CSS pixels of a device with `ratio` device pixels each."""
+
+    def __init__(self, width: int, height: int, ratio: float = 1.0) -> None:
+        driver = next(filter(None, map(shutil.which, DRIVERS)))
+        binary = next(filter(None, map(shutil.which, BROWSERS)))
+        self._process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout
+        started = (re.search(r"successfully on port (\d+)", line) for line in self._process.stdout)
+        port = next(found.group(1) for found in started if found)
+        self._url = f"http://127.0.0.1:{port}/session"
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        metrics = {"width": width, "height": height, "pixelRatio": ratio, "mobile": True, "touch": True}
+        capabilities = {"goog:chromeOptions": {"binary": binary, "args": arguments,
+                                               "mobileEmulation": {"deviceMetrics": metrics}},
+                        "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        made = self._call("POST", "", {"capabilities": {"alwaysMatch": capabilities}})
+        self._url += "/" + made["sessionId"]
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, path: Path) -> None:
+        self._call("POST", "/url", {"url": path.resolve().as_uri()})
+
+    def script(self, text: str) -> Any:
+        return self._call("POST", "/execute/sync", {"script": text, "args": []})
+
+    def console(self) -> list[str]:
+        """Messages of the console so far: errors, warnings, violations of the page's policy."""
+        return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
+
+    def requests(self) -> list[str]:
+        """Every URL asked for so far."""
+        events = [json.loads(e["message"])["message"] for e in self._call("POST", "/se/log", {"type": "performance"})]
+        return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        try:
+            self._call("DELETE", "")
+        finally:
+            self._process.terminate()
+            self._process.wait()

@@ -1,0 +1,326 @@
+"""The report: what is printed are the record's figures; the page is whole, quiet and legible."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from browser import Browser, missing
+from made_runs import make_run
+
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.results import compare, load_runs, load_steps, report, tables
+
+
+def cells_of(made: report.Report, title: str) -> list[dict[str, str]]:
+    """A table's rows as mappings, by the beginning of its title."""
+    table = next(t for t in made.tables() if t.title.startswith(title))
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> report.Report:
+    return report.report([make_run(tmp_path / "a", steps=20).path])
+
+
+def test_throughput_of_one_run(one: report.Report) -> None:
+    rows = {row["figure"]: row for row in cells_of(one, "Throughput")}
+    step = rows["step time, s (median)"]
+    assert step["measured"] == f"{one.run['step_time_s']:.3g}".ljust(4, "0")[:4] or step["measured"] == "1.00"
+    assert step["predicted"] == "0.970" and step["error of prediction"].startswith("-")
+    assert " to " in step["95% interval"]
+    assert one.tables()[0].caption == ("18 steps after 2 of warm-up; paced compute: 30 ms a layer forward, "
+                                       "twice that backward")
+
+
+def test_bytes_planned_and_counted(one: report.Report) -> None:
+    rows = cells_of(one, "Bytes sent")
+    assert [row["NIC kind"] for row in rows] == ["ib-a (IB)", "roce-a (RoCE)", "Ethernet, all nodes",
+                                                 "rendezvous and control, once"]
+    assert rows[0]["planned"] == "8.00 MB" and rows[0]["counted"] == "8.40 MB" and rows[0]["header factor"] == "1.050"
+    assert rows[0]["counted / factor"] == "8.00 MB" and rows[0]["difference"] == "+0.0%"
+    assert rows[3]["counted"] == "170.00 kB"
+
+
+def test_each_kind_has_its_own_header_factor(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    run.update_run(traffic={"setup": {}, "header_factor": 1.0, "header_factors": {"ib-a": 1.05, "ethernet": 2.1}})
+    found = {row["kind"]: row for row in report.report([run.path]).to_dict()["traffic"]}
+    assert found["ib-a"]["difference_percent"] == pytest.approx(0.0)
+    assert found["ethernet"]["difference_percent"] == pytest.approx(-50.0)
+    assert found["roce-a"]["difference_percent"] == pytest.approx(5.0)
+
+
+def test_traffic_on_a_kind_that_was_not_planned_shows(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=6)
+    for step in range(6):
+        run.append_metrics({"step": step, "attempt": 1,
+                            "nic_bytes": {"ib-a": {"tx": 8_400_000, "rx": 0}, "stray": {"tx": 5, "rx": 5}}})
+    rows = {row["NIC kind"]: row for row in cells_of(report.report([run.path]), "Bytes sent")}
+    assert rows["stray (Ethernet)"]["planned"] == "none" and rows["stray (Ethernet)"]["counted"] == "5 B"
+    assert rows["roce-a (RoCE)"]["counted"] == "0 B" and rows["roce-a (RoCE)"]["difference"] == "-100.0%"
+
+
+def test_stages_name_their_fabrics_and_parts_add_up(one: report.Report) -> None:
+    rows = cells_of(one, "Step time by stage")
+    assert [row["fabric"] for row in rows] == ["ib-a (IB)", "roce-a (RoCE)"] and rows[0]["layers"] == "6"
+    shares = [int(cell.split()[1].rstrip("%")) for cell in list(rows[0].values())[3:]]
+    assert 98 <= sum(shares) <= 102 and shares[0] == 70
+
+
+def test_transports_of_the_plan(one: report.Report) -> None:
+    rows = cells_of(one, "Transport of each")
+    data_parallel = [(row["transport"], row["fabric"]) for row in rows if row["groups"] == "data parallel"]
+    assert data_parallel == [("RDMA on IB", "ib-a"), ("RDMA on RoCE", "roce-a")]
+
+
+def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
+    made = report.report([make_run(tmp_path / "a", state="failed").path])
+    assert made.tables()[0].title == "a did not complete"
+    assert ["rank", "3 on roce-a1"] in made.tables()[0].rows
+    nothing = report.report([make_run(tmp_path / "b", steps=0, state="cancelled").path])
+    assert nothing.answer() == ["b is cancelled: no steps are recorded."]
+    assert [t.title for t in nothing.tables()] == ["b did not complete", "Transport of each process group"]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six repeats, interleaved, of four settings; the machine is 1.5 times slower in the second session."""
+    settings: list[tuple[dict[str, int], str, float]] = [
+        ({"ib-a": 4}, "holmes", 1.0), ({"ib-a": 2, "roce-a": 2}, "holmes", 1.05),
+        ({"ib-a": 2, "roce-a": 2}, "single", 2.1), ({"eth-a": 4}, "holmes", 2.0)]
+    number, tmp_path = 0, tmp_path_factory.mktemp("sweep")
+    for repeat in range(6):
+        session, slower = ("one", 1.0) if repeat < 3 else ("two", 1.5)
+        for placement, transport, seconds in settings:
+            make_run(tmp_path / str(number), placement, transport=transport, step_time_s=seconds * slower, seed=number,
+                     started=f"2025-01-01T12:{number:02d}:00+00:00", labels={"session": session})
+            number += 1
+    make_run(tmp_path / "cut-off", {"ib-a": 4}, step_time_s=50.0, steps=3, state=None)
+    return tmp_path
+
+
+def test_the_answer_names_placement_factor_and_reason(sweep: Path) -> None:
+    said = report.report([sweep]).answer()
+    assert said[0].startswith("Fastest: IB, ib-a:4, holmes with") and "paced compute" in said[0]
+    base = re.escape("hybrid, ib-a:2 roce-a:2, one transport")  # the slowest on four nodes
+    assert re.match(rf"That is 2\.[01]\d times {base} \(95% interval .*, 6 pairs\)\.", said[1])
+    assert said[2].startswith("Why: compute takes")
+
+
+def test_one_transport_on_the_same_nodes_is_the_baseline_and_pairs_stay_in_a_session(sweep: Path) -> None:
+    made = report.report([sweep])
+    rows = cells_of(made, "Settings by throughput")
+    hybrid = next(row for row in rows if row["environment: nodes"].startswith("hybrid") and row["system"] == "holmes")
+    base = next(row for row in rows if row["#"] == hybrid["over"])
+    assert base["system"] == "one transport" and base["environment: nodes"] == "hybrid: ib-a:2 roce-a:2"
+    assert float(hybrid["speed-up"].split("x")[0]) == pytest.approx(2.0, abs=0.05)
+    low, high = map(float, re.findall(r"[\d.]+", hybrid["speed-up"].split("(")[1]))
+    assert 1.9 < low <= high < 2.1, "the slower session must not widen a ratio of pairs"
+
+
+def test_half_a_run_does_not_spoil_the_whole_ones(sweep: Path) -> None:
+    made = report.report([sweep])
+    best = made.comparison.cells.iloc[0]
+    assert best["repeats"] == 6 and best["step_time_s"] < 2
+    assert [row["run"] for row in cells_of(made, "Runs that did not complete")] == ["cut-off"]
+
+
+def test_without_sessions_the_medians_are_compared(tmp_path: Path) -> None:
+    for i, (transport, seconds) in enumerate((("holmes", 1.0), ("single", 3.0))):
+        make_run(tmp_path / str(i), transport=transport, step_time_s=seconds, spread=0.0)
+    rows = cells_of(report.report([tmp_path]), "Settings by throughput")
+    assert rows[0]["speed-up"] == "3.00x" and rows[0]["over"] == "2" and rows[1]["speed-up"] == "–"
+
+
+def test_different_work_is_not_compared(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", step_time_s=1.0)
+    make_run(tmp_path / "b", step_time_s=2.0, pace_layer_ms=None)
+    made = report.report([tmp_path])
+    assert list(made.comparison.cells["baseline"].isna()) == [True, True]
+    assert len(made.answer()) == 1
+
+
+def test_runs_that_differ_in_an_override_are_no_repeats(tmp_path: Path) -> None:
+    for i, rate in enumerate((0.1, 0.1, 0.2)):
+        run = make_run(tmp_path / str(i), seed=i)
+        run.update_run(overrides=[f"train.lr={rate}", f"name=run-{i}", f"train.seed={i}", "plan.nodes={ib-a: 2}"])
+    made = report.report([tmp_path])
+    cells = made.comparison.cells
+    assert sorted(zip(cells["varied"], cells["repeats"], strict=True)) == [("train.lr=0.1", 2), ("train.lr=0.2", 1)]
+    assert {row["system"] for row in cells_of(made, "Settings")} == {"holmes, train.lr=0.1", "holmes, train.lr=0.2"}
+
+
+def test_intervals_over_runs_and_steps(sweep: Path) -> None:
+    runs, steps = load_runs(sweep), load_steps(sweep)
+    cells = compare.compare(runs, steps).cells
+    assert (cells["step_time_low_s"] <= cells["step_time_s"]).all()
+    assert (cells["step_time_s"] <= cells["step_time_high_s"]).all()
+
+
+def test_runs_from_several_places(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        make_run(tmp_path / folder / "0", step_time_s=1.0)
+    made = report.report([tmp_path / "x", tmp_path / "y"])
+    assert list(made.runs["run"]) == ["x/0", "y/0"]
+    same = report.report([tmp_path / "x" / "0", tmp_path / "y" / "0"])
+    assert len(set(same.runs["run"])) == 2 and len(same.steps) == 40
+
+
+def test_nothing_to_report_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no runs there"):
+        report.report([tmp_path])
+    with pytest.raises(RecordError, match="no such directory"):
+        report.report([tmp_path / "none"])
+
+
+def test_json_is_strict_and_has_numbers(one: report.Report, sweep: Path) -> None:
+    for made in (one, report.report([sweep])):
+        data = json.loads(json.dumps(made.to_dict(), allow_nan=False))
+        assert isinstance(data["answer"], list) and data["runs"]
+    single = one.to_dict()
+    assert single["traffic"][0]["planned_bytes"] == 8e6 and len(single["stages"]) == 2
+    assert single["runs"][0]["step_time_s"] == one.run["step_time_s"] and single["runs"][0]["job_id"] == 41
+
+
+def test_every_table_names_the_pace(sweep: Path, one: report.Report, tmp_path: Path) -> None:
+    for made in (one, report.report([sweep])):
+        for table in made.tables():
+            if not table.title.startswith(("Runs that did not", "a did not")):
+                assert "paced compute: 30 ms" in table.caption, table.title
+    unpaced = report.report([make_run(tmp_path / "unpaced", pace_layer_ms=None).path])
+    assert all("compute not paced" in table.caption for table in unpaced.tables())
+
+
+@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (0.00123456, "0.00123"), (0, "0"), (float("nan"), "–"),
+                                            (None, "–"), (pd.NA, "–"), (1.0, "1.00"), (99.96, "100.0")])
+def test_numbers_for_people(value: Any, text: str) -> None:
+    assert tables.number(value) == text
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """Everything in a page that could make a browser ask for something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data")]
+
+
+def pages(tmp_path: Path, sweep: Path) -> list[Path]:
+    run = make_run(tmp_path / "alone")
+    for rank, stage in ((0, 0), (2, 1)):
+        lines = [{"step": step, "stage": stage, "kind": kind, "micro_batch": 0, "chunk": 0, "start_s": step + at,
+                  "end_s": step + at + 0.2, "held": 1} for step in range(20) for kind, at in (("forward", 0.1 * stage),
+                                                                                            ("backward", 0.5))]
+        run.trace_path(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    simulated = [{"stage": s, "kind": "forward", "start_s": 0.1 * s, "end_s": 0.3 + 0.1 * s} for s in (0, 1)]
+    report.report([run.path], simulate=lambda plan: simulated).write_html(tmp_path / "one.html")
+    report.report([sweep]).write_html(tmp_path / "many.html")
+    return [tmp_path / "one.html", tmp_path / "many.html"]
+
+
+def test_the_page_is_self_contained(tmp_path_factory: pytest.TempPathFactory, sweep: Path) -> None:
+    for path in pages(tmp_path_factory.mktemp("pages"), sweep):
+        text, links = path.read_text(), Links()
+        links.feed(text)
+        assert all(link.startswith(("#", "data:")) for link in links.found), links.found
+        assert not {"script", "iframe", "link rel=stylesheet"} & set(links.tags)
+        assert "@import" not in text and not re.search(r"url\((?!['\"]?(#|data:))", text)
+        assert links.tags.count("svg") >= 3 and text.index('id="answer"') < text.index("<svg")
+
+
+def test_hostile_names_are_only_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "<img src=x onerror=alert(1)>", labels={"system": "<script>alert(2)</script>"},
+                   state="failed")
+    run.write_result({"state": "failed", "error": "<b>bold</b>"}, writer="batch")
+    report.report([run.path]).write_html(tmp_path / "page.html")
+    make_run(tmp_path / "other")
+    report.report([run.path, tmp_path / "other"]).write_html(tmp_path / "two.html")
+    for name in ("page.html", "two.html"):
+        links = Links()
+        links.feed((tmp_path / name).read_text())
+        assert not {"script", "img", "b"} & set(links.tags)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(one: report.Report, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="No such file"):
+        one.write_html(tmp_path / "none" / "page.html")
+
+
+LOOK = """
+const small = [], clipped = [];
+for (const e of document.querySelectorAll('body *')) {
+  if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) || e.closest('defs, style, metadata'))
+  continue; const svg = e.ownerSVGElement, size = parseFloat(getComputedStyle(e).fontSize);
+  const shown = svg ? size * Math.hypot(e.getScreenCTM().a, e.getScreenCTM().b) : size;
+  if (shown < (svg ? 8.5 : 12)) small.push([e.textContent.slice(0, 30), shown]);
+  if (svg) { const t = e.getBoundingClientRect(), s = svg.getBoundingClientRect();
+    if (t.left < s.left - 2 || t.right > s.right + 2 || t.top < s.top - 2 || t.bottom > s.bottom + 2)
+      clipped.push(e.textContent.slice(0, 40)); }
+}
+return {small, clipped, wide: document.documentElement.scrollWidth, inner: window.innerWidth, height:
+window.innerHeight,
+        answer: document.getElementById('answer').getBoundingClientRect().bottom};
+"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)], ids=["phone", "desktop"])
+def test_the_page_in_a_real_browser(tmp_path_factory: pytest.TempPathFactory, sweep: Path, width: int,
+                                    height: int) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    for path in pages(tmp_path_factory.mktemp("pages"), sweep):
+        with Browser(width, height) as browser:
+            browser.open(path)
+            look = browser.script(LOOK)
+            assert browser.console() == []
+            assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []
+        assert look["small"] == [], "text too small to read"
+        assert look["clipped"] == [], "text cut off at a figure's edge"
+        assert look["wide"] <= look["inner"] == width, "the page scrolls sideways"
+        assert look["answer"] <= look["height"], "the answer is not seen without scrolling"
+
+
+def test_a_run_directory_is_not_changed_by_reporting(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "a").path)
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    report.report([run.path]).write_html(tmp_path / "page.html")
+    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+
+
+def test_the_measured_timeline_of_one_run_only(tmp_path: Path, sweep: Path) -> None:
+    run = make_run(tmp_path / "a", steps=4)
+    with pytest.raises(RecordError, match=r"train\.trace=true"):
+        report.report([run.path]).write_trace(tmp_path / "trace.json")
+    run.trace_path(0).write_text(json.dumps({"step": 0, "stage": 0, "kind": "forward", "micro_batch": 0, "chunk": 0,
+                                             "start_s": 1.0, "end_s": 2.0, "held": 1}) + "\n")
+    report.report([run.path]).write_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["dur"] for e in events if e["ph"] == "X"] == [1e6]
+    with pytest.raises(RecordError, match="name one run"):
+        report.report([sweep]).write_trace(tmp_path / "trace.json")
+
+
+def test_a_plan_that_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=4)
+    run.trace_path(0).write_text(json.dumps({"step": 0, "stage": 0, "kind": "forward", "micro_batch": 0, "chunk": 0,
+                                             "start_s": 1.0, "end_s": 2.0, "held": 1}) + "\n")
+    made = report.report([run.path], simulate=lambda plan: [])
+    made.write_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "Pipeline, measured" in text and "Pipeline, simulated" not in text

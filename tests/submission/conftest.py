@@ -1,0 +1,58 @@
+"""A Slurm made of small scripts, for tests of what we send and how we read answers."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holmes_hpc.submission import preflight
+from holmes_hpc.submission.states import WATCHER
+
+
+class FakeSlurm:
+    """Commands on PATH that log their arguments and answer what a test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def answer(self, command: str, body: str) -> None:
+        """`body` is a piece of sh; every call is logged first, one argument a line, calls apart by an empty line."""
+        path = self.folder / command
+        log = self.folder / f"{command}.log"
+        path.write_text(f'#!/bin/sh\nprintf \'%s\\n\' "$@" >> {log}; echo >> {log}\n{body}\n')
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def calls(self, command: str) -> list[list[str]]:
+        log = self.folder / f"{command}.log"
+        if not log.exists():
+            return []
+        return [block.splitlines() for block in log.read_text().split("\n\n") if block.strip()]
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    folder = tmp_path / "fake-bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    preflight.forget()
+    fake = FakeSlurm(folder)
+    for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "sacctmgr"):
+        fake.answer(command, f"echo '{command}: error: nothing was said' >&2; exit 1")
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def fresh_watcher() -> Callable[[], None]:
+    """Job ids repeat between tests; what was learnt of one must not answer for another."""
+    def clear() -> None:
+        WATCHER.clear()
+        WATCHER._registered.clear()
+        WATCHER._expected.clear()
+        WATCHER._registered_at.clear()
+
+    clear()
+    return clear

@@ -1,0 +1,96 @@
+"""Hydra's own conformance suite for launchers, on local processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
+
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.sweep import collect
+
+
+def test_discovery() -> None:
+    found = {c.__name__ for c in Plugins.instance().discover(Launcher)}
+    assert {"HolmesSlurmLauncher", "HolmesLocalLauncher"} <= found
+
+
+@pytest.mark.parametrize("launcher_name, overrides", [("holmes_local", [])])
+class TestLocal(LauncherTestSuite):
+    pass
+
+
+@pytest.mark.parametrize("task_launcher_cfg, extra_flags", [({}, ["-m", "hydra/launcher=holmes_local"])])
+class TestLocalIntegration(IntegrationTestSuite):
+    pass
+
+
+APPLICATION = """
+import os, sys, time
+sys.path.insert(0, {here!r})
+import cloudpickle, hydra, plans
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.launcher import Planned
+cloudpickle.register_pickle_by_value(plans)
+
+def rank(config):
+    number, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    if number == 0:
+        run.start_attempt({{}})
+        run.append_metrics({{"step": 1, "loss": config["x"] / 2, "attempt": run.attempt}})
+    if config["x"] == 2 and not os.path.exists(config["good"]):
+        run.write_exit(number, "failed", "ValueError: not yet")
+        sys.exit(1)
+    run.write_exit(number, "completed")
+
+def plan_job(cfg, where):
+    if cfg.x > 8:
+        raise PlanError(f"x is {{cfg.x}}", where="plan", cure="use less")
+    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    config = {{"x": cfg.x, "good": cfg.good, "train": {{"steps": 1, "max_restarts": 0}}}}
+    return Planned(plans.plan("local", nodes=1, site=site), config, rank, {{"timeout_min": 1}})
+
+def app(cfg):
+    raise AssertionError("a job with a plan is run by its ranks")
+
+app.plan_job = plan_job
+hydra.main(config_path=None, config_name=None, version_base="1.3")(app)()
+"""
+
+
+def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "app.py").write_text(APPLICATION.format(here=str(Path(__file__).parent)))
+    return subprocess.run(
+        [sys.executable, "app.py", "-m", f"+x={xs}", f"+good={folder / 'good'}", "hydra/launcher=holmes_local",
+         f"hydra.sweep.dir={folder / 'sweep'}", *more], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "1,2")
+    assert done.returncode != 0 and "not yet" in done.stderr
+    found = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
+    assert found["+x=1"]["state"] == "completed" and found["+x=1"]["final"]["loss"] == 0.5
+    assert found["+x=2"]["state"] == "failed" and "not yet" in found["+x=2"]["error"]
+    assert (tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").exists()
+    (tmp_path / "good").touch()
+    done = sweep(tmp_path, "1,2")
+    assert done.returncode == 0, done.stderr
+    assert "completed as job" in done.stdout
+    assert {c["state"] for c in collect(tmp_path / "sweep")} == {"completed"}
+    assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1 and RunDirectory(tmp_path / "sweep" / "1").attempt == 2
+
+
+@pytest.mark.parametrize("xs, more, error", [
+    ("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")])
+def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str, more: tuple[str, ...],
+                                                         error: str) -> None:
+    done = sweep(tmp_path, xs, *more)
+    assert done.returncode != 0 and error in done.stderr
+    assert not (tmp_path / "sweep" / "sweep.json").exists()

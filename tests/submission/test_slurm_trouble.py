@@ -1,0 +1,181 @@
+"""On a real Slurm with things that break: the state must be right within 30 s, nothing lost, nothing run twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+from test_slurm import (  # noqa: F401 (fixtures)
+    THREE,
+    Counting,
+    executor,
+    folder,
+    functions_travel_with_the_pickle,
+    sleeper,
+    start,
+    until,
+)
+
+from holmes_hpc import testbed as beds
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.follow import follow
+from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.states import WATCHER
+from holmes_hpc.submission.track import job_of, status
+
+pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.timeout(240),
+              pytest.mark.usefixtures("testbed", "whole_again")]
+
+
+@pytest.fixture
+def whole_again() -> Iterator[None]:
+    """What a test broke is repaired after it."""
+    yield
+    drained = subprocess.run(["sinfo", "-h", "-N", "-t", "drain,drained,draining", "-o", "%N"], capture_output=True,
+                             text=True).stdout.split()
+    for node in drained:
+        subprocess.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"], check=False)
+    beds.up()
+    WATCHER._down_until.clear()
+
+
+def pid_of(daemon: str) -> int:
+    return int((Path(os.environ["HOLMES_TESTBED"]) / "run" / f"{daemon}.pid").read_text())
+
+
+def kill(daemon: str, how: int = signal.SIGKILL) -> None:
+    os.kill(pid_of(daemon), how)
+
+
+def all_here(run: RunDirectory, ranks: int = 4) -> bool:
+    return len(list((run.path / "here").glob("*"))) == ranks
+
+
+def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:  # noqa: F811
+    run = start(folder, plans.until_told, wait_s=12)
+    until(lambda: all_here(run) and status(run).state == "RUNNING")
+    kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
+    threading.Timer(5, beds.up).start()
+    seen = set()
+    for _ in range(4):
+        seen.add(status(run).state)
+        time.sleep(0.5)
+    assert seen == {"RUNNING"}
+    assert follow(run, job_of(run)) == 0
+    assert run.attempt == 1 and status(run).state == "completed"
+
+
+def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) -> None:  # noqa: F811
+    kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
+    threading.Timer(4, beds.up).start()
+    job = executor(folder, THREE[2:], name="once").submit(sleeper, 0)
+    assert job.results() == ["slept"]
+    listed = subprocess.run(["squeue", "--states=all", "-h", "-n", "once", "-o", "%i"], capture_output=True, text=True)
+    assert listed.stdout.split() == [job.job_id]
+
+
+def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:  # noqa: F811
+    kill("slurmdbd")
+    try:
+        run = start(folder, plans.until_told, die={"2": "kill"})
+        assert follow(run, job_of(run)) == 1
+        found = status(run)
+        assert (found.state, found.failed_rank, found.source) == ("failed", 2, "squeue")
+        job = executor(folder, THREE[:2]).submit(sleeper, 0)
+        assert job.results() == ["slept"] * 4
+        until(lambda: job.slurm_state().state == "COMPLETED")
+    finally:
+        beds.up()
+
+
+def test_a_node_that_dies_fails_the_job(folder: Path) -> None:  # noqa: F811
+    run = start(folder, plans.until_told, wait_s=120)
+    until(lambda: all_here(run))
+    node = run.log_path(3).resolve()  # rank 3's node, as its environment said
+    name = re.search(r"roce\d", job_of(run).state("force").nodes.replace("roce[1-2]", "roce2"))
+    assert node and name
+    net = os.readlink(f"/proc/{pid_of('slurmd.' + name.group())}/ns/net")
+    victims = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _net(p) == net]
+    began = time.monotonic()
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    assert follow(run, job_of(run)) == 1
+    assert time.monotonic() - began < 60
+    result = run.read_result()
+    assert result is not None and result["state"] == "failed"
+    assert name.group() in result["error"] and result["failed_node"] == name.group()
+
+
+def _net(process: Path) -> str:
+    try:
+        return os.readlink(process / "ns" / "net")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def low() -> Iterator[str]:
+    """A partition whose jobs are requeued for others."""
+    subprocess.run(["scontrol", "create", "PartitionName=low", "Nodes=ib[1-4],roce[1-4]", "PriorityTier=1",
+                    "PreemptMode=REQUEUE"], check=True)
+    yield "low"
+    subprocess.run(["scancel", "-p", "low"], check=False)
+    until(lambda: subprocess.run(["scontrol", "delete", "PartitionName=low"], capture_output=True).returncode == 0)
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_preempted(folder: Path, low: str, restarts: int) -> None:  # noqa: F811
+    """Slurm requeues all components; the run goes on where it may, and says that it was preempted where not."""
+    own = replace(plans.site(), fabrics=tuple(replace(f, partition=low) for f in plans.site().fabrics[:2]))
+    plan = plans.plan("ib-a", "roce-a", site=own)
+    config = {**plans.CONFIG, "wait_s": 5, "steps_per_attempt": 2, "train": {"steps": 9, "max_restarts": restarts}}
+    run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
+    submit_plan(plan, run.path, plans.until_told, config, {"timeout_min": 3})
+    until(lambda: all_here(run))
+    urgent = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap",
+                             "sleep 2"], capture_output=True, text=True, check=True).stdout.strip()
+    code = follow(run, job_of(run))
+    result = run.read_result()
+    assert result is not None
+    assert (code, result["state"], run.attempt) == ((0, "completed", 2) if restarts else (1, "preempted", 1))
+    assert urgent
+
+
+def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:  # noqa: F811
+    job = executor(folder, THREE[:2]).submit(Counting(str(folder / "mark")))
+    until(lambda: len(list(folder.glob("mark-0-*"))) == 4)
+    job._interrupt(timeout=True)  # USR2, what comes before the time is over
+    until(lambda: all(job.task(i).paths.result_pickle.exists() for i in range(4)), 60)
+    assert job.results() == ["round 1"] * 4
+
+
+def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:  # noqa: F811
+    run = start(folder, plans.until_told, steps_per_attempt=3, wait_s=60, train={"steps": 9, "max_restarts": 1})
+    until(lambda: all_here(run))
+    subprocess.run(["scancel", "--signal=USR2", job_of(run).id], check=True)
+    until(lambda: run.attempt == 2, 60)
+    subprocess.run(["scancel", "--signal=USR2", job_of(run).id], check=False)
+    assert follow(run, job_of(run)) == 1
+    assert run.attempt == 2 and [m["step"] for m in run.metrics()] == [3, 6]
+
+
+def test_a_full_log_disk_is_named(folder: Path) -> None:  # noqa: F811
+    plan = plans.plan("ib-a", "roce-a")
+    run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
+    run.log_path(2).symlink_to("/dev/full")
+    (run.logs / "batch.txt").symlink_to("/dev/full")
+    submit_plan(plan, run.path, plans.quick, plans.CONFIG, {"timeout_min": 3})
+    assert follow(run, job_of(run)) == 1
+    found: Any = run.read_result()
+    assert (found["state"], found["failed_rank"], found["failed_node"][:4]) == ("failed", 2, "roce")
+    until(lambda: status(run).state == "failed")

@@ -1,0 +1,96 @@
+"""The batch scripts under slurm/: the executor's own text, clean, and run by nothing but sbatch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import plans
+import pytest
+
+from holmes_hpc.records.run import RunDirectory, find_run
+from holmes_hpc.submission.templates import templates
+
+SLURM = Path(__file__).parents[2] / "slurm"
+
+
+def test_the_files_are_what_the_executor_would_write() -> None:
+    assert {p.name: p.read_text() for p in SLURM.glob("*.sbatch")} == templates(), \
+        "python -m holmes_hpc.submission.templates slurm"
+
+
+@pytest.mark.parametrize("name", templates())
+def test_shellcheck_is_content(name: str) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here")
+    done = subprocess.run(["shellcheck", str(SLURM / name)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+RANK = """\
+import os, sys, time
+from holmes_hpc.records.run import RunDirectory
+words = dict(a.split("=", 1) for a in sys.argv[1:])
+rank, run = int(os.environ["SLURM_PROCID"]), RunDirectory(words["run_dir"])
+if rank == 0:
+    run.start_attempt({})
+    run.append_metrics({"step": run.attempt, "loss": 1.5, "attempt": run.attempt})
+print("rank", rank, "on", os.environ["SLURMD_NODENAME"], words, flush=True)
+if rank == 1 and int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(words.get("fail") or 0):
+    while not run.metrics():
+        time.sleep(0.1)
+    sys.exit(3)
+run.write_exit(rank, "completed")
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a Python whose holmes_hpc.train is small, and stand-ins for the container tools."""
+    (tmp_path / "rank.py").write_text(RANK)
+    scripts = {
+        "python3": f'[ "$2" = holmes_hpc.train ] && {{ shift 2; exec {sys.executable} {tmp_path}/rank.py "$@"; }}\n'
+                   f'exec {sys.executable} "$@"',
+        "apptainer": '[ "$1" = exec ] && [ "$2" = holmes_hpc.sif ] || exit 9\nshift 2; exec "$@"',
+        "srun": 'case "$*" in *--container-image=holmes_hpc:latest*) ;; *) exec REAL "$@";; esac\n'
+                'n=$#; while [ $n -gt 0 ]; do a=$1; shift; n=$((n-1)); case "$a" in --container-image=*) ;; '
+                '*) set -- "$@" "$a";; esac; done\nexec REAL "$@"'}
+    (tmp_path / "bin").mkdir()
+    for name, text in scripts.items():
+        path = tmp_path / "bin" / name
+        path.write_text("#!/bin/sh\n" + text.replace("REAL", shutil.which("srun") or "srun") + "\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("testbed")
+@pytest.mark.parametrize("name", templates())
+def test_each_is_submitted_for_real(bench: Path, name: str) -> None:
+    fabrics = {"one_fabric.sbatch": ("ib-a",), "three_components.sbatch": ("ib-a", "roce-a", "eth-a")}.get(
+        name, ("ib-a", "roce-a"))
+    plan = plans.plan(*fabrics)
+    plan.write(bench / "plan.yaml")
+    extra = ["fail=1"] if name == "requeue.sbatch" else []
+    job = subprocess.run(["sbatch", "--parsable", str(SLURM / name), "note=a b;$(touch pwned)", *extra], cwd=bench,
+                         env={**os.environ, "RUN": "my run", "PYTHON": "python3"}, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+    run = RunDirectory(bench / "my run")
+    end = time.monotonic() + 60
+    while (not run.exists() or run.read_result() is None) and time.monotonic() < end:
+        time.sleep(0.3)
+    result = run.read_result()
+    log = (bench / f"holmes-{job.stdout.strip()}.txt").read_text()
+    assert result is not None and result["state"] == "completed", (result, log)
+    assert run.attempt == (2 if extra else 1)
+    for rank in range(plan.world_size):
+        assert f"rank {rank} on " in run.log_path(rank).read_text()
+        assert "a b;$(touch pwned)" in run.log_path(rank).read_text()
+    assert find_run(job.stdout.strip(), bench).path == run.path
+    assert not (bench / "pwned").exists()

@@ -1,0 +1,193 @@
+"""The `holmes` command as people type it: exit codes, one line for bad input, JSON that parses."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holmes_hpc import cli, config
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.plan import Plan
+
+TWO = """
+name: two-clusters
+ethernet_gbps: 25
+gpu: {name: a100-80gb, peak_tflops: 312, memory_gib: 80, intra_node_gbps: 2400}
+fabrics:
+  - {name: ib-a, nic: ib, rdma_gbps: 200, partition: gpu-ib, nodes: 4, gpus_per_node: 8}
+  - {name: roce-a, nic: roce, rdma_gbps: 200, partition: gpu-roce, nodes: 4, gpus_per_node: 8}
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    path = tmp_path / "site.yaml"
+    path.write_text(TWO)
+    return path
+
+
+@pytest.fixture
+def holmes(monkeypatch, capsys, tmp_path):
+    """Run `holmes ARGS`; (exit code, stdout, stderr) come back."""
+    monkeypatch.setenv("HOLMES_RUNS", str(tmp_path / "runs"))
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["holmes", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out = capsys.readouterr()
+        return int(ended.value.code or 0), out.out, out.err
+
+    return run
+
+
+def refused(result: tuple[int, str, str], *words: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that has all `words`."""
+    code, out, err = result
+    assert code == 2, (out, err)
+    assert out == ""
+    lines = [line for line in err.splitlines() if not re.match(r"(planning|looking at the data): |plan \w{12}: ", line)]
+    assert len(lines) == 1 and lines[0].startswith("holmes: "), err
+    for word in words:
+        assert word in lines[0], (word, err)
+
+
+def test_plan_for_a_site_file_is_written_and_read_back(holmes, site, tmp_path):
+    target = tmp_path / "plan.yaml"
+    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(target))
+    assert code == 0
+    plan = Plan.read(target)
+    assert plan.model.name == "gpt_3_6b" and plan.site.name == "two-clusters"
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_json_of_a_plan_is_one_document(holmes, site):
+    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "--json")
+    assert code == 0
+    found = json.loads(out)
+    for key in ("version", "strategy", "model", "batch", "parallel", "recompute", "schedule", "bucket_bytes",
+                "edge_dtype", "components", "stages", "transports", "predicted", "assumptions", "alternatives"):
+        assert key in found, key
+    for key in ("step_time_s", "samples_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu",
+                "memory_bytes_per_gpu", "nic_bytes_per_step", "breakdown"):
+        assert key in found["predicted"], key
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["plan.tp=3"], ["TP 3"]),
+    (["plan.pp=64", "plan.dp=1", "plan.tp=1"], ["30"]),
+    (["plan.nodes={ib-a: 40}"], ["ib-a", "4"]),
+    (["plan.nodes={ib-z: 2}"], ["ib-z"]),
+    (["batch.global_size=7"], ["7"]),
+    (["model.hidden=3071"], ["3071", "heads"]),
+    (["plan.strategy=fastest"], ["fastest"]),
+    (["plan.stratgy=auto"], ["plan.stratgy", "plan.strategy"]),
+    (["model=gpt_4"], ["gpt_4", "gpt_39b"]),
+    (["train.steps=0"], ["train.steps"]),
+    (["nonsense"], ["nonsense"]),
+])
+def test_bad_input_is_one_line_and_code_2(holmes, site, overrides, words):
+    refused(holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", *overrides, "--site", str(site)), *words)
+
+
+def test_bad_site_files(holmes, tmp_path):
+    for text, words in ((TWO.replace("rdma_gbps: 200", "rdma_gbps: -1"), ["rdma_gbps", "-1"]),
+                        (TWO.replace("nodes: 4", "nodes: 0"), ["nodes"]),
+                        (TWO.replace("partition:", "partitoin:"), ["partitoin", "partition"]),
+                        ("{", ["YAML"])):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text)
+        refused(holmes("plan", "--site", str(path)), "bad.yaml", *words)
+    refused(holmes("plan", "--site", str(tmp_path / "none.yaml")), "none.yaml")
+
+
+def local(*more: str) -> list[str]:
+    return ["launcher=local", "plan.pp=2", "plan.dp=2", *more]
+
+
+def test_missing_and_truncated_data_leave_nothing(holmes, tmp_path):
+    prefix = tmp_path / "text"
+    refused(holmes("run", *local("data=indexed", f"data.prefix={prefix}")), "text.idx")
+    (tmp_path / "a.txt").write_text("all work and no play " * 2000)
+    assert holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(prefix))[0] == 0
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.truncate(1000)
+    refused(holmes("run", *local("data=indexed", f"data.prefix={prefix}")), "text.bin", "truncated")
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_plan_with_data_parallel_over_two_fabrics_is_refused(holmes, site, tmp_path):
+    target = tmp_path / "plan.yaml"
+    holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.strategy=pipeline", "plan.pp=2", "plan.tp=1",
+           "--site", str(site), "-o", str(target))
+    data = yaml.safe_load(target.read_text())
+    data["parallel"]["order"] = "tp-cp-ep-pp-dp"
+    del data["transports"]
+    target.write_text(yaml.safe_dump(data))
+    refused(holmes("submit", str(target), "--dry-run"), "dp group", "ib-a", "roce-a")
+
+
+def test_a_broken_plan_file(holmes, tmp_path):
+    path = tmp_path / "plan.yaml"
+    refused(holmes("submit", str(path)), "plan.yaml")
+    path.write_text("version: 99\nmodel: 3\n")
+    refused(holmes("submit", str(path)), "plan.yaml")
+
+
+def test_unknown_runs_are_named(holmes):
+    for verb in ("status", "logs", "cancel", "report"):
+        refused(holmes(verb, "no-such-run"), "no-such-run")
+
+
+def test_unknown_verbs_and_options(holmes):
+    refused(holmes("pln"), "pln")
+    refused(holmes("plan", "--sight", "x"), "--sight")
+
+
+def test_every_verb_shows_an_example(holmes):
+    for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "submit", "run", "status", "logs", "cancel",
+                 "report"):
+        code, out, _ = holmes(verb, "--help")
+        assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb
+
+
+def test_configuration_names_what_is_missing():
+    with pytest.raises(ConfigError, match="prefix"):
+        config.load(["data=indexed"])
+
+
+def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
+    layout = ["predict", "--site", str(site), "--layers", "30", "--hidden", "3072", "--heads", "32", "--tp", "1",
+              "--pp", "2", "--dp", "32", "--micro-batch", "4", "--global-batch", "768", "--layers-per-stage", "16,14",
+              "--recompute", "full"]
+    code, out, _ = holmes(*layout, "--json", "--trace", str(tmp_path / "trace.json"))
+    assert code == 0
+    own = json.loads(out)
+    code, out, _ = holmes(*layout, "--json", "--transport", "single")
+    assert code == 0
+    assert json.loads(out)["step_time_s"] > own["step_time_s"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    refused(holmes("predict"), "PLAN", "--site")
+    refused(holmes("predict", "--site", str(site), "--layers", "30"), "--global-batch")
+
+
+def test_probe_of_a_tree_that_is_not_there(holmes, tmp_path):
+    refused(holmes("probe", "--sysfs", str(tmp_path / "none")), "none")
+
+
+def test_output_and_names_that_cannot_be(holmes, site, tmp_path):
+    refused(holmes("plan", "--site", str(site), "-o", str(tmp_path / "none" / "plan.yaml")), "plan.yaml")
+    refused(holmes("plan", "--site", str(site), "-o", str(tmp_path)), str(tmp_path))
+    for name in ("name=a/b", "name=%j", f"name={'n' * 300}", "name=größe"):
+        refused(holmes("run", *local(name)), "%" if name == "name=%j" else "name")
+
+
+def test_what_a_plan_has_fixed_cannot_be_overridden(holmes, tmp_path, monkeypatch):
+    target = tmp_path / "plan.yaml"
+    assert holmes("plan", *local(), "-o", str(target))[0] == 0
+    for override in ("model=gpt_small", "batch.global_size=4", "plan.tp=2"):
+        refused(holmes("submit", str(target), "--dry-run", "launcher=local", override), override, "fixed by the plan")
+    assert holmes("submit", str(target), "--dry-run", "launcher=local", "plan.pp=2", "train.steps=3")[0] == 2

@@ -1,0 +1,227 @@
+"""Parts of the engine by themselves, with clocks of the test's own: breakdown, pacing, schedule of rates, watching."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import spawn
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.training import breakdown, metrics, optimizer, pace, watch
+from holmes_hpc.training.traffic import sample_pairs, sum_by_kind
+
+
+class Clock:
+    """Time that passes only when somebody sleeps, or says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+        self.now = 1000.0
+        if monkeypatch is not None:
+            monkeypatch.setattr("time.perf_counter", lambda: self.now)
+            monkeypatch.setattr("time.sleep", self.pass_)
+
+    def pass_(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-5)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    parts = breakdown.Breakdown()
+    clock.pass_(5)
+    parts.begin()
+    clock.pass_(1)
+    with parts.part("pipeline_wait_s"):
+        clock.pass_(2)
+        parts("forward-compute", log_level=2).start()
+        clock.pass_(4)
+        with parts.part("param_sync_s"):
+            clock.pass_(8)
+        parts("forward-compute").stop()
+        parts("forward-backward", log_level=1).start(barrier=False)
+        parts("all-grads-sync", log_level=1).start()
+        clock.pass_(16)
+        parts("all-grads-sync").stop()
+        parts("forward-backward").stop()
+    with parts.part("optimizer_s"):
+        parts("optimizer-inner-step", log_level=1).start()
+        clock.pass_(32)
+        parts("optimizer-inner-step").stop()
+    taken = parts.take()
+    assert taken == pytest.approx({"other_s": 1, "pipeline_wait_s": 2, "compute_s": 4, "param_sync_s": 8,
+                                   "grad_sync_s": 16, "optimizer_s": 32})
+    assert sum(parts.take().values()) == pytest.approx(0)
+
+
+def test_a_wrapped_method_counts_even_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class Owner:
+        def wait(self, seconds: float) -> float:
+            clock.pass_(seconds)
+            if seconds > 2:
+                raise RuntimeError
+            return seconds
+
+    owner, parts = Owner(), breakdown.Breakdown()
+    parts.wrap(owner, "wait", "param_sync_s")
+    parts.begin()
+    assert owner.wait(1) == 1
+    with pytest.raises(RuntimeError):
+        owner.wait(3)
+    clock.pass_(1)
+    taken = parts.take()
+    assert taken["param_sync_s"] == pytest.approx(4) and taken["other_s"] == pytest.approx(1)
+
+
+class Layer(torch.nn.Module):
+    """Takes its time by the test's clock, forward and backward."""
+
+    def __init__(self, clock: Clock, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4,), 2.0))
+        outer = self
+
+        class Work(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                clock.pass_(forward_s)
+                return x * 1
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                outer.gradient_seen = clock.now
+                clock.pass_(backward_s)
+                return gradient
+
+        self._work, self.gradient_seen = Work, 0.0
+
+    def forward(self, hidden_states: torch.Tensor, other: Any = None) -> tuple[torch.Tensor, None]:
+        return self._work.apply(hidden_states) * self.weight, None
+
+
+@pytest.mark.parametrize("own_s", [0.001, 0.02])
+def test_a_paced_layer_takes_its_time_and_changes_no_number(own_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    free, paced = Layer(clock, own_s, own_s), Layer(clock, own_s, own_s)
+    pace.pace([paced], 30)
+    for _ in range(2):
+        gradients = []
+        for layer in (free, paced):
+            x = torch.ones(4, requires_grad=True)
+            began = clock.now
+            output, context = layer(hidden_states=x)
+            forward_s = clock.now - began
+            began = clock.now
+            output.sum().backward()
+            backward_s = clock.now - began
+            gradients.append((output.detach(), x.grad, layer.weight.grad))
+        assert context is None
+        assert forward_s == pytest.approx(0.030, abs=5e-4) and backward_s == pytest.approx(0.060, abs=5e-4)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert paced.gradient_seen > began + 0.060 - 2 * own_s  # gradients come at the end of the time, not at its start
+
+
+def test_a_layer_slower_than_the_pace_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    layer = Layer(clock, 0.05, 0.2)
+    pace.pace([layer], 30)
+    for _ in range(2):
+        began = clock.now
+        output, _ = layer(hidden_states=torch.ones(4, requires_grad=True))
+        assert clock.now - began == pytest.approx(0.05, abs=1e-4)
+        began = clock.now
+        output.sum().backward()
+        elapsed = clock.now - began
+    assert elapsed == pytest.approx(0.2, abs=1e-4)
+
+
+RATES = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 4, "lr_decay_steps": None, "steps": 20}
+
+
+def test_learning_rates() -> None:
+    rates = [optimizer.learning_rate(step, RATES) for step in range(1, 31)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[19:] == [0.1] * 11
+    assert rates[11] == pytest.approx(0.55)  # half way down a half cosine
+    assert all(a > b for a, b in pairwise(rates[3:20]))
+
+
+@given(steps=st.integers(1, 50), warm=st.integers(0, 50), end=st.none() | st.integers(1, 80))
+def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int | None) -> None:
+    train = {**RATES, "steps": steps, "warmup_steps": min(warm, end or steps), "lr_decay_steps": end}
+    optimizer.check_schedule(train)
+    for step in range(1, 90):
+        assert 0 < optimizer.learning_rate(step, train) <= 1
+
+
+@pytest.mark.parametrize("wrong", [{"min_lr": 2.0}, {"min_lr": -1.0}, {"warmup_steps": 21}, {"warmup_steps": -1}])
+def test_rates_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        optimizer.check_schedule({**RATES, **wrong})
+
+
+class Told:
+    rank, node = 0, "n"
+
+
+def test_a_step_that_takes_too_long_is_a_hang() -> None:
+    clock = Clock()
+    dog = watch.Watchdog(Told(), 10, speaks=False, clock=clock)  # type: ignore[arg-type]
+    clock.pass_(99)
+    assert dog.hung() is None  # set-up may take ten times as long
+    dog.alive("step 1")
+    clock.pass_(9)
+    assert dog.hung() is None
+    dog.alive("step 2")
+    clock.pass_(9)
+    assert dog.hung() is None
+    clock.pass_(2)
+    assert dog.hung() == "step 2 takes longer than 10 s"
+
+
+def test_the_slow_node_is_named_and_no_other() -> None:
+    judge = watch.Stragglers([[0, 1, 2], [3, 4]], ["a", "b", "c", "d", "e"], every=3)
+    steps = [[1.0, 1.1, 0.9, 3.0, 3.1]] * 3
+    assert [judge.step(s) for s in steps] == [[], [], []]
+    slow = [[1.0, 1.1, 1.6, 3.0, 3.1], [1.0, 1.1, 0.9, 9.0, 3.1], [1.0, 1.1, 1.6, 3.0, 3.1]]  # one hiccup is none
+    found = [judge.step(s) for s in slow][-1]
+    assert len(found) == 1 and "node c: rank 2 computes 1.45 times" in found[0]
+
+
+def test_a_line_of_the_metrics_adds_up() -> None:
+    plan = spawn.plan(pp=2, dp=2)
+    parts = {p: 0.1 for p in breakdown.PARTS}
+    rows = [metrics.row(0, 0, 0.6, parts, (10, 20, 30, 40), 100), metrics.row(0, 0, 0.7, parts, (1, 2, 3, 4), 200),
+            metrics.row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0), 300),
+            metrics.row(12.0, 4, 0.6, parts, (0, 0, 5, 6), 400)]
+    line = metrics.line(plan, rows, 7, 123.0, {"grad_norm": 1.0})
+    assert (line["step"], line["time"], line["loss"], line["step_time_s"]) == (7, 123.0, 2.5, 0.6)
+    assert line["samples_per_s"] == pytest.approx(8 / 0.6, rel=1e-4)
+    assert line["tokens_per_s"] == pytest.approx(8 * 16 / 0.6, rel=1e-4)
+    assert line["breakdown"][1]["compute_s"] == pytest.approx(0.2) and line["breakdown"][0]["compute_s"] == 0.1
+    assert line["nic_bytes"] == {"ethernet": {"tx": 11, "rx": 22}, "ib-0": {"tx": 33, "rx": 44},
+                                 "roce-1": {"tx": 5, "rx": 6}}
+    assert line["peak_memory_bytes"] == [100, 200, 300, 400]
+    assert metrics.compute_by_rank(rows) == pytest.approx([0.1, 0.1, 0.3, 0.1])
+    assert line["hardware_tflops_per_gpu"] == line["model_tflops_per_gpu"] > 0
+
+
+def test_nothing_counted_is_nothing_recorded() -> None:
+    plan = spawn.plan(dp=2)
+    rows = [metrics.row(0, 0, 1, dict.fromkeys(breakdown.PARTS, 0.0), (0, 0, 0, 0), 1)] * 2
+    line = metrics.line(plan, rows, 1, 0.0, {})
+    assert line["nic_bytes"] == {} and math.isnan(line["loss"])
+    assert sum_by_kind(plan, [[0, 0, 0, 0]] * 2) == {}
+
+
+def test_samples_are_sent_between_nodes_of_every_kind_of_nic() -> None:
+    assert sample_pairs(spawn.plan(pp=3, dp=2)) == {"ib-0": (0, 1), "roce-1": (2, 3), "ethernet": (4, 5)}
+    assert sample_pairs(spawn.plan()) == {}
