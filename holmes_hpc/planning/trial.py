@@ -28,6 +28,7 @@ BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 PLAINER = 0.003  # what the schedule that runs ahead, and virtual stages, must each gain at least to be worth it
 MOST_ORDERS = 24
+DEEPER = (1, 2, 4, 8)  # passes in flight to try at every hop beyond those that hide it
 
 
 @dataclass(frozen=True)
@@ -164,39 +165,48 @@ class Bench:
         return trial
 
     def better(self, trial: Trial) -> Trial:
-        """The order of the fabrics, then layers, then buckets that make this trial's step shortest."""
-        best = trial = self._timed(trial)
+        """The order of the fabrics, then layers and depth together, then buckets that make this trial's step shortest."""
+        orders = [self._timed(trial)]
         for blocks in self._orders(trial.placement):
             s = trial.setting
             other = self._way(replace(trial.placement, blocks=blocks), s.recompute, s.schedule.kind,
                               s.parallel.virtual_stages)
-            if other is not None and other.bound < best.seconds:
-                other = self.simulated(other)
-                best = other if other.seconds < best.seconds * (1 - 1e-6) else best
-        if self.options.layers_per_stage is None and self.options.partition == "exact":
-            chunks = best.setting.parallel.virtual_stages
-            start = [int(n) for n in best.layers[0].sum(axis=1)]
-            layers = split.chunked(split.exact(best.setting, start, self.options.max_memory_gib), chunks)
-            if not np.array_equal(layers, best.layers):
-                best = self.simulated(replace(best, layers=layers))
-        best = self._deeper(best)
+            if other is not None and other.bound < min(o.seconds for o in orders):
+                orders.append(self.simulated(other))
+        orders.sort(key=lambda o: o.seconds)
+        best = self._together(orders[0])
+        for order in orders[1:2]:  # which of the two best wins can turn with layers and depth
+            other = self._together(order)
+            best = other if other.seconds < best.seconds * (1 - 1e-6) else best
         for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
             other = self._timed(replace(best, setting=replace(best.setting, bucket_bytes=size)))
             best = other if other.seconds < best.seconds * (1 - 1e-4) else best
         return best
 
-    def _deeper(self, trial: Trial) -> Trial:
-        """One or two more passes in flight per hop than hide it on average, where that helps and fits."""
-        best, p = trial, trial.setting.parallel
+    def _together(self, trial: Trial) -> Trial:
+        """Layers, and passes in flight beyond those that hide the hops: a stage whose gradients take long gets fewer
+        layers, starts late and ends early, while the stages above it run ahead."""
+        best = trial = self._split(trial)
+        p = trial.setting.parallel
         if trial.setting.schedule.kind != "ahead" or p.virtual_stages > 1 or p.pp == 1:
             return trial
         wanted = extra_depth(trial.setting, trial.layers)
-        for more in (1, 2):
+        for more in DEEPER:
             setting = deepened(trial.setting, [e + more for e in wanted[:-1]] + [0])
-            if fits(setting, trial.layers, self.options.max_memory_gib)[0]:
-                other = self._timed(replace(trial, setting=setting))
-                best = other if other.seconds < best.seconds * (1 - 1e-3) else best
+            if not fits(setting, trial.layers, self.options.max_memory_gib)[0]:
+                break
+            other = self._split(self._timed(replace(trial, setting=setting)))
+            best = other if other.seconds < best.seconds * (1 - 1e-3) else best
         return best
+
+    def _split(self, trial: Trial) -> Trial:
+        """The trial with the layers that make its step shortest, if they may be chosen."""
+        if self.options.layers_per_stage is not None or self.options.partition != "exact":
+            return trial
+        start = [int(n) for n in trial.layers[0].sum(axis=1)]
+        layers = split.chunked(split.exact(trial.setting, start, self.options.max_memory_gib),
+                               trial.setting.parallel.virtual_stages)
+        return trial if np.array_equal(layers, trial.layers) else self._timed(replace(trial, layers=layers))
 
     def plainer(self, trial: Trial) -> Trial:
         """Megatron-Core's own schedule in place of the one that runs ahead, if that is hardly slower."""

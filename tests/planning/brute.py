@@ -18,7 +18,7 @@ from holmes_hpc.planning.setting import Setting
 from holmes_hpc.planning.timing import step_s
 
 BUCKETS = (160_000_000, 40_000_000, 10_000_000, 2_500_000, 625_000)
-DEEPER = 2  # passes in flight beyond one more than the stage below
+DEEPER = 2  # passes in flight beyond one more than the stage below, of each stage by itself; of all alike, any number
 
 
 def best_step_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
@@ -101,7 +101,7 @@ def _hierarchies(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]
 
 
 def _schedules(p: Parallel, micro_batches: int) -> list[Schedule]:
-    """Megatron-Core's, and the one that runs ahead at every depth up to DEEPER per hop."""
+    """Megatron-Core's, and the one that runs ahead at every depth up to DEEPER per hop, and deeper ones."""
     if p.virtual_stages == 1:
         base = [min(micro_batches, p.pp - s) for s in range(p.pp)]
         waiting = Schedule("1f1b", tuple(base))
@@ -112,8 +112,10 @@ def _schedules(p: Parallel, micro_batches: int) -> list[Schedule]:
     if p.pp == 1:
         return [waiting]
     deeper = []
-    for extra in product(range(DEEPER + 1), repeat=p.pp - 1):
-        depth = tuple(min(b + sum(extra[s:]), micro_batches * p.virtual_stages) for s, b in enumerate(base))
+    for more, *extra in product(range(micro_batches if p.virtual_stages == 1 else 1),
+                                *[range(DEEPER + 1)] * (p.pp - 1)):
+        depth = tuple(min(b + sum(extra[s:]) + more * (p.pp - 1 - s), micro_batches * p.virtual_stages)
+                      for s, b in enumerate(base))
         deeper.append(Schedule("ahead", depth))
     return [waiting, *dict.fromkeys(deeper)]
 
