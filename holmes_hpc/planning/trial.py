@@ -165,7 +165,7 @@ class Bench:
         return trial
 
     def better(self, trial: Trial) -> Trial:
-        """The order of the fabrics, then layers and depth together, then buckets that make this trial's step shortest."""
+        """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest."""
         orders = [self._timed(trial)]
         for blocks in self._orders(trial.placement):
             s = trial.setting
