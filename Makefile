@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test test-breaking lint quick slurm-tests clean
+.PHONY: help install demo test test-breaking faults bench-gpu lint quick clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -39,6 +39,12 @@ test: lint ## lint, types, import contracts and the tests, those on the testbed 
 
 test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
 	$(BIN)/pytest -q -m breaking --durations=10
+
+faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
+	$(BIN)/python tests/faults/interruptions.py $(FAULTS)
+
+bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's own minimal loop
+	$(BIN)/python benchmarks/gpu.py $(BENCH)
 
 clean: ## remove what was built (not runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -126,6 +126,27 @@ def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank, text):
     wait_for(lambda: not subprocess.run(["squeue", "-h", "-j", str(job)], capture_output=True, text=True).stdout, 20)
 
 
+@pytest.mark.slurm
+def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path):
+    """Trained on 2 InfiniBand and 2 RoCE nodes, then on 4 InfiniBand nodes: the losses of one process all the way."""
+    train = ["train.lr=2e-3", "train.lr_decay_steps=12", "train.checkpoint_interval=3"]
+    done = holmes("run", "name=moved", "plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "train.steps=6", *train,
+                  HOLMES_RUNS=str(runs))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    four = str(tmp_path / "four-ib.yaml")
+    micro = Plan.read(runs / "moved" / "plan.yaml").batch.micro_size
+    assert holmes("plan", "plan.nodes={ib-a: 4}", "plan.pp=2", f"batch.micro_size={micro}", "-o", four).returncode == 0
+    done = holmes("resume", "moved", "train.steps=12", "--plan", four, HOLMES_RUNS=str(runs))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = holmes("run", "launcher=local", "name=unmoved", "train.steps=12", f"batch.micro_size={micro}", *train,
+                  HOLMES_RUNS=str(runs))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    moved, alone = RunDirectory(runs / "moved"), RunDirectory(runs / "unmoved").metrics()
+    assert sorted(moved.read_run()["hosts"]) == ["ib1", "ib2", "ib3", "ib4"]
+    assert [line["attempt"] for line in moved.metrics()] == [1] * 6 + [2] * 6
+    assert [line["loss"] for line in moved.metrics()] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+
+
 def wait_for(condition, seconds: float, process=None) -> None:
     end = time.monotonic() + seconds
     while not condition():

@@ -1,0 +1,43 @@
+"""Of the faults of `make faults` those that need a testbed to break, once each; the others are in
+tests/training/test_checkpoint.py, with local processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import interruptions
+from interruptions import KINDS, Fault
+
+Figures = dict[int, tuple[float, float]]
+
+
+def test_faults_are_drawn_from_the_seed_each_kind_alike() -> None:
+    drawn = interruptions.drawn(7, 24)
+    assert drawn == interruptions.drawn(7, 24) != interruptions.drawn(8, 24) and drawn[:9] == interruptions.drawn(7, 9)
+    assert [sum(f.kind == kind for f in drawn) for kind in KINDS] == [3] * len(KINDS)
+    assert len({f.rank for f in drawn}) == interruptions.RANKS and len({f.step for f in drawn}) > 8
+
+
+@pytest.fixture(scope="module")
+def root(testbed: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("interrupted")
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Figures:
+    return interruptions.untouched(root)
+
+
+@pytest.mark.slurm
+@pytest.mark.breaking
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "rank", "step"), [("node killed", 0, 10), ("RDMA link cut", 3, 12),
+                                                    ("slurmctld restarted", 1, 6)])
+def test_the_run_goes_on_bit_by_bit(kind: str, rank: int, step: int, root: Path, whole: Figures) -> None:
+    fault = Fault(KINDS.index(kind), kind, rank, step, background=True)
+    outcome = interruptions.interrupted(fault, root, whole)
+    assert not outcome.problem, interruptions.line_of(outcome)

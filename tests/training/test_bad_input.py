@@ -1,0 +1,109 @@
+"""What cannot be trained on, given to real ranks: one clear line from rank 0, exit code 2 on every rank, soon."""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spawn
+
+SOON_S = 30
+PLAN = spawn.plan(pp=2, dp=2)
+
+
+def corpus(path: Path, documents: list[list[int]]) -> str:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{path}.idx")
+    return str(path)
+
+
+def refused(ended: spawn.Ended, began: float, pattern: str) -> None:
+    assert time.monotonic() - began < SOON_S
+    assert ended.codes == [2] * PLAN.world_size, (ended.codes, ended.output)
+    said = [line for line in ended.output[0].splitlines() if "failed:" in line]
+    assert len(said) == 1 and re.search(pattern, said[0]), ended.output[0]
+    assert "Traceback" not in "".join(ended.output)
+
+
+def unreadable(path: Path) -> str:
+    name = corpus(path, [[1] * 500])
+    Path(f"{name}.bin").unlink()
+    Path(f"{name}.bin").mkdir()
+    return name
+
+
+def empty(path: Path) -> str:
+    name = corpus(path, [[1] * 500])
+    Path(f"{name}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0))
+    Path(f"{name}.bin").write_bytes(b"")
+    return name
+
+
+def truncated(path: Path) -> str:
+    name = corpus(path, [[1] * 500])
+    Path(f"{name}.bin").write_bytes(Path(f"{name}.bin").read_bytes()[:-10])
+    return name
+
+
+@pytest.mark.parametrize(("make", "pattern"), [
+    (unreadable, r"text\.bin"), (empty, "holds no text"), (truncated, r"text\.bin: truncated"),
+    (lambda path: corpus(path, [[1] * 40]), r"samples of 16 tokens, a step takes 8"),
+    (lambda path: corpus(path, [[1] * 500, [250]]), r"token id 250 is not in the model's vocabulary of 250"),
+], ids=["unreadable", "empty", "truncated", "shorter than a batch", "beyond the vocabulary"])
+def test_a_corpus(make: Callable[[Path], str], pattern: str, tmp_path: Path) -> None:
+    began, name = time.monotonic(), make(tmp_path / "text")
+    refused(spawn.train(tmp_path / "run", PLAN, {"data": {"kind": "indexed", "prefix": name}}), began, pattern)
+
+
+def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
+    path, text = tmp_path / "plan.yaml", PLAN.to_yaml()
+    assert "heads: 4" in text
+    path.write_text(text.replace("heads: 4", "heads: 5", 1))
+    began = time.monotonic()
+    refused(spawn.train(tmp_path / "run", path, ranks=PLAN.world_size), began, "hidden|heads")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete checkpoint."""
+    config = {"train": {"steps": 2, "checkpoint_interval": 2}}
+    ended = spawn.train(tmp_path_factory.mktemp("saved") / "run", PLAN, config)
+    assert set(ended.codes) == {0}, ended.output
+    return ended.run.checkpoints / "step-00000002"
+
+
+def flip_a_byte(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(("harm", "pattern"), [
+    (lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)), "other bytes than were written"),
+    (lambda p: next(iter(p.glob("*.distcp"))).unlink(), "No such file"),
+    (lambda p: (p / ".metadata").write_bytes(b""), "is not .* bytes long"),
+    (lambda p: (p / "holmes.json").write_text("{"), "not a complete checkpoint"),
+], ids=["a shard", "a shard is missing", "metadata", "description"])
+def test_a_damaged_checkpoint(harm: Callable[[Path], Any], pattern: str, saved: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = shutil.copytree(saved, tmp_path / saved.name)
+    harm(copy)
+    began = time.monotonic()
+    refused(spawn.train(tmp_path / "run", PLAN, {"checkpoint": str(copy)}), began, pattern)
+
+
+def test_a_checkpoint_of_another_model(saved: Path, tmp_path: Path) -> None:
+    plan, began = spawn.plan(pp=2, dp=2, model=replace(spawn.MODEL, hidden=64)), time.monotonic()
+    refused(spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), began, "hidden 32, the plan's has 64")
