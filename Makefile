@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test test-breaking faults bench-gpu lint quick clean
+.PHONY: help install demo test test-breaking test-trixie faults bench-gpu lint quick clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -46,5 +46,21 @@ faults: install ## at least 24 runs interrupted by faults drawn from a seed; sto
 bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's own minimal loop
 	$(BIN)/python benchmarks/gpu.py $(BENCH)
 
+# A testbed, Slurm and Python of their own: those of Debian 13, fetched by debootstrap (some 7 GB, root).
+BED_13 ?= /var/lib/holmes-trixie
+VENV_13 := $(VENV)-trixie
+
+test-trixie: install ## the tests on the testbed, with Debian 13's Slurm and Python
+	@set -e; export HOLMES_TESTBED=$(BED_13) HOLMES_TESTBED_RELEASE=trixie; \
+	  trap '$(BIN)/holmes testbed down' EXIT; $(BIN)/holmes testbed up --release trixie; \
+	  eval "$$($(BIN)/holmes testbed env)"; \
+	  if ! test -e $(VENV_13)/.installed || test pyproject.toml -nt $(VENV_13)/.installed; then \
+	    echo "installing packages into $(VENV_13): some minutes; torch is the largest"; \
+	    in-release /usr/bin/python3 -m venv $(VENV_13); \
+	    in-release $(VENV_13)/bin/python -m pip install -q -c constraints.txt -e '.[dev,tensorboard]'; \
+	    touch $(VENV_13)/.installed; \
+	  fi; \
+	  in-release $(VENV_13)/bin/python -m pytest -q -m "slurm and not breaking" --durations=10
+
 clean: ## remove what was built (not runs/)
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_13) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

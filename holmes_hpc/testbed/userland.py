@@ -20,8 +20,9 @@ NATIVE = "bookworm"  # the machine's own Slurm, whatever its release is
 RELEASES = (NATIVE, "trixie")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge", "mariadb-server-core", "mariadb-client-core",
             "iproute2", "procps", "python3", "python3-venv", "ca-certificates", "g++", "make", "git")
-# What the release's /etc must share with the machine: who users are, and how names are resolved.
-SHARED = ("passwd", "group", "hosts", "resolv.conf", "localtime")
+# What the release's /etc must share with the machine: who users are, how names are resolved, whom the machine trusts
+# and where it gets Python's packages from.
+SHARED = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
 PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first: `mount` runs with newer ones
 
 # $0 is the release's root. /usr/local stays the machine's.
