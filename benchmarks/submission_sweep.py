@@ -94,7 +94,7 @@ def main() -> int:
             rows = sweep.sweep_status(root)
             sweep.table_rows(rows)
             polls.append((time.perf_counter() - began, len(fake.calls)))
-            assert len(rows) == count and all(r.state == "RUNNING" for r in rows), rows[0]
+            assert len(rows) == count and all(r.state == "running" for r in rows), rows[0]
     each.sort()
     drawn = sorted(seconds for seconds, _ in polls)[len(polls) // 2]
     queries = max(calls for _, calls in polls)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -19,6 +20,7 @@ from omegaconf import DictConfig
 
 from holmes_hpc import config as configuration
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.fabric.site import Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.ending import judge
 from holmes_hpc.submission.launcher import Planned
@@ -91,9 +93,20 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     from holmes_hpc.train import run_rank  # by its own name, so that the ranks find it
 
     config = {**configuration.resolve(cfg), "launcher": {"kind": where}}
-    record = {"versions": configuration.versions(), "git_commit": configuration.git_commit(),
-              "pace_layer_ms": config["train"]["pace_layer_ms"]}
-    return Planned(configuration.make_plan(config), config, run_rank, config["slurm"], record)
+    record = {**_program(), "pace_layer_ms": config["train"]["pace_layer_ms"]}
+    site = None if where == "local" or config["plan_file"] else _site(config["site_file"], config["vocabulary"])
+    return Planned(configuration.make_plan(config, site), config, run_rank, config["slurm"], record)
+
+
+@functools.cache
+def _program() -> dict[str, Any]:
+    return {"versions": configuration.versions(), "git_commit": configuration.git_commit()}
+
+
+@functools.cache
+def _site(site_file: str | None, vocabulary: str | None) -> Site:
+    """The site of a sweep's jobs, read once for all of them."""
+    return configuration.site({"site_file": site_file, "vocabulary": vocabulary, "launcher": {"kind": "slurm"}})
 
 
 app.plan_job = plan_job  # type: ignore[attr-defined]

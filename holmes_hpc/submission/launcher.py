@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, filter_overrides
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from holmes_hpc.errors import ConfigError, HolmesError, RunFailed
+from holmes_hpc.errors import ConfigError, HolmesError, SubmissionError
+from holmes_hpc.submission.returns import Launched, interrupted, reattach, task_config, wait
 
 if TYPE_CHECKING:
     from holmes_hpc.planning.plan import Plan
@@ -91,17 +91,6 @@ class _Wanted:
         return f"\t#{self.num} : {' '.join(filter_overrides(self.overrides))}"
 
 
-@dataclass
-class _Launched:
-    """A job of this launch: its entry in the manifest, and what to wait for (None: it had completed before)."""
-
-    entry: SweepJob
-    config: DictConfig
-    plain: Any = None
-    plan_job: Any = None
-    cached: bool = False
-
-
 class HolmesLauncher(BaseSubmititLauncher):
     """What both launchers do."""
 
@@ -109,6 +98,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from holmes_hpc.submission.manifest import open_manifest
+        from holmes_hpc.submission.states import UNKNOWN, WATCHER
         from holmes_hpc.submission.sweep import states
 
         assert self.config is not None
@@ -124,17 +114,21 @@ class HolmesLauncher(BaseSubmititLauncher):
         log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
         wanted = self._plan_all(job_overrides, initial_job_idx)
         manifest = open_manifest(sweep_dir, time.time())
+        self._refuse_other_runs(manifest, wanted)
         known = {j.key: s for j, s in states(manifest).items()} if manifest.jobs else {}
-        launched: list[_Launched] = []
+        if WATCHER.nobody_answers and any(s.state == UNKNOWN for s in known.values()):
+            raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
+                                  where=str(manifest.path), cure="wait for it (`scontrol ping`), then launch again")
+        launched: list[Launched] = []
         try:
             for job in wanted:
                 launched.append(self._launch_one(manifest, known, job, launched))
             if detach:
                 log.info(f"detached; `holmes sweep status {sweep_dir}` shows the jobs, `collect` their results")
                 return []
-            return [self._wait(manifest, job) for job in launched]
+            return [wait(manifest, job) for job in launched]
         except KeyboardInterrupt:
-            self._interrupted(manifest, [job.entry for job in launched if not job.cached])
+            interrupted(manifest, [job.entry for job in launched if not job.cached])
             raise
 
     # -- one job ----------------------------------------------------------------------------------------------------
@@ -156,8 +150,20 @@ class HolmesLauncher(BaseSubmititLauncher):
                               cure="nothing was submitted")
         return wanted
 
+    def _refuse_other_runs(self, manifest: Manifest, wanted: Sequence[_Wanted]) -> None:
+        """Nothing may go on in the directory of a run that another configuration made."""
+        from holmes_hpc.records.run import RunDirectory
+
+        for job in wanted:
+            run = RunDirectory(job.directory)
+            if job.planned is not None and run.exists() and manifest.find(job.overrides, job.digest) is None:
+                record = run.read_run()
+                if record["attempts"] or record.get("slurm") or record.get("local"):
+                    raise ConfigError("it holds a run of another configuration", where=str(run.path),
+                                      cure="use another hydra.sweep.dir")
+
     def _launch_one(self, manifest: Manifest, known: dict[tuple[str, ...], Any], job: _Wanted,
-                    before: list[_Launched]) -> _Launched:
+                    before: list[Launched]) -> Launched:
         """Submit a job, unless an earlier launch into this directory did and it runs or completed."""
         from holmes_hpc.submission.sweep import finished
 
@@ -166,24 +172,24 @@ class HolmesLauncher(BaseSubmititLauncher):
             state = known.get(old.key)
             if finished(manifest, old):
                 log.info(f"{job} (completed as job {old.job_id})")
-                return _Launched(old, job.config, cached=True)
+                return Launched(old, job.config, cached=True)
             if state is not None and not state.ended and state.state != "UNKNOWN":
                 log.info(f"{job} (still job {old.job_id})")
-                return _Launched(old, job.config, *self._reattach(manifest, old))
+                return Launched(old, job.config, *reattach(manifest, old))
         log.info(str(job))
         if job.planned is None:
             entry, plain = self._submit_plain(manifest, job, before)
-            launched = _Launched(entry, job.config, plain=plain)
+            launched = Launched(entry, job.config, plain=plain)
         else:
-            entry, plan_job = self._submit_planned(manifest, job, job.planned, before)
-            launched = _Launched(entry, job.config, plan_job=plan_job)
+            entry, held = self._submit_planned(manifest, job, job.planned, before)
+            launched = Launched(entry, job.config, held=held)
         manifest.put(entry)
         return launched
 
     def _digest(self, config: DictConfig, planned: Planned | None) -> str:
         """What must be equal for a repeated sweep to take a job as the same one: the configuration, and the program
         (of a job with a Plan only the Plan: the program is then this package)."""
-        data = OmegaConf.to_yaml(_task_config(config)).encode()
+        data = OmegaConf.to_yaml(task_config(config)).encode()
         if planned is not None:
             data += planned.plan.id.encode()
         else:
@@ -215,7 +221,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in given.items()})
         return executor
 
-    def _submit_plain(self, manifest: Manifest, job: _Wanted, before: list[_Launched]) -> tuple[SweepJob, Any]:
+    def _submit_plain(self, manifest: Manifest, job: _Wanted, before: list[Launched]) -> tuple[SweepJob, Any]:
         from holmes_hpc.submission.manifest import SweepJob
 
         executor = self._executor(job.config)
@@ -224,8 +230,9 @@ class HolmesLauncher(BaseSubmititLauncher):
             own = job.config.hydra.launcher.get("dependency")
             executor.update_parameters(**{f"{self._EXECUTOR}_dependency": f"{own},{dependency}" if own else dependency})
         submitted = time.time()
-        made = executor.submit(self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}",
-                               Singleton.get_state())
+        with self._shield():
+            made = executor.submit(self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}",
+                                   Singleton.get_state())
         entry = SweepJob(
             job.num, tuple(job.overrides), _relative(job.directory, manifest), "plain", self.WHERE, made.job_id,
             _relative(Path(made.paths.folder), manifest), max(1, made.num_tasks),
@@ -233,7 +240,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         return entry, made
 
     def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned,
-                        before: list[_Launched]) -> tuple[SweepJob, Any]:
+                        before: list[Launched]) -> tuple[SweepJob, Any]:
         from holmes_hpc.records.run import RunDirectory
         from holmes_hpc.submission.manifest import SweepJob
 
@@ -241,7 +248,10 @@ class HolmesLauncher(BaseSubmititLauncher):
         settings = self._settings(job.config, planned.settings)
         run = RunDirectory(directory)
         config = {**planned.config, "run_dir": str(directory), "plan_file": str(run.plan_path)}
-        if not run.exists():
+        if run.exists():  # of an earlier launch: it goes on from its last checkpoint
+            run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
+            run.update_run(config=config, plan_id=plan.id)
+        else:
             RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=job.overrides,
                                 plan_id=plan.id, **planned.record)
         self._save_hydra(job.config, directory)
@@ -253,10 +263,14 @@ class HolmesLauncher(BaseSubmititLauncher):
             _relative(directory / "submission", manifest), plan.world_size, f"holmes-{run.name}", submitted, job.digest)
         return entry, made
 
+    def _shield(self) -> contextlib.AbstractContextManager[None]:
+        """What a submission happens in."""
+        return contextlib.nullcontext()
+
     def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, dependency: str | None) -> Any:
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
-    def _make_room(self, before: list[_Launched], *, planned: bool) -> str | None:
+    def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
         """Keep at most `array_parallelism` jobs running: a dependency for the next one, or (locally) waiting."""
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
@@ -281,83 +295,10 @@ class HolmesLauncher(BaseSubmititLauncher):
             return
         target = directory / str(config.hydra.output_subdir)
         target.mkdir(parents=True, exist_ok=True)
-        (target / "config.yaml").write_text(OmegaConf.to_yaml(_task_config(config)), encoding="utf-8")
+        (target / "config.yaml").write_text(OmegaConf.to_yaml(task_config(config)), encoding="utf-8")
         (target / "hydra.yaml").write_text(
             OmegaConf.to_yaml(OmegaConf.masked_copy(config, "hydra")), encoding="utf-8")
         (target / "overrides.yaml").write_text(OmegaConf.to_yaml(config.hydra.overrides.task), encoding="utf-8")
-
-    # -- waiting ----------------------------------------------------------------------------------------------------
-
-    def _reattach(self, manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
-        """(plain job, plan's job) of a job that an earlier launch submitted."""
-        from holmes_hpc.records.run import RunDirectory
-        from holmes_hpc.submission.job import SlurmHetJob
-        from holmes_hpc.submission.track import job_of
-
-        if entry.kind == "plan":
-            return None, job_of(RunDirectory(manifest.place(entry.directory)))
-        return SlurmHetJob(manifest.place(entry.folder), entry.job_id, tasks=list(range(entry.tasks))), None
-
-    def _wait(self, manifest: Manifest, job: _Launched) -> JobReturn:
-        from submitit.core import utils
-
-        from holmes_hpc.submission.sweep import _pickle
-
-        if job.plain is not None:
-            returned: JobReturn = job.plain.results()[0]
-            return returned
-        if job.entry.kind == "plain":
-            returned = utils.pickle_load(_pickle(manifest, job.entry))[1]
-            return returned
-        return self._planned_return(manifest, job)
-
-    def _planned_return(self, manifest: Manifest, job: _Launched) -> JobReturn:
-        """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
-        from holmes_hpc.records.run import RunDirectory
-        from holmes_hpc.submission.states import JobState
-        from holmes_hpc.submission.track import record_end
-
-        run = RunDirectory(manifest.place(job.entry.directory))
-        ended, state = None, JobState("COMPLETED")
-        while job.plan_job is not None:
-            state = job.plan_job.state("standard")
-            if state.ended:
-                ended = ended or time.monotonic()
-                if run.read_result() is not None or time.monotonic() - ended > (0 if self.WHERE == "local" else 20):
-                    break
-            else:
-                ended = None
-            time.sleep(1)
-        result = run.read_result()
-        if result is None:
-            result = record_end(run, state)
-        good = result["state"] == "completed"
-        value: Any = (result.get("final") or {}).get("loss") if good else RunFailed(
-            f"{result['state']}: {result['error']}", where=str(run.path), cure="see its log")
-        with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
-            job.config.hydra.runtime.output_dir = str(run.path)
-        return JobReturn(
-            overrides=list(job.config.hydra.overrides.task), cfg=_task_config(job.config),
-            hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"), working_dir=str(run.path),
-            task_name=str(job.config.hydra.job.name), status=JobStatus.COMPLETED if good else JobStatus.FAILED,
-            _return_value=value)
-
-    def _interrupted(self, manifest: Manifest, jobs: list[SweepJob]) -> None:
-        """Ctrl-C: ask whether to cancel what was submitted, and say how to come back."""
-        from holmes_hpc.submission.sweep import cancel_sweep
-
-        answer = ""
-        if sys.stdin.isatty():
-            try:
-                answer = input(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ").strip().lower()
-            except (EOFError, KeyboardInterrupt):
-                answer = ""
-        if answer.startswith("y"):
-            cancel_sweep(manifest, jobs)
-            log.info("cancelled")
-        else:
-            log.info(f"the jobs go on: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
-                     f"hydra.sweep.dir={manifest.path.parent} takes up where it was left")
 
 
 class SlurmLauncher(HolmesLauncher):
@@ -365,7 +306,7 @@ class SlurmLauncher(HolmesLauncher):
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
-    def _make_room(self, before: list[_Launched], *, planned: bool) -> str | None:
+    def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
         most = int(self.params.get("array_parallelism") or 256)
         own = [job.entry.job_id for job in before if not job.cached]
         return f"afterany:{own[-most]}" if len(own) >= most else None
@@ -382,11 +323,16 @@ class LocalLauncher(HolmesLauncher):
 
     _EXECUTOR, WHERE = "local", "local"
 
-    def _make_room(self, before: list[_Launched], *, planned: bool) -> str | None:
+    def _shield(self) -> contextlib.AbstractContextManager[None]:
+        from holmes_hpc.submission.local import deaf_to_ctrl_c
+
+        return deaf_to_ctrl_c()
+
+    def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
         most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
         while most and not self.params.get("detach"):
             running = [j for j in before if not j.cached and not (
-                j.plain.done() if j.plain is not None else j.plan_job.state("standard").ended)]
+                j.plain.done() if j.plain is not None else j.held.state("standard").ended)]
             if len(running) < most:
                 break
             time.sleep(0.5)
@@ -396,10 +342,6 @@ class LocalLauncher(HolmesLauncher):
         from holmes_hpc.submission.local import run_plan_here
 
         return run_plan_here(plan, run.path, function, values, settings)
-
-
-def _task_config(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
 
 
 def _relative(path: Path, manifest: Manifest) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,19 @@ class LocalRankTask(RankTask):
         return super().__call__()
 
 
+@contextlib.contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes started inside do not hear this terminal's Ctrl-C: it is for who follows them, and they go on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     with socket.socket() as probe:
@@ -50,7 +66,8 @@ def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str,
                                gpus_per_node=gpus, stderr_to_stdout=True)
     started = time.time()
     task = LocalRankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}, free_port())
-    job = executor.submit(task)
+    with deaf_to_ctrl_c():
+        job = executor.submit(task)
     pid = int(job.job_id)
     for rank in range(ranks):  # submitit's own logs, under the names that run directories have
         link = run.log_path(rank)

@@ -224,6 +224,11 @@ class StateWatcher(core.InfoWatcher):
         self._down_until: dict[str, float] = {}
         self._failures = 0
 
+    @property
+    def nobody_answers(self) -> bool:
+        """Whether the last query got no answer from any source: then an unknown job may well run."""
+        return self._failures > 0
+
     def expect(self, job_id: str, expected: Expected) -> None:
         """Say what tells this job from another one of the same id."""
         self._expected[job_id] = expected

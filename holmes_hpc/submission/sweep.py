@@ -24,7 +24,8 @@ ENDED = ("completed", "failed", "cancelled", "timeout", "preempted")
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One job of a sweep as a table shows it. `state`: completed, failed, … when it ended, else Slurm's word."""
+    """One job of a sweep as a table shows it. `state`: completed, failed, … when it ended, else Slurm's word
+    in lower case."""
 
     num: int
     overrides: tuple[str, ...]
@@ -65,12 +66,16 @@ def states(manifest: Manifest, mode: str = "force") -> dict[SweepJob, JobState]:
             found[job] = WATCHER.state_of(job.job_id, mode)
             mode = "cache"  # the first answer was about all
         elif job.where == "local" and not finished(manifest, job):
-            run = RunDirectory(manifest.place(job.directory))
-            held = OnThisMachine(run, int(job.job_id), os.uname().nodename, job.submitted)
-            found[job] = JobState("RUNNING" if held._alive() else "FAILED", source="process")
+            found[job] = on_this_machine(manifest, job).state()
         else:
             found[job] = JobState("COMPLETED", source="record")
     return found
+
+
+def on_this_machine(manifest: Manifest, job: SweepJob) -> OnThisMachine:
+    """A sweep's local job, to ask or to cancel."""
+    return OnThisMachine(RunDirectory(manifest.place(job.directory)), int(job.job_id), os.uname().nodename,
+                         job.submitted, manifest.place(job.folder))
 
 
 def finished(manifest: Manifest, job: SweepJob) -> bool:
@@ -101,7 +106,7 @@ def _plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
 
 def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     step = loss = rate = error = None
-    word = state.state
+    word = state.state.lower()
     if job.kind == "plan":
         run = RunDirectory(manifest.place(job.directory))
         last = _last_metrics(run.metrics_path)
@@ -167,13 +172,12 @@ def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
         if job.where == "slurm":
             SlurmHetJob(manifest.place(job.folder), job.job_id).cancel(check=False)
         else:
-            run = RunDirectory(manifest.place(job.directory))
-            OnThisMachine(run, int(job.job_id), os.uname().nodename, job.submitted).cancel()
+            on_this_machine(manifest, job).cancel()
 
 
 def table_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
     """Columns and cells for a table of a sweep."""
-    cells = [[r.num, " ".join(r.overrides), r.job_id, r.state + (f" ({r.reason})" if r.state == "PENDING" else ""),
+    cells = [[r.num, " ".join(r.overrides), r.job_id, r.state + (f" ({r.reason})" if r.state == "pending" else ""),
               r.step, None if r.loss is None else f"{r.loss:.4f}",
               None if r.tokens_per_s is None else f"{r.tokens_per_s:,.0f}", r.error] for r in rows]
     return ["job", "overrides", "id", "state", "step", "loss", "tokens/s", "error"], cells

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 from submitit.core.utils import JobPaths
 
 from holmes_hpc.errors import HolmesError, SubmissionError
@@ -20,6 +21,8 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.ending import Complaint, complaints, judge, parts_of_plan, tail
 from holmes_hpc.submission.job import SlurmHetJob
 from holmes_hpc.submission.states import UNKNOWN, JobState
+
+LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 
 
 class Job(Protocol):
@@ -48,10 +51,12 @@ class OnSlurm:
 
 
 class OnThisMachine:
-    """A run's local processes; their controller's process id is the job id."""
+    """A run's local processes; their controller's process id is the job id. `folder`: submitit's, ``submission/`` of
+    the run directory unless said."""
 
-    def __init__(self, run: RunDirectory, pid: int, host: str, started: float) -> None:
+    def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
         self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
+        self._folder = folder or Path(run.path).absolute() / "submission"
 
     def _alive(self) -> bool:
         try:
@@ -68,9 +73,11 @@ class OnThisMachine:
             return JobState(UNKNOWN, f"runs on {self._host}", source="run record")
         if self._alive():
             return JobState("RUNNING", nodes=self._host, source="process")
-        folder = Path(self._run.path).absolute() / "submission"
+        folder = self._folder
         done = list(folder.glob(f"{self._pid}_*_result.pkl"))
         exits = self._run.read_exits()
+        if self._cancelled.exists():
+            return JobState("CANCELLED", "", self._host, 1, source="process")
         good = len(done) > 0 and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out"))) and all(
             e.get("state") == "completed" for e in exits)
         return JobState("COMPLETED" if good else "FAILED", "", self._host, 0 if good else 1, source="process")
@@ -78,8 +85,19 @@ class OnThisMachine:
     def cancel(self) -> None:
         if self._host != socket.gethostname():
             raise SubmissionError(f"it runs on {self._host}", where=str(self._run.path), cure="cancel it there")
-        if self._alive():
-            os.kill(self._pid, signal.SIGINT)
+        if not self._alive():
+            return
+        self._cancelled.touch()
+        children = psutil.Process(self._pid).children(recursive=True)
+        os.kill(self._pid, signal.SIGTERM)  # its controller tells the ranks
+        for child in psutil.wait_procs(children, timeout=LOCAL_GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    @property
+    def _cancelled(self) -> Path:
+        """The mark of a job that was cancelled."""
+        return self._folder / f"{self.id}_cancelled"
 
 
 def job_of(run: RunDirectory) -> Job:
@@ -95,7 +113,8 @@ def job_of(run: RunDirectory) -> Job:
 
 @dataclass(frozen=True)
 class Status:
-    """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word."""
+    """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word in lower
+    case (pending, running, …)."""
 
     name: str
     path: str
@@ -166,7 +185,7 @@ def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: J
     over = state.ended or state.state == UNKNOWN
     blamed = result if result is not None and over else {}
     return Status(
-        run.name, str(run.path), job.id if job else None, str(blamed.get("state") or state.state), state.reason,
+        run.name, str(run.path), job.id if job else None, str(blamed.get("state") or state.state.lower()), state.reason,
         state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
         last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
         tuple(blamed.get("log_tail") or ()))

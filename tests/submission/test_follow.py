@@ -126,13 +126,13 @@ def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> 
     fake_slurm.answer("squeue", "cat <<'E'\n" + "\n".join(lines) + "\nE")
     runs[3].write_result({"state": "failed", "error": "why", "failed_rank": 2, "failed_node": "n"})
     found = statuses(runs)
-    assert [s.state for s in found] == ["RUNNING"] * 3 + ["failed"] + ["RUNNING"] * 26
+    assert [s.state for s in found] == ["running"] * 3 + ["failed"] + ["running"] * 26
     assert found[3].failed_rank == 2 and found[3].error == "why"
     assert len(fake_slurm.calls("squeue")) == 1
 
 
 def test_a_run_that_was_never_submitted(run: RunDirectory) -> None:
-    assert status(run).state == "NOT_SUBMITTED"
+    assert status(run).state == "not_submitted"
     with pytest.raises(SubmissionError, match="never submitted"):
         cancel(run)
 
@@ -210,3 +210,33 @@ def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
     run = here(tmp_path, die=1)
     found = status(run)
     assert (found.state, found.failed_rank) == ("failed", 1)
+
+
+def waits_here(config: dict[str, Any]) -> None:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    if rank == 0:
+        run.start_attempt({})
+        run.append_metrics({"step": 1, "loss": 0.5, "attempt": 1})
+    while not (Path(run.path) / "go").exists():
+        time.sleep(0.05)
+    run.write_exit(rank, "completed")
+
+
+@pytest.mark.parametrize("what", ["cancel", "go"])
+def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(),
+                              config=plans.CONFIG)
+    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config, {"timeout_min": 1})
+    while not run.metrics():
+        time.sleep(0.05)
+    os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it
+    time.sleep(0.3)
+    assert job.state().state == "RUNNING" and status(run).state == "running"
+    if what == "cancel":
+        assert cancel(run).state == "RUNNING"
+    else:
+        (run.path / "go").touch()
+    assert follow(run, job, poll_s=0.1) == (what == "cancel")
+    assert status(run).state == ("cancelled" if what == "cancel" else "completed")

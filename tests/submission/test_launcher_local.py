@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -12,6 +16,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
 
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.manifest import SweepJob, open_manifest
 from holmes_hpc.submission.sweep import collect
 
 
@@ -94,3 +99,61 @@ def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str
     done = sweep(tmp_path, xs, *more)
     assert done.returncode != 0 and error in done.stderr
     assert not (tmp_path / "sweep" / "sweep.json").exists()
+
+
+def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "1").returncode == 0
+    (tmp_path / "good2").touch()
+    done = sweep(tmp_path, "1", f"good={tmp_path / 'good2'}")
+    assert done.returncode != 0 and "holds a run of another configuration" in done.stderr
+    assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
+
+
+def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any) -> None:
+    """A job that nobody knows may have ended, or its Slurm is away; only the first may be submitted again."""
+    away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    for command in ("sacct", "squeue", "scontrol"):
+        fake_slurm.answer(command, away)
+    fake_slurm.answer("sbatch", "echo 50")
+    manifest = open_manifest(tmp_path / "sweep")
+    manifest.path.parent.mkdir()
+    manifest.put(SweepJob(0, ("+x=1", f"+good={tmp_path / 'good'}"), "0", "plain", "slurm", "41", "x"))
+    command = [sys.executable, "app.py", "-m", "+x=1", f"+good={tmp_path / 'good'}", "hydra/launcher=holmes_slurm",
+               f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    (tmp_path / "app.py").write_text(WAITS)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "Slurm does not answer" in done.stderr, done.stderr
+    assert fake_slurm.calls("sbatch") == []
+
+
+WAITS = """
+import os, time, hydra
+@hydra.main(config_path=None, config_name=None, version_base="1.3")
+def app(cfg):
+    open(os.path.join(cfg.mark, f"{cfg.x}-{len(os.listdir(cfg.mark))}"), "w").close()
+    while not os.path.exists(cfg.mark + ".good"):
+        time.sleep(0.1)
+    return cfg.x * 10
+app()
+"""
+
+
+def test_after_ctrl_c_the_same_command_takes_up_where_it_was_left(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(WAITS)
+    (tmp_path / "mark").mkdir()
+    command = [sys.executable, "app.py", "-m", "+x=1,2", f"+mark={tmp_path / 'mark'}", "hydra/launcher=holmes_local",
+               f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    with (tmp_path / "told").open("w") as told, subprocess.Popen(
+            command, cwd=tmp_path, stdout=told, stdin=subprocess.DEVNULL, start_new_session=True) as first:
+        end = time.monotonic() + 60
+        while len(list((tmp_path / "mark").iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        os.killpg(first.pid, signal.SIGINT)  # a terminal's Ctrl-C goes to all that was started in it
+        first.wait(timeout=60)
+    said = (tmp_path / "told").read_text()
+    assert first.returncode != 0 and "the jobs go on" in said and "holmes sweep status" in said
+    (tmp_path / "mark.good").touch()
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert len(list((tmp_path / "mark").iterdir())) == 2  # nothing was run twice
+    assert {c["final"] for c in collect(tmp_path / "sweep")} == {10, 20}

@@ -63,14 +63,14 @@ def all_here(run: RunDirectory, ranks: int = 4) -> bool:
 
 def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:  # noqa: F811
     run = start(folder, plans.until_told, wait_s=12)
-    until(lambda: all_here(run) and status(run).state == "RUNNING")
+    until(lambda: all_here(run) and status(run).state == "running")
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
     threading.Timer(5, beds.up).start()
     seen = set()
     for _ in range(4):
         seen.add(status(run).state)
         time.sleep(0.5)
-    assert seen == {"RUNNING"}
+    assert seen == {"running"}
     assert follow(run, job_of(run)) == 0
     assert run.attempt == 1 and status(run).state == "completed"
 
