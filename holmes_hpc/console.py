@@ -22,7 +22,8 @@ def _console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "",
+          *, stderr: bool = False) -> None:
     """Print rows as a table; numbers are right-aligned, long cells fold."""
     rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
     out = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left",
@@ -34,7 +35,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], cap
         out.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         out.add_row(*row)
-    _console().print(out)
+    _console(stderr).print(out)
 
 
 def text(message: str = "") -> None:

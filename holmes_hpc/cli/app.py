@@ -12,7 +12,15 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Configuration overrides, KEY=VALUE.", show_default=False)]
 SiteFile = Annotated[str | None, typer.Option("--site", help="A site file, instead of asking Slurm.")]
+Earliest = Annotated[bool, typer.Option("--earliest", help="Of plans for parts of the site, the one that ends first: "
+                                        "Slurm says when each could start.")]
+Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Steps to train, as train.steps=N.")]
 Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/, or the leader's job id.")]
+
+
+def with_steps(overrides: list[str] | None, steps: int | None) -> list[str]:
+    """The overrides, and what --steps says."""
+    return [*(overrides or []), *([] if steps is None else [f"train.steps={steps}"])]
 
 
 def configuration(overrides: list[str] | None, site: str | None = None, **values: Any) -> dict[str, Any]:

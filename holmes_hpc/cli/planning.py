@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, Overrides, SiteFile, app, configuration
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.cli.app import Earliest, Json, Overrides, SiteFile, Steps, app, configuration, with_steps
+from holmes_hpc.errors import ConfigError, SubmissionError
+
+if TYPE_CHECKING:
+    from holmes_hpc.planning.plan import Plan
+    from holmes_hpc.submission.earliest import Candidate
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
@@ -20,29 +25,71 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
 @app.command()
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
-         json: Json = False) -> None:
-    """The best plan for a model, why, and the runners-up.
+         earliest: Earliest = False, steps: Steps = None, json: Json = False) -> None:
+    """The best plan for a model, why, and the runners-up; with --earliest the one that ends first in today's queue.
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
     from holmes_hpc import config
 
-    settings = configuration(overrides, site)
+    settings = configuration(with_steps(overrides, steps), site)
     if output and (not Path(output).absolute().parent.is_dir() or Path(output).is_dir()):
         raise ConfigError("not a file in a directory that exists", where=output, cure="give another -o FILE")
-    with console.waiting("planning"):
-        chosen = config.make_plan(settings)
+    ends = earliest_ends(settings) if earliest else []
+    if ends:
+        chosen = ends[0].plan
+    else:
+        with console.waiting("planning"):
+            chosen = config.make_plan(settings)
     if output:
         chosen.write(output)
     if json:
-        console.as_json(chosen.to_dict())
+        console.as_json({**chosen.to_dict(), **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
         return
+    if ends:
+        show_ends(ends, settings["train"]["steps"])
+        console.text()
     from holmes_hpc.planning.narrative import explain
 
     for line in explain(chosen, config.costs(settings)):
         console.text(line)
     if output:
         console.note(f"written: {output}")
+
+
+def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
+    """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
+    asked; SubmissionError when none of them can run."""
+    from holmes_hpc import config
+    from holmes_hpc.submission.earliest import candidates
+    from holmes_hpc.submission.earliest import earliest as order
+
+    for given, what in ((settings["site_file"], "a site file"), (settings["plan_file"], "one plan only"),
+                        (settings["launcher"]["kind"] == "local", "launcher=local")):
+        if given:
+            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", cure="leave one of them out")
+    here = config.site(settings)
+
+    def plan_for(nodes: dict[str, int] | None) -> Plan:
+        return config.make_plan(settings if nodes is None else
+                                {**settings, "plan": {**settings["plan"], "nodes": nodes}}, here)
+
+    with console.waiting("planning for the site and its parts"):
+        plans = candidates(plan_for, here) if settings["plan"]["nodes"] is None else [plan_for(None)]
+    with console.waiting("asking Slurm when each could start"):
+        found = order(plans, settings["train"]["steps"], settings["slurm"])
+    if found[0].end is None:
+        raise SubmissionError(f"none of {len(found)} plans can run; the best: {found[0].reason}", where="--earliest",
+                              cure="see `holmes nodes` and `holmes doctor`")
+    return found
+
+
+def show_ends(ends: Sequence[Candidate], steps: int, *, stderr: bool = False) -> None:
+    """The table of --earliest."""
+    from holmes_hpc.submission.earliest import START_UP_S, table_rows
+
+    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *table_rows(ends), stderr=stderr)
+    console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")
 
 
 @app.command()
@@ -132,7 +179,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     chosen = config.make_plan(settings)
     record, job = start(chosen, settings, overrides)
     console.note(f"job {job.id}: {record.path}")
-    if code := follow(record, job):
+    if code := follow(record, job, show=console.note if json else console.text):
         raise typer.Exit(code)
     made = config.read_yaml(str(record.path / "calibration.yaml"))
     write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))

@@ -10,18 +10,22 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, Overrides, Run, SiteFile, app, configuration
+from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, configuration, with_steps
 from holmes_hpc.errors import ConfigError, HolmesError
 
 
 @app.command()
-def submit(plan_path: Annotated[str, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.")],
+def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.",
+                                                           show_default=False)] = None,
            overrides: Overrides = None,
            dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
            json: Json = False) -> None:
     """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
     from holmes_hpc import config
 
+    if plan_path is None or ("=" in plan_path and not Path(plan_path).exists()):
+        raise ConfigError("no plan", where="submit", cure="make one with `holmes plan … -o plan.yaml`, then "
+                          "`holmes submit plan.yaml`; `holmes run` does both")
     chosen, settings = planned(overrides, plan_file=plan_path)
     if dry_run:
         from holmes_hpc.submission.plan_job import script_for_plan
@@ -37,16 +41,18 @@ def submit(plan_path: Annotated[str, typer.Argument(metavar="PLAN", help="A file
 
 
 @app.command()
-def run(overrides: Overrides = None, site: SiteFile = None, json: Json = False) -> None:
+def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
+        json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
     from holmes_hpc.submission.follow import follow
 
-    chosen, settings = planned(overrides, site)
+    overrides = with_steps(overrides, steps)
+    chosen, settings = planned(overrides, site, earliest=earliest)
     console.note(f"plan {chosen.id}: {chosen.strategy}, " + ", ".join(
         f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components))
     record, job = start(chosen, settings, overrides)
     console.note(f"job {job.id}: {record.path}")
-    code = follow(record, job)
+    code = follow(record, job, show=console.note if json else console.text)
     result = record.read_result() or {}
     if json:
         console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
@@ -55,9 +61,12 @@ def run(overrides: Overrides = None, site: SiteFile = None, json: Json = False) 
     raise typer.Exit(code)
 
 
-def planned(overrides: list[str] | None, site: str | None = None, **values: Any) -> tuple[Any, dict[str, Any]]:
-    """The plan of a configuration, checked against the site and the data that it will run on; and the configuration."""
+def planned(overrides: list[str] | None, site: str | None = None, *, earliest: bool = False,
+            **values: Any) -> tuple[Any, dict[str, Any]]:
+    """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
+    `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
     from holmes_hpc import config
+    from holmes_hpc.cli.planning import earliest_ends, show_ends
 
     settings = configuration(overrides, site, **values)
     if settings["data"]["kind"] == "indexed":  # here, before anything is queued
@@ -66,6 +75,10 @@ def planned(overrides: list[str] | None, site: str | None = None, **values: Any)
 
             for prefix in parse_blend(settings["data"]["prefix"])[0]:
                 Prefix.open(prefix)
+    if earliest:
+        ends = earliest_ends(settings)
+        show_ends(ends, settings["train"]["steps"], stderr=True)
+        return ends[0].plan, {**settings, "slurm": {**settings["slurm"], "timeout_min": ends[0].timeout_min}}
     with console.waiting("planning"):
         chosen = config.make_plan(settings)
     if settings["plan_file"]:
@@ -115,7 +128,7 @@ def resume(run: Run, overrides: Overrides = None,
 
     record = find_run(run)
     now = status_of(record)
-    if not now.ended and now.state != "NOT_SUBMITTED":
+    if not now.ended and now.state != "not_submitted":
         raise ConfigError(f"it is {now.state}", where=str(record.path), cure="wait for its end, or `holmes cancel` it")
     settings = record.config
     if overrides:
@@ -182,7 +195,8 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
 @app.command()
 def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank's.")] = None,
          lines: Annotated[int, typer.Option("-n", "--lines", help="How many of each log's last lines.")] = 20,
-         follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False) -> None:
+         follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+         json: Json = False) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
     from holmes_hpc.records.logs import follow as follow_logs
     from holmes_hpc.records.logs import tail
@@ -193,6 +207,11 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
     if rank is not None and not paths[0].exists():
         raise ConfigError(f"no log of rank {rank}", where=str(record.path), cure="`holmes logs RUN` shows all")
+    if follow and json:
+        raise ConfigError("--follow and --json", where="logs", cure="leave one of them out")
+    if json:
+        console.as_json({"run": str(record.path), "logs": {path.name: list(tail(path, lines)) for path in paths}})
+        return
     if follow:
         for number, line in follow_logs(record, lambda: record.read_result() is not None,
                                         None if rank is None else [rank]):
@@ -205,7 +224,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
 
 
 @app.command()
-def cancel(run: Run) -> None:
+def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.run import find_run
     from holmes_hpc.submission.states import UNKNOWN
@@ -216,7 +235,10 @@ def cancel(run: Run) -> None:
         before = cancel_run(record)
     if before.state == UNKNOWN:
         raise ConfigError("Slurm knows no such job", where=str(record.path), cure="look with `squeue --me`")
-    console.text(f"{run}: was {before.state}" + (", nothing to cancel" if before.ended else ", cancelled"))
+    if json:
+        console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
+        return
+    console.text(f"{run}: was {before.state.lower()}" + (", nothing to cancel" if before.ended else ", cancelled"))
 
 
 @app.command()

@@ -21,7 +21,7 @@ def command(*words: str) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError as e:
         raise SiteError(f"no command {words[0]}", where="Slurm",
-                        cure="install or load Slurm's client commands, or use a site file (--site FILE)") from e
+                        cure="load Slurm's client commands; `holmes plan --site FILE` needs none") from e
     except subprocess.TimeoutExpired as e:
         raise SiteError(f"no answer to {' '.join(words)} in {TIMEOUT_S} s", where="Slurm",
                         cure="see that slurmctld runs (scontrol ping)") from e

@@ -21,21 +21,33 @@ from holmes_hpc.submission.plan_job import plan_components
 from holmes_hpc.submission.preflight import check_components, parse_test
 from holmes_hpc.submission.script import JobRequest, script_text
 
+SHORTEST_MIN = 5
 START_UP_S = 60.0  # from a job's start to its first step: modules, imports, process groups
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its start (epoch seconds), training time and end; or `reason`, why it cannot run at all."""
+    """A plan with its start (epoch seconds), training time and end; or `reason`, why it cannot run at all.
+    `timeout_min`: the time limit that Slurm was asked with, and that a submission needs to start then."""
 
     plan: Plan
     start: float | None
-    duration_s: float | None
+    duration_s: float
+    timeout_min: int
     reason: str = ""
 
     @property
     def end(self) -> float | None:
-        return None if self.start is None or self.duration_s is None else self.start + self.duration_s
+        return None if self.start is None else self.start + self.duration_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; times as ISO 8601 with the offset of this machine's clock."""
+        def iso(seconds: float | None) -> str | None:
+            return None if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat("T", "seconds")
+
+        return {"plan_id": self.plan.id, "nodes": {c.fabric: c.nodes for c in self.plan.components},
+                "start": iso(self.start), "duration_s": self.duration_s, "end": iso(self.end),
+                "timeout_min": self.timeout_min, "why_not": self.reason or None}
 
 
 def candidates(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, most: int = 16) -> list[Plan]:
@@ -87,17 +99,18 @@ def _epoch(text: str) -> float:
 
 def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> list[Candidate]:
     """Candidates by end of training, those that cannot run last. A plan's own time limit is its predicted time with
-    half as much again, at most the settings' `timeout_min`: a short job can start in a gap that a long one cannot."""
+    half as much again, at least five minutes and at most the settings' `timeout_min`: a short job can start in a gap
+    that a long one cannot."""
     found = []
     for plan in plans:
         duration = training_time_s(plan, steps)
-        minutes = min(int(settings.get("timeout_min") or 60), max(1, round(duration * 1.5 / 60 + 0.5)))
+        minutes = min(int(settings.get("timeout_min") or 60), max(SHORTEST_MIN, round(duration * 1.5 / 60 + 0.5)))
         try:
             if duration > 60 * int(settings.get("timeout_min") or 60):
                 raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", cure="raise it")
-            found.append(Candidate(plan, start_of(plan_components(plan, settings), minutes), duration))
+            found.append(Candidate(plan, start_of(plan_components(plan, settings), minutes), duration, minutes))
         except SubmissionError as e:
-            found.append(Candidate(plan, None, duration, str(e)))
+            found.append(Candidate(plan, None, duration, minutes, str(e)))
     return sorted(found, key=lambda c: (c.end is None, c.end or 0.0))
 
 
@@ -110,7 +123,7 @@ def table_rows(candidates: Sequence[Candidate]) -> tuple[list[str], list[list[st
     for candidate in candidates:
         p = candidate.plan
         where = " + ".join(f"{c.nodes} {c.fabric}" for c in p.components)
-        duration = "" if candidate.duration_s is None else f"{candidate.duration_s / 60:.1f} min"
+        duration = f"{candidate.duration_s / 60:.1f} min"
         layout = f"TP {p.parallel.tp} PP {p.parallel.pp} DP {p.parallel.dp}"
         rows.append([where, layout, clock(candidate.start), duration, clock(candidate.end), candidate.reason])
     return ["nodes", "layout", "start", "duration", "end", "why not"], rows

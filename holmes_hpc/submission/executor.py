@@ -27,7 +27,7 @@ from holmes_hpc.submission.commands import slurm
 from holmes_hpc.submission.component import ALIASES, COMPONENT_KEYS, ComponentRequest, components, memory
 from holmes_hpc.submission.environment import LEADER, MAX_REQUEUES
 from holmes_hpc.submission.job import SlurmHetJob
-from holmes_hpc.submission.preflight import check_components
+from holmes_hpc.submission.preflight import preflight_aloud
 from holmes_hpc.submission.script import JobRequest, script_text, words
 from holmes_hpc.submission.submit import submit_file
 
@@ -59,7 +59,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     max_num_timeout: how often a checkpointable function goes on after a time-out.
     max_requeues: how often it goes on at all; 0: only `max_num_timeout` counts.
     python: the command that starts Python on the nodes (shell, as in submitit).
-    preflight: test each component alone before a heterogeneous job is submitted.
+    preflight: test each component alone before a heterogeneous job is submitted, and log what may keep it waiting.
     """
 
     job_class = SlurmHetJob
@@ -166,7 +166,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """As submitit's, with preflight, without submitting twice when an answer gets lost, and with a ticket."""
         request = self.request()
         if self.parameters.get("preflight", True) and len(request.components) > 1:
-            check_components(request.components)
+            preflight_aloud(request.components)
         uid = uuid.uuid4().hex
         static = utils.JobPaths.get_first_id_independent_folder(self.folder)
         static.mkdir(parents=True, exist_ok=True)

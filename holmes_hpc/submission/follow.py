@@ -41,12 +41,13 @@ class Tail:
 
 
 def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, slurm_every_s: float = 10.0,
-           ask: Callable[[], str] | None = None) -> int:
+           ask: Callable[[], str] | None = None, show: Callable[[str], None] = console.text) -> int:
     """Show the job's progress until it ends: 0 when it completed, else 1 (130 after Ctrl-C without an end).
 
     Looks at the run directory every `poll_s` and asks Slurm at growing intervals up to `slurm_every_s`. On Ctrl-C
     `ask` decides: ``cancel``, ``detach`` or ``go on``; by default a question on the terminal, and detaching where
-    there is none. When the batch script could not write result.json, this does.
+    there is none. When the batch script could not write result.json, this does. `show` gets the lines of the rank's
+    log.
     """
     log = Tail(run.log_path(rank))
     log.skip()
@@ -69,7 +70,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
                 shown, silent = state, time.monotonic()
             lines = log.lines()
             for line in lines:
-                console.text(line)
+                show(line)
             for line in batch.lines():
                 console.note(line)
             if lines:
@@ -99,7 +100,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
                              f"`holmes cancel {run.path}` ends it")
                 return 130
     for line in log.lines():
-        console.text(line)
+        show(line)
     for line in batch.lines():
         console.note(line)
     return tell_end(run, result)

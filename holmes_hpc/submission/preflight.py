@@ -5,10 +5,12 @@ An infeasible component never reaches a controller as part of a heterogeneous jo
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.submission.commands import patient
@@ -17,7 +19,9 @@ from holmes_hpc.submission.fit import SiteNode, check_fit, read_config, read_lim
 
 CACHE_S = 300
 _cache: dict[tuple[str, ...], tuple[float, Test]] = {}
-_nodes: list[tuple[float, list[SiteNode]]] = []
+_facts: dict[str, tuple[float, Any]] = {}
+_said: set[str] = set()
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,35 @@ def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = Non
     check_components(requests, timeout_min=timeout_min)
     if len(requests) < 2:
         return []
-    return warnings(requests, _site_nodes(), read_config(), read_limits())
+    return warnings(requests, _site_nodes(), _kept("config", read_config), _kept("limits", read_limits))
+
+
+def preflight_aloud(requests: Sequence[ComponentRequest]) -> None:
+    """As :func:`preflight`; each warning is logged, once in this process."""
+    for line in preflight(requests):
+        if line not in _said:
+            _said.add(line)
+            log.warning(f"holmes: warning: {line}")
+
+
+def _kept(what: str, read: Callable[[], Any]) -> Any:
+    """A fact about the site, kept as long as the tests of components."""
+    known = _facts.get(what)
+    if known is None or time.monotonic() - known[0] > CACHE_S:
+        known = _facts[what] = (time.monotonic(), read())
+    return known[1]
 
 
 def _site_nodes() -> list[SiteNode]:
-    """The site's nodes, kept as long as the tests of components."""
-    if not _nodes or time.monotonic() - _nodes[0][0] > CACHE_S:
-        _nodes[:] = [(time.monotonic(), read_nodes())]
-    return _nodes[0][1]
+    found: list[SiteNode] = _kept("nodes", read_nodes)
+    return found
 
 
 def forget() -> None:
     """Ask Slurm anew from here on."""
     _cache.clear()
-    _nodes.clear()
+    _facts.clear()
+    _said.clear()
 
 
 def describe(request: ComponentRequest) -> str:

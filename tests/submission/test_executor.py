@@ -172,3 +172,14 @@ def test_a_job_made_again_from_its_folder_knows_itself(slurm: Any, tmp_path: Pat
     again = SlurmHetJob(tmp_path / "log", job.job_id)
     assert again.watcher._expected[job.job_id].name == "me"
     assert again.watcher._expected[job.job_id].record == tmp_path / "log" / "41_exit"
+
+
+def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slurm.answer("scontrol", "echo 'SchedulerType           = sched/builtin'")
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
+    for _ in range(2):
+        executor.submit(print)
+    assert [r.message for r in caplog.records if "sched/backfill" in r.message] == [
+        "holmes: warning: SchedulerType is sched/builtin: only sched/backfill starts heterogeneous jobs"]
+    assert any("component 1 has no constraint" in r.message for r in caplog.records)
+    assert len(slurm.calls("scontrol")) == 1

@@ -1,0 +1,117 @@
+"""submit, logs, cancel, plan --earliest and run --earliest as people type them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holmes_hpc import cli
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission import preflight
+from holmes_hpc.submission.states import SEPARATOR
+
+Holmes = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def holmes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path,
+           hydra_restore_singletons: object) -> Holmes:
+    """Run `holmes ARGS`; (exit code, stdout, stderr) come back."""
+    monkeypatch.setenv("HOLMES_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["holmes", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out = capfd.readouterr()
+        return int(ended.value.code or 0), out.out, out.err
+
+    return run
+
+
+@pytest.mark.parametrize("args", [(), ("train.steps=3",)])
+def test_submit_without_a_plan_says_what_to_do(holmes: Holmes, args: tuple[str, ...]) -> None:
+    code, out, err = holmes("submit", *args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "no plan" in err and "`holmes plan" in err and "`holmes run`" in err
+
+
+@pytest.mark.parametrize("args, word", [(("--site", "x.yaml"), "a site file"), (("launcher=local",), "launcher=local"),
+                                        (("plan_file=x.yaml",), "one plan")])
+def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, args: tuple[str, ...], word: str) -> None:
+    for verb in ("plan", "run"):
+        code, out, err = holmes(verb, "--earliest", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1) and word in err
+
+
+def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any) -> None:
+    run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={
+        "job_id": 7, "submitted": time.time() - 100})
+    run.log_path(1).write_text("a\nb\nc\n")
+    code, out, _ = holmes("logs", "r", "-n", "2", "--json")
+    assert code == 0 and json.loads(out) == {"run": str(run.path), "logs": {"rank-1.txt": ["b", "c"]}}
+    assert holmes("logs", "r", "--follow", "--json")[0] == 2
+    row = SEPARATOR.join(["7", "RUNNING", str(int(time.time())), "None", "ib1", "x"])
+    fake_slurm.answer("squeue", f"cat <<'E'\n{row}\nE")
+    fake_slurm.answer("scancel", "exit 0")
+    code, out, _ = holmes("status", "r", "--json")
+    assert [s["state"] for s in json.loads(out)] == ["running"]
+    code, out, _ = holmes("cancel", "r", "--json")
+    assert code == 0 and json.loads(out) == {"run": str(run.path), "was": "running", "cancelled": True}
+    assert fake_slurm.calls("scancel") == [["7"]]
+
+
+@pytest.fixture
+def busy_roce(testbed: object) -> Iterator[None]:
+    """All RoCE nodes taken for ten minutes."""
+    preflight.forget()
+    job = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap",
+                          "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
+    end = time.monotonic() + 60
+    while "R" not in subprocess.run(["squeue", "-h", "-j", job, "-o", "%t"], capture_output=True, text=True).stdout:
+        assert time.monotonic() < end
+        time.sleep(0.3)
+    yield
+    subprocess.run(["scancel", job], check=False)
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("busy_roce")
+def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path) -> None:
+    """A plan that starts now beats the best one for a short training; for a long one waiting pays."""
+    model = ("model=gpt_tiny", "train.pace_layer_ms=40", "slurm.timeout_min=6000")
+    code, out, err = holmes("plan", *model, "--earliest", "--steps", "20", "--json")
+    assert code == 0, err
+    short = json.loads(out)
+    first, *others = short["earliest"]
+    assert {c["fabric"] for c in short["components"]} == set(first["nodes"]) and "roce-a" not in first["nodes"]
+    waits = [c for c in others if "roce-a" in c["nodes"]]
+    assert waits and all(c["end"] >= first["end"] and c["start"] > first["start"] for c in waits)
+    assert first["timeout_min"] < 10 and first["duration_s"] < 120
+    code, out, err = holmes("plan", *model, "--earliest", "--steps", "100000", "-o", str(tmp_path / "plan.yaml"))
+    assert code == 0, err
+    assert {"nodes", "layout", "start", "duration", "end"} <= set(out.splitlines()[1].split())
+    assert "roce-a" in out.splitlines()[2] and "slurm.timeout_min=" in err and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("busy_roce")
+def test_run_takes_the_plan_that_ends_first(holmes: Holmes) -> None:
+    code, out, err = holmes("run", "--earliest", "--steps", "2", "model=gpt_tiny", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    run = RunDirectory(found["run"])
+    assert found["result"]["state"] == "completed" and found["result"]["final"]["step"] == 2
+    assert run.config["slurm"]["timeout_min"] < 10 and run.config["train"]["steps"] == 2
+    assert "roce" not in run.plan_path.read_text().partition("components:")[2].partition("stages:")[0]
+    assert "why not" in err or "duration" in err
