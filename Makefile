@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test test-breaking test-trixie faults bench-gpu lint quick clean
+.PHONY: help install demo test test-breaking test-trixie faults bench-gpu evaluation lint quick clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -61,6 +61,9 @@ test-trixie: install ## the tests on the testbed, with Debian 13's Slurm and Pyt
 	    touch $(VENV_13)/.installed; \
 	  fi; \
 	  in-release $(VENV_13)/bin/python -m pytest -q -m "slurm and not breaking" --durations=10
+
+evaluation: install ## the paper's evaluation on the testbed (PART=headline or full), into docs/evaluation.md
+	PATH="$(abspath $(BIN)):$$PATH" bash benchmarks/evaluation.sh
 
 clean: ## remove what was built (not runs/)
 	rm -rf $(VENV) $(VENV_13) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

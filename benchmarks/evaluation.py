@@ -3,7 +3,7 @@
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
     python benchmarks/evaluation.py [--part headline|full] [--runs DIR] [--minutes N]
 
-Runs the cells of PARTS one job at a time, repeat by repeat and within a repeat system beside system, so that what
+Runs the cells of GRID one job at a time, repeat by repeat and within a repeat system beside system, so that what
 drifts in the machine meets all of them alike. Started again it goes on where it was; runs that did not complete are
 run again.
 Then (also with --minutes 0) the tables: throughput by NIC environment, hybrid against the mean of InfiniBand and RoCE,
@@ -32,13 +32,17 @@ import pandas as pd
 from holmes_hpc.console import note, table
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
+from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.compare import compare
+from holmes_hpc.results.figures import svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, mape, median_interval, paired_ratios
-from holmes_hpc.results.tables import interval, number, unpacked
+from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
 
 MICRO_BATCHES, STEPS, REPEATS, PACE_MS = 32, 8, 3, 8.0
 COMMON = ("plan.tp=1", "plan.pp=2", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
           "model.max_positions=16", "model.layers=20", "model.heads=4", "model.kv_heads=4", "model.swiglu=false",
           "model.vocab=128", f"train.steps={STEPS}", f"train.pace_layer_ms={PACE_MS}", "slurm.exclusive=true")
+PACED = f"paced compute: {PACE_MS:g} ms a layer forward, twice that backward"
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def full() -> Iterator[Cell]:
             yield Cell("paper-like", "hybrid", nodes, system)
 
 
-PARTS = {"headline": headline, "full": full}
+GRID = {"headline": headline, "full": full}
 
 
 def run(cell: Cell, repeat: int, runs: Path, session: str) -> None:
@@ -163,42 +167,75 @@ def measured(cells: list[Cell], runs: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def tables(found: pd.DataFrame) -> None:
+def tables(found: pd.DataFrame) -> list[Table]:
     """What was measured, in the order of the questions."""
     rate = found.groupby(["regime", "nodes", "where", "system"], sort=False)["samples_per_s"].median()
-    rows, all_rows = [], []
+    answers: list[list[str]] = []
+    plain, cells, parts = list(answers), list(answers), list(answers)
     for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
         at = rate[regime][nodes]
         best = {where: max(at[where].get("holmes", 0), at[where].get("holmes, 1F1B", 0))
                 for where in ("IB", "RoCE") if where in at.index}
         for where in at.index.get_level_values("where").unique():
-            ours = at[where].get("holmes")
+            ours, overlap = at[where].get("holmes"), at[where].get("Megatron-LM, overlap")
             pairs = paired_ratios(group[group["where"] == where], "system", "Megatron-LM, overlap", "holmes")
             ratio = median_interval(pairs["ratio"])
-            share = (fraction_of_homogeneous(ours, best.values())
-                     if ours and len(best) == 2 and where == "hybrid" else None)
-            rows.append([regime, nodes, where, number(ours), number(at[where].get("proportional layers")),
-                         number(at[where].get("Megatron-LM, overlap")), number(ratio.median),
-                         interval(ratio.low, ratio.high), f"{share:.1%}" if share else ""])
+            whole = ours and len(best) == 2 and where == "hybrid"
+            answers.append([f"{regime}, {nodes}", where, number(ours), number(at[where].get("proportional layers")),
+                            number(overlap), number(ratio.median), interval(ratio.low, ratio.high),
+                            f"{fraction_of_homogeneous(ours, best.values()):.1%}" if whole else ""])
+            if overlap and "Megatron-LM, overlap" in at.get("IB", {}):
+                plain.append([f"{regime}, {nodes}", where, f"{overlap / at['IB']['Megatron-LM, overlap']:.2f}"])
         for (where, system), one in group.groupby(["where", "system"], sort=False):
             error = mape(one["predicted_samples_per_s"], one["samples_per_s"])
-            all_rows.append([regime, nodes, where, system, one["layers_per_stage"].iloc[0], len(one),
-                             number(one["samples_per_s"].median()),
-                             number(one["predicted_samples_per_s"].median()), f"{error:.1f}%"])
-    table("samples/s, medians", ["regime", "nodes", "where", "holmes", "proportional", "Megatron-LM, overlap",
-                                 "holmes over it", "95%", "of mean(IB, RoCE)"], rows,
-          f"paced compute: {PACE_MS:g} ms a layer forward; mean of the faster schedule of either fabric")
-    table("every cell", ["regime", "nodes", "where", "system", "layers", "runs", "samples/s", "predicted", "error"],
-          all_rows)
+            cell = [f"{regime}, {nodes}", where, system]
+            cells.append([*cell, one["layers_per_stage"].iloc[0], str(len(one)), number(one["samples_per_s"].median()),
+                          number(one["predicted_samples_per_s"].median()), f"{error:.1f}%"])
+            parts.append([*cell, *(number(one[part].median()) for part in PARTS)])
+    return [
+        Table("Samples/s by NIC environment", ["regime, nodes", "where", "holmes", "proportional layers",
+                                               "Megatron-LM, overlap", "holmes over it", "95%", "of mean(IB, RoCE)"],
+              answers, f"medians; {PACED}; the mean is of the faster schedule of either fabric; no interval of 95% "
+                       "from fewer than six pairs"),
+        Table("What the environments are to plain Megatron-LM with overlap", ["regime, nodes", "where", "of IB"],
+              plain, "throughput; the paper's at 4 nodes: Ethernet 0.62, RoCE 0.81"),
+        Table("Every cell and its prediction", ["regime, nodes", "where", "system", "layers", "runs", "samples/s",
+                                                "predicted", "error"], cells, f"medians; {PACED}"),
+        Table("Where a step goes: seconds", ["regime, nodes", "where", "system", *(PART_NAMES[p] for p in PARTS)],
+              parts, f"medians, mean over stages; {PACED}")]
+
+
+def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) -> None:
+    """The tables and a figure for each regime and number of nodes, as a page."""
+    commits = ", ".join(sorted({str(c)[:12] for c in found["git_commit"].dropna()}))
+    lines = ["# The paper's evaluation, on shaped NICs", "",
+             "Made by `make evaluation` (`benchmarks/evaluation.py` says how); the numbers are of network namespaces "
+             "and veth pairs on one machine, not of InfiniBand or RoCE hardware.", "",
+             f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs; commit {commits}; part: {part}; "
+             f"{len(found)} runs; {' '.join(COMMON)}.", ""]
+    for regime in found["regime"].unique():
+        lines.append(f"- *{regime}*: `{' '.join(REGIMES[regime].overrides)}`")
+    figures_at = path.with_suffix("")
+    figures_at.mkdir(parents=True, exist_ok=True)
+    for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
+        figure = throughput(compare(group.drop(columns=["regime", "where"])).cells)
+        name = f"{regime}-{nodes}.svg"
+        (figures_at / name).write_text(svg(figure), encoding="utf-8")
+        lines += ["", f"![Throughput, {regime}, {nodes} nodes]({figures_at.name}/{name})"]
+    for t in made:
+        lines += ["", f"## {t.title}", "", "| " + " | ".join(t.columns) + " |", "|---" * len(t.columns) + "|",
+                  *("| " + " | ".join(row) + " |" for row in t.rows), "", t.caption]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=sorted(PARTS), default="headline")
+    parser.add_argument("--part", choices=sorted(GRID), default="headline")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evaluation")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
+    parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation.md")
     given = parser.parse_args()
-    cells = list(PARTS[given.part]())
+    cells = list(GRID[given.part]())
     given.runs.mkdir(parents=True, exist_ok=True)
     print(f"{len(cells)} cells, {REPEATS} repeats; {' '.join(COMMON)}")
     for regime in REGIMES.values():
@@ -210,8 +247,13 @@ def main() -> None:
             if time.monotonic() < until:
                 run(cell, repeat, given.runs, session=f"{repeat}")
     found = measured(cells, given.runs)
-    if len(found):
-        tables(found)
+    if not len(found):
+        return
+    made = tables(found)
+    for t in made:
+        table(*t)
+    if given.page:
+        write_page(found, made, given.part, given.page)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""The evaluation's grid and page, on made-up runs; its real runs are `make evaluation`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+
+from holmes_hpc import config
+from holmes_hpc.testbed.topology import read
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import evaluation
+
+HEADERS = 1.05
+PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "hybrid": {"ib-a": 2, "roce-a": 2}}
+
+
+@pytest.mark.parametrize(("regime", "hop"), [("paper-like", 0.23), ("light", 0.05)])
+def test_a_hop_takes_the_share_of_a_stages_computing_that_the_regime_stands_for(regime: str, hop: float) -> None:
+    settings = config.load(next(c for c in evaluation.full() if c.regime == regime).overrides)
+    model, batch = settings["model"], settings["batch"]
+    sent = 4 * model["hidden"] * batch["sequence_length"] * batch["micro_size"] * HEADERS
+    transfer_s = sent * 8 / (read("evaluation").ethernet_mbit * 1e6)
+    stage_s = 3 * settings["train"]["pace_layer_ms"] / 1000 * model["layers"] / 2
+    assert transfer_s / stage_s == pytest.approx(hop, abs=0.005)
+
+
+def test_runs_have_names_of_their_own_and_the_same_batch_per_pipeline() -> None:
+    cells = list(evaluation.full())
+    assert set(evaluation.headline()) < set(cells)
+    assert len({c.run_name(repeat) for c in cells for repeat in range(evaluation.REPEATS)}) == 3 * len(cells)
+    for cell in cells:
+        batch = config.load(cell.overrides)["batch"]
+        assert batch["global_size"] / batch["micro_size"] / (cell.nodes // 2) == evaluation.MICRO_BATCHES
+
+
+def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> None:
+    cells = [c for c in evaluation.headline() if c.nodes == 4]
+    seconds = {"hybrid": 2.0, "IB": 1.0, "RoCE": 4.0, "Ethernet": 8.0}
+    for cell in cells:
+        for repeat in range(evaluation.REPEATS):
+            slower = 1 if cell.system == "holmes" else 1.5
+            make_run(tmp_path / "runs" / cell.run_name(repeat), PLACES[cell.environment], steps=8, seed=repeat,
+                     step_time_s=slower * seconds[cell.environment], spread=0.0,
+                     labels={"session": str(repeat), "system": cell.system})
+    found = evaluation.measured(cells, tmp_path / "runs")
+    assert len(found) == 3 * len(cells)
+    made = evaluation.tables(found)
+    hybrid = next(row for row in made[0].rows if row[1] == "hybrid")
+    assert hybrid[-1] == "80.0%"  # 1/2 of a sample a second against the mean of 1 and 1/4
+    assert hybrid[-3] == "1.50"
+    evaluation.write_page(found, made, "headline", tmp_path / "evaluation.md")
+    text = (tmp_path / "evaluation.md").read_text()
+    assert all(f"| {c.environment} | {c.system} |" in text for c in cells)
+    assert (tmp_path / "evaluation" / "paper-like-4.svg").stat().st_size > 1000
