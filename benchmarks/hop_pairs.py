@@ -1,14 +1,19 @@
 """What the hop between fabrics costs under Megatron's schedule and under the one that runs ahead, on the testbed.
 
-    eval "$(holmes testbed env)"
-    python benchmarks/hop_pairs.py [--ratio 0.05 0.23 0.45 0.9] [--micro-batches 32] [--rounds 10]
-                                   [--where hybrid ib roce]
+    holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
+    holmes calibrate name=hop-calibration model=gpt_tiny model.layers=2 model.hidden=128 model.heads=1 \\
+        model.kv_heads=1 model.ffn=64 model.vocab=64 batch.sequence_length=8 batch.micro_size=64 \\
+        train.pace_layer_ms=30 "plan.nodes={ib-a: 2, roce-a: 2}" -o runs/hop.cal.yaml
+    python benchmarks/hop_pairs.py --calibration runs/hop.cal.yaml [--ratio 0.05 0.23 0.45 0.9] \\
+        [--micro-batches 32] [--pairs 10] [--where hybrid ib roce] [--minutes 5]
 
 Hop ratio: one-way transfer time of one micro-batch's activations over Ethernet, over a stage's forward and backward
-computing time for it (paced). The same TP, PP, DP and batch everywhere; `hybrid` is two nodes of either fabric,
-`ib` and `roce` four nodes of one, `three` IB, RoCE and IB nodes in a row. In each job the schedules alternate step by
-step. Printed: medians, the ratio of the schedules with its 95% interval (bootstrap over pairs), and the hybrid against
-the mean of the homogeneous environments, each with its faster schedule.
+computing time for it (paced). The same TP, PP, DP and batch everywhere; `hybrid` is two nodes of either fabric, `ib`
+and `roce` four nodes of one; `three` IB, RoCE and IB nodes in a row, `ib-3` and `roce-3` six of one. The planner
+chooses the depth and says the step time before a cell is run. In each job the schedules alternate step by step; each
+pair of steps is kept in --out, so the benchmark stops after --minutes, and goes on where it stopped. Printed: medians,
+the ratio of the schedules with its 95% interval (bootstrap over pairs), the hybrid against the mean of the homogeneous
+environments, each with its faster schedule, predictions' errors, and how busy this machine's cores were.
 """
 
 from __future__ import annotations
@@ -16,61 +21,77 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from holmes_hpc.console import note, table
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.fabric.slurm import read_site
-from holmes_hpc.planning.grid import Parallel
+from holmes_hpc.planning.calibration import Calibration
+from holmes_hpc.planning.costs import Costs
 from holmes_hpc.planning.model import Batch, ModelSpec
-from holmes_hpc.planning.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.planning.options import PlanOptions
+from holmes_hpc.planning.orders import in_flight
+from holmes_hpc.planning.plan import Plan, Schedule
+from holmes_hpc.planning.predict import predict
+from holmes_hpc.planning.search import best_plan
 from holmes_hpc.records.run import RunDirectory
 
-HIDDEN, SEQUENCE, VOCABULARY, HEADERS = 16, 32, 64, 1.046  # TCP/IP headers at MTU 1500
+HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # the fewest bytes of other things than activations, and little to compute
+SAMPLE_BYTES = 4 * HIDDEN * SEQUENCE
+HEADERS = 1.046  # TCP/IP headers at MTU 1500
+START_S = 30.0  # a job that would have less time is not begun
+HOMOGENEOUS = {"hybrid": ("ib", "roce"), "three": ("ib-3", "roce-3")}
 
 
-def environments(site: Site, stages: int, dp: int) -> dict[str, list[tuple[str, int]]]:
+def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
     """Name -> (fabric, stages it holds), in order."""
     ib = [f.name for f in site.fabrics if str(f.nic) == "ib"]
     roce = [f.name for f in site.fabrics if str(f.nic) == "roce"]
-    found = {"hybrid": [(ib[0], stages // 2), (roce[0], stages - stages // 2)], "ib": [(ib[0], stages)],
-             "roce": [(roce[0], stages)], "three": [(ib[0], 1), (roce[0], 1), (ib[-1], 1)]}
+    found = {"hybrid": [(ib[0], 1), (roce[0], 1)], "ib": [(ib[0], 2)], "roce": [(roce[0], 2)],
+             "three": [(ib[0], 1), (roce[0], 1), (ib[-1], 1)], "ib-3": [(ib[0], 3)], "roce-3": [(roce[0], 3)]}
     sizes = {f.name: f.nodes for f in site.fabrics}
     return {name: parts for name, parts in found.items()
             if all(sizes[fabric] >= held * dp for fabric, held in parts)
             and len({fabric for fabric, _ in parts}) == len(parts)}
 
 
-def make_plan(site: Site, parts: list[tuple[str, int]], layers: int, dp: int, micro_batches: int, micro_size: int,
-              in_flight: tuple[int, ...]) -> Plan:
+def make_plan(site: Site, parts: list[tuple[str, int]], dp: int, micro_batches: int, micro_size: int, costs: Costs,
+              ) -> Plan:
+    """The planner's own: it chooses the depth."""
     stages = sum(held for _, held in parts)
-    model = ModelSpec("hop", layers=layers * stages, hidden=HIDDEN, heads=2, vocab=VOCABULARY, ffn=4 * HIDDEN,
-                      kv_heads=2, max_positions=SEQUENCE)
-    first = itertools.accumulate([0, *(held for _, held in parts)])
-    components = [Component(site.fabric(fabric).partition, "", fabric, held * dp, 1, tuple(range(at, at + held)))
-                  for (fabric, held), at in zip(parts, first)]  # noqa: B905 (first has one more)
-    return Plan("pipeline" if len(parts) > 1 else "one-fabric", model,
-                Batch(micro_batches * dp * micro_size, micro_size, SEQUENCE), Parallel(pp=stages, dp=dp), "none",
-                Schedule("ahead", in_flight), tuple(components),
-                tuple(Stage(fabric, layers) for fabric, held in parts for _ in range(held)), site, bucket_bytes=100_000)
+    model = ModelSpec("hop", layers=stages, hidden=HIDDEN, heads=1, vocab=VOCABULARY, ffn=64, kv_heads=1,
+                      max_positions=SEQUENCE)
+    options = PlanOptions(nodes={fabric: held * dp for fabric, held in parts}, gpus_per_node=1, tp=1, pp=stages, dp=dp,
+                          layers_per_stage=(1,) * stages, virtual_stages=1, recompute="none", schedule="ahead",
+                          fabric_order=tuple(fabric for fabric, _ in parts),
+                          strategy="pipeline" if len(parts) > 1 else "one-fabric")
+    return best_plan(model, Batch(micro_batches * dp * micro_size, micro_size, SEQUENCE), site, options, costs)
 
 
-def play(folder: Path, plan: Plan, variants: list[str], rounds: int, pace_ms: float) -> dict[str, Any]:
-    """One job; what rank 0 measured."""
+def waiting(plan: Plan) -> Plan:
+    """The same under Megatron's 1F1B."""
+    depths = in_flight(plan.parallel.pp, plan.micro_batches)
+    return replace(plan, schedule=Schedule("1f1b", depths))
+
+
+def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
+    """One job; each rank leaves its steps' times in `folder`."""
     run = RunDirectory.create(folder, plan.to_yaml(), {"benchmark": "hop_pairs"})
-    given, results = folder / "given.json", folder / "times.json"
-    given.write_text(json.dumps({
-        "plan": str(run.plan_path), "run_dir": str(folder), "variants": variants, "rounds": rounds,
-        "train": {"pace_layer_ms": pace_ms, "device": "cpu", "steps": 10_000}}))
-    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("hop_rank.py")), str(given), str(results)]
+    path = folder / "given.json"
+    path.write_text(json.dumps({**given, "plan": str(run.plan_path), "run_dir": str(folder)}))
+    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("hop_rank.py")), str(path),
+               str(folder / "times")]
     words = ["srun"]
     for index, c in enumerate(plan.components):
         words += [":"] * bool(index) + ["-p", c.partition, f"-N{c.nodes}", f"-n{c.ranks}", "--ntasks-per-node=1"]
@@ -80,7 +101,31 @@ def play(folder: Path, plan: Plan, variants: list[str], rounds: int, pace_ms: fl
     done = subprocess.run(words, env=env, text=True, capture_output=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return {"ranks": [json.loads(Path(f"{results}.{r}").read_text()) for r in range(plan.world_size)]}
+
+
+def begin(a: argparse.Namespace, site: Site, costs: Costs, where: str, ratio: float, micro_batches: list[int],
+          rounds: int, until: float) -> None:
+    """Plan one environment at one ratio, predict, and run it up to the time `until`."""
+    parts = environments(site, a.dp)[where]
+    stage_s = 3 * a.pace_ms / 1000
+    rate = site.fabric(parts[0][0]).ethernet_gbps * 1e9 / 8 / HEADERS
+    micro_size = max(1, round(ratio * stage_s * rate / SAMPLE_BYTES))
+    cells = []
+    for count in micro_batches:
+        plan = make_plan(site, parts, a.dp, count, micro_size, costs)
+        assert plan.predicted is not None
+        cells.append({"micro_batches": count, "in_flight": plan.schedule.in_flight, "samples": plan.batch.global_size,
+                      "predicted_s": {"megatron": predict(waiting(plan), costs).step_time_s,
+                                      "ahead": plan.predicted.step_time_s}})
+    plan = make_plan(site, parts, a.dp, max(micro_batches), micro_size, costs)
+    own = SAMPLE_BYTES * micro_size / rate / stage_s  # after rounding
+    note(f"{where}, hop {own:.3f}: micro-batches of {micro_size} samples; "
+         + ", ".join(f"{c['micro_batches']} with {c['in_flight']} in flight" for c in cells))
+    folder = a.out / f"{where}-{ratio}-{time.strftime('%H%M%S')}"
+    play(folder, plan, {"where": where, "ratio": ratio, "own": own, "stage_s": stage_s, "dp": a.dp, "cells": cells,
+                        "stages": len(plan.stages), "edges_tcp": len(parts) - 1, "rounds": rounds, "until": until,
+                        "micro_size": micro_size, "load": os.getloadavg()[0],
+                        "train": {"pace_layer_ms": a.pace_ms, "device": "cpu", "steps": 10_000}})
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -90,62 +135,100 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return medians[50], medians[1949]
 
 
-def bound(ranks: list[dict[str, Any]], variant: str, dp: int, micro_batches: int, hops_s: float) -> float:
+def cells_of(out: Path) -> dict[tuple[str, float, int], dict[str, Any]]:
+    """(where, ratio, micro-batches) -> what is known of it: `pairs` of seconds (megatron, ahead), and so on, over all
+    jobs that were run, also those that were stopped."""
+    cells: dict[tuple[str, float, int], dict[str, Any]] = {}
+    for path in sorted(out.glob("*/given.json"), key=lambda p: p.stat().st_mtime):
+        given = json.loads(path.read_text())
+        lines: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
+        ranks = given["stages"] * given["dp"]
+        for rank in range(ranks):
+            of = path.with_name(f"times.{rank}")
+            for text in of.read_text().splitlines() if of.exists() else ():
+                line = json.loads(text)
+                lines[line["round"], line["micro_batches"], line["kind"]].append(line)
+        whole = {key: steps for key, steps in lines.items() if len(steps) == ranks}
+        for cell in given["cells"]:
+            count = cell["micro_batches"]
+            key = given["where"], given["ratio"], count
+            rounds = [r for r, n, kind in whole if n == count and kind == "ahead" and (r, n, "megatron") in whole]
+            known = cells.setdefault(key, {"pairs": [], "ahead": [], "megatron": []})
+            known.update({k: v for k, v in {**given, **cell}.items() if k != "cells"})
+            known["pairs"] += [tuple(whole[r, count, kind][0]["step_s"] for kind in ("megatron", "ahead"))
+                               for r in rounds]
+            for kind in ("megatron", "ahead"):
+                known[kind] += [whole[r, count, kind] for r in rounds]
+    return {key: cell for key, cell in cells.items() if cell["pairs"]}
+
+
+def bound_s(cell: dict[str, Any]) -> float:
     """Seconds of a step in which nothing is waited for but filling and draining: the slowest stage's computing, as it
     was measured, one micro-batch of each other stage, and one round trip over the slow hops."""
-    computing = [statistics.median(p["compute_s"] for p in rank["parts"][variant]) for rank in ranks[::dp]]
-    return max(computing) + (sum(computing) - max(computing)) / micro_batches + 2 * hops_s
+    computing = [statistics.median(step[stage * cell["dp"]]["parts"]["compute_s"] for step in cell["ahead"])
+                 for stage in range(cell["stages"])]
+    rest = (sum(computing) - max(computing)) / cell["micro_batches"]
+    return max(computing) + rest + 2 * cell["own"] * cell["stage_s"] * cell["edges_tcp"]
+
+
+def report(cells: dict[tuple[str, float, int], dict[str, Any]]) -> None:
+    """The tables."""
+    rows, best = [], {}
+    for (where, ratio, count), cell in sorted(cells.items(), key=lambda item: (item[0][1], -item[0][2], item[0][0])):
+        waits, ahead = (statistics.median(x) for x in zip(*cell["pairs"], strict=True))
+        best[where, ratio, count] = cell["samples"] / min(waits, ahead)
+        ratios = [x / y for x, y in cell["pairs"]]
+        low, high = interval(ratios)
+        wrong = [cell["predicted_s"][kind] / seconds - 1 for kind, seconds in (("megatron", waits), ("ahead", ahead))]
+        busy = statistics.median(sum(r["cpu_s"] for r in step) / step[0]["step_s"] / (os.cpu_count() or 1)
+                                 for step in cell["ahead"])
+        computing = statistics.median(step[-1]["parts"]["compute_s"] for step in cell["ahead"]) / count
+        rows.append([where, f"{cell['own']:.3f}", count, len(ratios), "+".join(map(str, cell["in_flight"])),
+                     f"{waits:.3f}", f"{ahead:.3f}", f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}",
+                     f"{bound_s(cell) / ahead:.1%}", f"{wrong[0]:+.1%}", f"{wrong[1]:+.1%}",
+                     f"{1000 * computing:.1f}", f"{busy:.0%}"])
+    table("seconds of a step, medians; computing: ms of the last stage for a micro-batch; busy: these ranks' share of "
+          "the cores", ["where", "hop", "micro-batches", "pairs", "in flight", "megatron", "ahead", "faster by",
+                        "95% interval", "of the bound", "predicted megatron", "predicted ahead", "computing", "busy"],
+          rows)
+    rows = []
+    for where, ratio, count in best:
+        others = [(name, ratio, count) for name in HOMOGENEOUS.get(where, ("",))]
+        if all(name in best for name in others):
+            cell, stages = cells[where, ratio, count], cells[where, ratio, count]["stages"]
+            fill = count + stages - 1
+            share = best[where, ratio, count] / statistics.mean(best[name] for name in others)
+            without = statistics.mean(best[name] for name in others) * statistics.median(
+                x for x, _ in cell["pairs"]) / cell["samples"]
+            rows.append([where, f"{cell['own']:.3f}", count, f"{1 / without:.1%}", f"{share:.1%}",
+                         f"{fill / (fill + 2 * cell['own'] * cell['edges_tcp']):.1%}"])
+    if rows:
+        table("throughput over several fabrics, of the mean of the homogeneous environments with their faster schedule",
+              ["where", "hop", "micro-batches", "megatron", "ahead", "fill and drain leave"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratio", type=float, nargs="+", default=[0.05, 0.23, 0.45, 0.9])
+    parser.add_argument("--ratio", type=float, nargs="*", default=[0.05, 0.23, 0.45, 0.9])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[32])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--where", nargs="+", default=["hybrid", "ib", "roce"])
-    parser.add_argument("--pace-ms", type=float, default=40.0, help="forward time of one layer")
-    parser.add_argument("--layers", type=int, default=1, help="per stage")
+    parser.add_argument("--pace-ms", type=float, default=30.0, help="forward time of a stage, which is one layer")
     parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--plain", action="store_true", help="also Megatron's own communicator, where it is one fabric")
-    parser.add_argument("--out", type=Path, default=Path("runs") / f"hop-{time.strftime('%m%d-%H%M%S')}")
+    parser.add_argument("--calibration", type=Path, help="what `holmes calibrate` measured; else published figures")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--out", type=Path, default=Path("runs") / "hop")
     a = parser.parse_args()
-    site = read_site()
-    rows, everything = [], []
-    for ratio, micro_batches in itertools.product(a.ratio, a.micro_batches):
-        best: dict[str, float] = {}
-        for where in a.where:
-            stages = 3 if where == "three" else 2
-            parts = environments(site, stages, a.dp)[where]
-            slowest = site.fabric(parts[0][0]).ethernet_gbps
-            stage_s = 3 * a.layers * a.pace_ms / 1000
-            micro_size = max(1, round(ratio * stage_s * slowest * 1e9 / 8 / HEADERS / (4 * HIDDEN * SEQUENCE)))
-            own = 4 * HIDDEN * SEQUENCE * micro_size * HEADERS * 8 / slowest / 1e9 / stage_s  # after rounding
-            hop = own if len(parts) > 1 else 0.2 * own
-            depth = math.ceil(2 + 2 * hop + 0.2)  # 0.2 of a stage's time of slack for what is not ideal
-            in_flight = tuple((stages - s - 1) * (depth - 1) + 1 for s in range(stages))
-            plan = make_plan(site, parts, a.layers, a.dp, micro_batches, micro_size, in_flight)
-            ours = "ahead:" + ",".join(map(str, in_flight))
-            variants = ["megatron", ours] + ["plain"] * (a.plain and len(parts) == 1)
-            name = f"{where}-{ratio}-{micro_batches}"
-            note(f"{name}: micro-batches of {micro_size} samples, hop {own:.2f}, in flight {in_flight}")
-            ranks = play(a.out / name, plan, variants, a.rounds, a.pace_ms)["ranks"]
-            times = ranks[0]["times"]
-            rate = {v: plan.batch.global_size / statistics.median(t) for v, t in times.items()}
-            pairs = [x / y for x, y in zip(times["megatron"], times[ours], strict=True)]
-            low, high = interval(pairs)
-            best[where] = max(rate.values())
-            bound_s = bound(ranks, ours, a.dp, micro_batches, own * stage_s * (len(parts) - 1))
-            rows.append([where, ratio, micro_batches, in_flight[0], f"{rate['megatron']:.2f}", f"{rate[ours]:.2f}",
-                         f"{statistics.median(pairs):.3f}", f"{low:.3f} to {high:.3f}",
-                         f"{100 * bound_s / statistics.median(times[ours]):.1f}%"])
-            everything.append({"where": where, "ratio": own, "micro_batches": micro_batches, "in_flight": in_flight,
-                               "times": times, "parts": [r["parts"] for r in ranks], "samples_per_s": rate})
-            (a.out / "results.json").write_text(json.dumps(everything))
-        if {"hybrid", "ib", "roce"} <= best.keys():
-            share = 100 * best["hybrid"] / statistics.mean([best["ib"], best["roce"]])
-            rows.append(["hybrid of mean(ib, roce)", ratio, micro_batches, "", "", "", "", "", f"{share:.1f}%"])
-    table("samples/s, medians", ["where", "hop", "micro-batches", "depth", "megatron", "ahead", "ahead is faster by",
-                                 "95% interval", "of the bound"], rows)
+    calibration = Calibration.from_dict(yaml.safe_load(a.calibration.read_text())) if a.calibration else None
+    site, costs = read_site(), Costs(calibration, a.pace_ms)
+    until = time.time() + 60 * a.minutes
+    for ratio, where in itertools.product(a.ratio, a.where):
+        done = cells_of(a.out)
+        left = {n: a.pairs - len(done.get((where, ratio, n), {"pairs": ()})["pairs"]) for n in a.micro_batches}
+        wanted = [n for n, pairs in left.items() if pairs > 0]
+        if wanted and time.time() < until - START_S:
+            begin(a, site, costs, where, ratio, wanted, max(left.values()), until)
+    report(cells_of(a.out))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """One rank of benchmarks/hop_pairs.py: trains under several schedules in turn, one step each, and notes their times.
 
 Alternating within one job compares schedules in the same minute on the same nodes; results are equal bit for bit, so
-each goes on where the other stopped. Arguments: a JSON file of {plan, run_dir, train, data, variants, rounds}, and the
-file that rank N writes its times to, with .N at its end.
+each goes on where the other stopped. Arguments: a JSON file of {plan, run_dir, train, cells [{micro_batches,
+in_flight}], rounds, until}, and the file that rank N writes a line to for every step, with .N at its end.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ import torch
 import yaml
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -64,29 +65,19 @@ class Rank:
         training, _ = data.build_datasets(config, plan)
         self.batches = data.batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
 
-    def schedules(self, variants: list[str]) -> dict[str, tuple[Any, Any]]:
-        """Name -> (schedule, communicator). megatron: its 1F1B over our edges; plain: over its own communicator, one
-        group for the whole pipeline; ahead:3,1: ours with so many in flight."""
-        made: dict[str, tuple[Any, Any]] = {}
-        for name in variants:
-            kind, _, depths = name.partition(":")
-            if kind == "ahead":
-                in_flight = tuple(int(n) for n in depths.split(","))
-                made[name] = functools.partial(run_ahead, in_flight=in_flight), self.edges
-            else:
-                plain = P2PCommunicator(self.groups.pp, self.config)
-                made[name] = get_forward_backward_func(), plain if kind == "plain" else self.edges
-        return made
+    def schedule(self, kind: str, in_flight: Sequence[int]) -> Any:
+        """megatron: its own 1F1B, over our edges; ahead: ours."""
+        return get_forward_backward_func() if kind == "megatron" else functools.partial(run_ahead, in_flight=in_flight)
 
-    def step(self, schedule: Any, communicator: Any) -> float:
+    def step(self, schedule: Any, micro_batches: int) -> float:
         """One step; the gradient norm."""
         self.models[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.breakdown.part("pipeline_wait_s"):  # what is not another part
             schedule(forward_step_func=functools.partial(_forward, self.device), data_iterator=self.batches,
-                     model=self.models[0], num_microbatches=self.plan.micro_batches,
+                     model=self.models[0], num_microbatches=micro_batches,
                      seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
-                     p2p_communicator=communicator, pg_collection=self.groups)
+                     p2p_communicator=self.edges, pg_collection=self.groups)
         with self.breakdown.part("optimizer_s"):
             _, norm, _ = self.optimizer.step()
         return float(norm)
@@ -96,29 +87,32 @@ def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     train = {**yaml.safe_load((CONF / "train" / "default.yaml").read_text()), **given["train"]}
-    settings = {**yaml.safe_load((CONF / "data" / "synthetic.yaml").read_text()), **given.get("data", {})}
+    settings = yaml.safe_load((CONF / "data" / "synthetic.yaml").read_text())
     own, run, plan = launch(), RunDirectory(given["run_dir"]), Plan.read(given["plan"])
     log, exits = RankLog(run, own), Exits(run, own)
     try:
         config = {"train": train, "data": settings}
         here = session.start(config, own, plan, run, exits)
         rank = Rank(config, here)
-        variants = rank.schedules(given["variants"])
-        times: dict[str, list[float]] = {name: [] for name in variants}
-        parts: dict[str, list[Any]] = {name: [] for name in variants}
-        norms = []
-        torch.distributed.barrier()
-        for turn in range(given["rounds"] + 1):  # the first one does not count
-            for name in list(variants) if turn % 2 else list(reversed(variants)):  # none is always the first of a pair
-                rank.breakdown.begin()
-                began = time.perf_counter()
-                norms.append(rank.step(*variants[name]))
-                torch.distributed.barrier()
-                times[name].append(time.perf_counter() - began)
-                parts[name].append(rank.breakdown.take())
-        Path(f"{sys.argv[2]}.{own.rank}").write_text(json.dumps(
-            {"times": {n: t[1:] for n, t in times.items()}, "parts": {n: p[1:] for n, p in parts.items()},
-             "norms": norms}), encoding="utf-8")
+        kinds = ["megatron", "ahead"]
+        with Path(f"{sys.argv[2]}.{own.rank}").open("w", encoding="utf-8") as out:
+            for turn in range(given["rounds"] + 1):  # the first one does not count
+                kinds.reverse()  # none is always the first of a pair
+                late = torch.tensor([time.time() > given["until"]])  # as the first rank's clock says
+                torch.distributed.broadcast(late, 0)
+                if late:
+                    break
+                for cell, kind in itertools.product(given["cells"], kinds):
+                    torch.distributed.barrier()
+                    rank.breakdown.begin()
+                    began, cpu = time.perf_counter(), time.process_time()
+                    norm = rank.step(rank.schedule(kind, cell["in_flight"]), cell["micro_batches"])
+                    torch.distributed.barrier()
+                    line = {"round": turn, "kind": kind, "micro_batches": cell["micro_batches"], "norm": norm,
+                            "step_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu,
+                            "parts": rank.breakdown.take()}
+                    if turn:
+                        print(json.dumps(line), file=out, flush=True)
         rank.edges.close()
         torch.distributed.barrier()
         here.close()

@@ -23,7 +23,8 @@ from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.costs import Costs
 from holmes_hpc.planning.model import Batch, ModelSpec
 from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.plan import Plan, Schedule
+from holmes_hpc.planning.predict import predict
 from holmes_hpc.planning.search import given_plan
 from holmes_hpc.records.run import RunDirectory
 
@@ -34,22 +35,32 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A plan's options, and what differs from MODEL and BATCH."""
+    """A plan's options, and what differs from MODEL and BATCH. `in_flight`: under the schedule that runs ahead, as deep
+    as for a slow hop, which there is none of here."""
 
     options: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
+    in_flight: tuple[int, ...] | None = None
 
     def plan(self) -> Plan:
         ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
         fabric = Fabric("here", NicType.ETHERNET, "here", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
-        return given_plan(replace(MODEL, **self.model), replace(BATCH, **self.batch), Site("here", (fabric,)),
+        made = given_plan(replace(MODEL, **self.model), replace(BATCH, **self.batch), Site("here", (fabric,)),
                           PlanOptions(**self.options), Costs())
+        if self.in_flight is None:
+            return made
+        deeper = replace(made, schedule=Schedule("ahead", self.in_flight))
+        return replace(deeper, predicted=predict(deeper, Costs()))
 
 
 CASES = {
     "pp2": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}),
     "pp2 ahead": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [6, 6], "schedule": "ahead"}),
+    "pp2 ahead, deeper": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [6, 6], "schedule": "ahead"},
+                              in_flight=(5, 1)),
+    "pp3 ahead, deeper": Case({"tp": 1, "pp": 3, "dp": 1, "layers_per_stage": [4, 4, 4], "schedule": "ahead"},
+                              in_flight=(7, 4, 1)),
     "pp2 full recomputation": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "recompute": "full"},
                                    batch={"micro_size": 8, "global_size": 32}),
     "pp2 selective": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "recompute": "selective"}),

@@ -11,6 +11,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.costs import Costs
 from holmes_hpc.planning.explain import PARTS
+from holmes_hpc.planning.hops import hop_cost
 from holmes_hpc.planning.options import PlanOptions
 from holmes_hpc.planning.plan import Plan, Predicted
 from holmes_hpc.planning.predict import predict
@@ -23,7 +24,7 @@ def explain(plan: Plan, costs: Costs) -> list[str]:
     """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions."""
     lines = [*_headline(plan), "", *_drawing(plan)]
     if plan.predicted is not None:
-        lines += ["", *_step(plan, plan.predicted), "", *_helps(plan, plan.predicted, costs)]
+        lines += ["", *_step(plan, plan.predicted), *_hops(plan, costs), "", *_helps(plan, plan.predicted, costs)]
     if plan.alternatives:
         lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a))]
     if plan.unused:
@@ -80,6 +81,21 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     lines += _wrapped(f"Memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
                       f"What binds: the ranks mostly {_binding(predicted)}.")
     return lines
+
+
+def _hops(plan: Plan, costs: Costs) -> list[str]:
+    """What the slowest hop costs, and how much of it is hidden."""
+    cost = hop_cost(plan, costs)
+    if cost is None:
+        return []
+    own = "1F1B" if plan.parallel.virtual_stages == 1 else "interleaved schedule"
+    text = (f"Hops: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
+            f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch; {cost.wire_s:.3g} s"
+            f" a step. {cost.hidden:.0%} of that is hidden: the step is {max(0.0, cost.exposed_s):.3g} s longer than "
+            "without hops")
+    if plan.schedule.kind == "ahead":
+        text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
+    return _wrapped(text + ".")
 
 
 def _binding(predicted: Predicted) -> str:

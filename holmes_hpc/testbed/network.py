@@ -163,9 +163,10 @@ def _set_kernel(namespace: str, values: dict[str, str]) -> None:
     run(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *pairs])
 
 
-# No neighbour discovery on data NICs (counters); no slow start after a paced pause, no memory of earlier connections.
+# No neighbour discovery on data NICs (counters); no slow start after a paced pause, no memory of earlier connections;
+# and not BBR, some machines' default, which lets a connection stand still for 0.2 s every 10 s to probe its path.
 _NODE_KERNEL = {"net/ipv6/conf/default/disable_ipv6": "1", "net/ipv4/tcp_slow_start_after_idle": "0",
-                "net/ipv4/tcp_no_metrics_save": "1"}
+                "net/ipv4/tcp_no_metrics_save": "1", "net/ipv4/tcp_congestion_control": "reno"}
 
 
 def make(layout: Layout) -> None:

@@ -1,20 +1,22 @@
 """Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/hop_*.py.
 
-As a script it reads cases from a JSON file and writes what every rank saw: ``python pipelines.py CASES RESULTS``. A
-case is a dictionary with the keys of :class:`Case`; cases of one shape of world share their processes, which are
-forked from this one after torch and Megatron-Core were imported.
+As a script it answers orders on its input (:class:`Server`). Cases of one shape of world share their processes, which
+are forked after torch and Megatron-Core were imported.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
 import os
 import queue
 import random
+import select
 import subprocess
 import sys
 import tempfile
@@ -277,7 +279,7 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
                 out.flush()
         dist.barrier()
     except BaseException:
-        traceback.print_exc()
+        Path(folder, f"{rank}.txt").write_text(traceback.format_exc()[-1000:], encoding="utf-8")
         os._exit(1)
     os._exit(0)  # torch's threads do not matter any more
 
@@ -303,24 +305,77 @@ def play(cases: list[Case], timeout_s: float = 300) -> list[list[dict[str, Any]]
             lines = [Path(folder, f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()
                      if Path(folder, f"{rank}.jsonl").exists() else [] for rank in range(ranks)]
             if any(codes):
-                raise RuntimeError(f"world {world}: exit codes {codes}; cases done per rank {[len(x) for x in lines]}")
+                said = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.txt")))
+                raise RuntimeError(f"world {world}: exit codes {codes}; cases done per rank {[len(x) for x in lines]}\n"
+                                   + said)
             for index, _, result in sorted(map(json.loads, itertools.chain.from_iterable(lines)), key=lambda x: x[:2]):
                 results[index].append(result)
     return results
 
 
-def play_apart(cases: list[Case], timeout_s: float = 300) -> list[list[dict[str, Any]]]:
-    """:func:`play` in a process of its own, so that the caller's threads are not forked."""
+def pair(module: str, function: str, *args: Any) -> bool:
+    """`module.function(rank, folder, *args)` in two processes; whether both came to its end."""
+    called = getattr(importlib.import_module(module), function)
+    fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        wanted, results = Path(folder, "cases.json"), Path(folder, "results.json")
-        wanted.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
-        done = subprocess.run([sys.executable, "-W", "ignore", __file__, wanted, results], timeout=timeout_s, text=True,
-                              capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-3000:])
-        return json.loads(results.read_text(encoding="utf-8"))
+        both = [fork.Process(target=called, args=(rank, folder, *args)) for rank in range(2)]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join(60)
+            process.kill()
+            process.join()
+        return all(process.exitcode == 0 for process in both)
+
+
+class Server:
+    """This file as a process that has loaded torch and Megatron-Core, and forks ranks: so they start at once, and
+    without the caller's threads. It ends with the caller."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, text=True,
+                                         stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        atexit.register(self._process.kill)
+
+    def call(self, function: str, *args: Any, timeout_s: float) -> Any:
+        """`play` or `pair` over there. RuntimeError with what was said when it fails."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([function, *args]) + "\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            self._process.kill()
+            raise RuntimeError(f"{function}: no answer in {timeout_s} s")
+        answer = json.loads(self._process.stdout.readline())
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return json.loads(Path(answer["file"]).read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1)
+def server() -> Server:
+    return Server()
+
+
+def play_apart(cases: list[Case], timeout_s: float = 300) -> list[list[dict[str, Any]]]:
+    """:func:`play` in the server."""
+    return server().call("play", [asdict(case) for case in cases], timeout_s, timeout_s=timeout_s + 30)
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print is no answer
+    with tempfile.TemporaryDirectory() as folder:
+        for line in sys.stdin:
+            function, *args = json.loads(line)
+            try:
+                result = (play([Case(**entry) for entry in args[0]], *args[1:]) if function == "play" else pair(*args))
+                path = Path(folder, "result.json")
+                path.write_text(json.dumps(result), encoding="utf-8")
+                answer = {"file": str(path)}
+            except Exception:
+                answer = {"error": traceback.format_exc()[-3000:]}
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    wanted = [Case(**entry) for entry in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
-    Path(sys.argv[2]).write_text(json.dumps(play(wanted)), encoding="utf-8")
+    serve()

@@ -167,22 +167,28 @@ def test_every_variant_is_megatrons(variants: dict[Any, Any]) -> None:
     assert all(rank["losses"][0] for (name, _), ranks in variants.items() for rank in ranks[-1:])
 
 
+SHAPES = ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 1), (8, 1))  # stages, chunks of each
+
+
 def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
     """Each hop takes a random time of up to three stage times (about 4 ms here), each stage a depth of its own."""
     delayed: list[Case] = []
-    prompt: list[Case] = []
-    for number in range(20):
-        stages, chunks = ((2, 1), (3, 1), (4, 1), (2, 2), (8, 1))[number % 5]
+    prompt: dict[tuple[int, int, int], Case] = {}
+    for number in range(200):
+        stages, chunks = SHAPES[number % 10]
         depths = ([1 + (number + stages - s) % 4 + stages - s for s in range(stages)] if chunks == 1
                   else [2 * (stages - s) + 2 for s in range(stages)])
-        common: dict[str, Any] = {"layers": [[1] * chunks] * stages, "steps": 10, "seed": number % 5, "trace": False,
-                                  "micro_batches": [4, 2, 6] if chunks > 1 else [3, 1, 5], "schedule": "ahead"}
-        delayed.append(Case(in_flight=depths, delay_s=0.012, **common))
-        if number < 5:
-            prompt.append(Case(in_flight=depths, **common))
-    results = play_apart(delayed + prompt)
-    late, early = results[:20], results[20:]
-    assert sum(len(ranks[0]["times"]) for ranks in late) == 200
-    for number, ranks in enumerate(late):
-        assert same(ranks, early[number % 5])
-        assert sum(ranks[0]["times"]) > sum(early[number % 5][0]["times"])  # the delays were there
+        micro_batches = (2, 4, 6)[number % 3] if chunks > 1 else (1, 3, 5)[number % 3]
+        common: dict[str, Any] = {"layers": [[1] * chunks] * stages, "trace": False, "micro_batches": [micro_batches],
+                                  "schedule": "ahead", "in_flight": depths}
+        delayed.append(Case(delay_s=0.012, **common))
+        prompt.setdefault((stages, chunks, micro_batches), Case(**common))
+    results = play_apart(delayed + list(prompt.values()))
+    late, early = results[:200], dict(zip(prompt, results[200:], strict=True))
+    took: dict[bool, float] = {True: 0.0, False: 0.0}
+    for case, ranks in zip(delayed, late, strict=True):
+        shape = len(case.layers), len(case.layers[0]), case.micro_batches[0]
+        assert same(ranks, early[shape])
+        took[True] += ranks[0]["times"][0]
+        took[False] += early[shape][0]["times"][0]
+    assert took[True] > took[False]  # the delays were there

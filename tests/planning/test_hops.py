@@ -1,0 +1,62 @@
+"""What a plan says of its hops: their cost, what is hidden, and a depth that memory cuts short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sites import small_testbed
+
+from holmes_hpc.planning.costs import Costs
+from holmes_hpc.planning.hops import HopCost, hop_cost
+from holmes_hpc.planning.memory import SLACK
+from holmes_hpc.planning.model import Batch
+from holmes_hpc.planning.models import named
+from holmes_hpc.planning.narrative import explain
+from holmes_hpc.planning.options import PlanOptions
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.search import best_plan
+
+COSTS = Costs(pace_layer_ms=10)
+
+
+def plan(schedule: str = "ahead", **more: object) -> Plan:
+    options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, virtual_stages=1,
+                          layers_per_stage=(4, 4), recompute="none", schedule=schedule, **more)  # type: ignore[arg-type]
+    return best_plan(named("gpt_tiny"), Batch(64, 2, 256), small_testbed(), options, COSTS)
+
+
+def cost(made: Plan) -> HopCost:
+    found = hop_cost(made, COSTS)
+    assert found is not None
+    return found
+
+
+def test_a_hop_costs_its_bytes_and_running_ahead_hides_them() -> None:
+    ahead, waits = cost(plan()), cost(plan("1f1b"))
+    assert ahead.one_way_s == pytest.approx(2 * 256 * 256 * 4 / (0.05e9 / 8), rel=0.1)  # T x h in fp32 at 50 Mbit/s
+    assert ahead.ratio == pytest.approx(ahead.one_way_s / (4 * 3 * 0.01), rel=0.1)
+    assert ahead.wire_s == pytest.approx(2 * 16 * ahead.one_way_s)
+    assert ahead.one_way_s < ahead.exposed_s < 2.1 * ahead.one_way_s  # to fill and to drain
+    assert 1 - 1.05 / 16 < ahead.hidden < 1 - 0.5 / 16
+    assert waits.exposed_s == pytest.approx(ahead.waiting_s) and waits.hidden < 0.6
+    assert hop_cost(replace(plan(), edge_dtype="fp16", predicted=None), COSTS).ratio < 0.6 * ahead.ratio  # type: ignore[union-attr]
+
+
+def test_the_plan_says_so_in_words() -> None:
+    made = plan()
+    text = " ".join(explain(made, COSTS))
+    assert "from stage 0 to 1 by tcp over ethernet" in text and f"{cost(made).hidden:.0%} of that is hidden" in text
+    assert "(Megatron's 1F1B: " in text
+
+
+def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
+    deep = plan()
+    assert deep.predicted is not None and not any("memory allows" in a for a in deep.assumptions)
+    held = deep.schedule.in_flight[0]
+    assert held > 3
+    one_less = (deep.predicted.memory_bytes_per_gpu[0] - 1) / 2**30 / SLACK
+    shallow = plan(max_memory_gib=one_less)
+    assert shallow.schedule.in_flight[0] == held - 1
+    assert any("memory allows" in a and "would hide it" in a for a in shallow.assumptions)
+    assert shallow.predicted is not None and shallow.predicted.step_time_s > deep.predicted.step_time_s
