@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -28,14 +29,30 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], cap
     rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
     out = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left",
                 box=None, pad_edge=False, header_style="bold")
+    console = _console(stderr)
+    widths = _widths([columns, *rows], console.width - 2 * (len(columns) - 1))
     for index, name in enumerate(columns):
         cells = [row[index] for row in rows if row[index]]
         numeric = bool(cells) and all(c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x")
                                       .isdigit() for c in cells if c.strip())
-        out.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        out.add_column(name, justify="right" if numeric else "left", overflow="fold", width=widths[index])
     for row in rows:
         out.add_row(*row)
-    _console(stderr).print(out)
+    console.print(out)
+
+
+def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
+    """A width for each column such that no word is broken, the widest columns folding first; None where they fit as
+    they are, or cannot."""
+    cells = list(zip(*rows, strict=True))
+    widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in cells]
+    least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in cells]
+    if sum(widths) <= room or sum(least) > room:
+        return [None] * len(cells)
+    while sum(widths) > room:
+        index = max((i for i in range(len(cells)) if widths[i] > least[i]), key=lambda i: widths[i])
+        widths[index] -= 1
+    return list(widths)
 
 
 def text(message: str = "") -> None:

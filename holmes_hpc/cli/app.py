@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from holmes_hpc import console
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train one large model over clusters that do not share a fast network.")
 
@@ -31,3 +33,11 @@ def configuration(overrides: list[str] | None, site: str | None = None, **values
     if site:
         made["site_file"] = site
     return {**made, **values}
+
+
+def asked_site(settings: dict[str, Any]) -> Any:
+    """The site of a configuration; says that Slurm is asked where it takes long to answer."""
+    from holmes_hpc import config
+
+    with console.waiting("asking Slurm"):
+        return config.site(settings)

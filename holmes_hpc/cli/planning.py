@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, SiteFile, Steps, app, configuration, with_steps
+from holmes_hpc.cli.app import Earliest, Json, Overrides, SiteFile, Steps, app, asked_site, configuration, with_steps
 from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     if ends:
         chosen = ends[0].plan
     else:
+        on = None if settings["plan_file"] else asked_site(settings)
         with console.waiting("planning"):
-            chosen = config.make_plan(settings)
+            chosen = config.make_plan(settings, on)
     if output:
         chosen.write(output)
     if json:

@@ -10,7 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, configuration, with_steps
+from holmes_hpc.cli.app import (
+    Earliest,
+    Json,
+    Overrides,
+    Run,
+    SiteFile,
+    Steps,
+    app,
+    asked_site,
+    configuration,
+    with_steps,
+)
 from holmes_hpc.errors import ConfigError, HolmesError
 
 
@@ -79,11 +90,12 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
         ends = earliest_ends(settings)
         show_ends(ends, settings["train"]["steps"], stderr=True)
         return ends[0].plan, {**settings, "slurm": {**settings["slurm"], "timeout_min": ends[0].timeout_min}}
+    on = None if settings["plan_file"] else asked_site(settings)
     with console.waiting("planning"):
-        chosen = config.make_plan(settings)
+        chosen = config.make_plan(settings, on)
     if settings["plan_file"]:
         config.check_overrides(overrides or [])
-        config.check_site(chosen, config.site(settings))
+        config.check_site(chosen, asked_site(settings))
         settings |= {"model": asdict(chosen.model), "batch": asdict(chosen.batch)}
     return chosen, settings
 
@@ -174,16 +186,20 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     Example: holmes status 20260101-120000-gpt_tiny
     """
     from holmes_hpc.records.run import find_run, run_directories, runs_root
+    from holmes_hpc.submission.states import UNKNOWN
     from holmes_hpc.submission.track import statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
-    all_of_them = statuses(found)
+    with console.waiting("asking Slurm"):
+        all_of_them = statuses(found)
     if json:
         console.as_json([s.to_dict() for s in all_of_them])
         return
     console.table("", ("run", "job", "state", "step", "loss", "step time", "attempt"), [
         (s.name, s.job_id, s.state, f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
+    if any(s.state == UNKNOWN for s in all_of_them):
+        console.note("UNKNOWN: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
     for s in all_of_them:
         if s.error:
             rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""

@@ -19,7 +19,8 @@ def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
     from holmes_hpc.fabric import report
     from holmes_hpc.fabric.grouping import NodeSettings
 
-    listing = report.listing(NodeSettings(vocabulary=vocabulary))
+    with console.waiting("asking Slurm"):
+        listing = report.listing(NodeSettings(vocabulary=vocabulary))
     if json:
         console.as_json(listing.to_dict())
         return
@@ -36,12 +37,8 @@ def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the 
 
     Example: holmes probe --check
     """
-    import os
-    import socket
-
     from holmes_hpc.errors import SiteError
-    from holmes_hpc.fabric import label, report, slurm
-    from holmes_hpc.fabric.features import read_vocabulary
+    from holmes_hpc.fabric import gather, label, report
     from holmes_hpc.fabric.probe import probe as probe_node
 
     if not Path(sysfs, "class").is_dir():
@@ -49,11 +46,8 @@ def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the 
     nics = probe_node(Path(sysfs))
     findings = []
     if check:
-        name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-        known = slurm.read_node(name, vocabulary)
-        if known is None:
-            raise SiteError(f"Slurm has no node {name!r}", where="probe", cure="give its name with --node")
-        findings = label.check(nics, known.available, read_vocabulary(vocabulary), name)
+        with console.waiting("asking Slurm"):
+            findings = gather.check_here(nics, vocabulary, node)
     if json:
         console.as_json({**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]})
     else:
@@ -81,17 +75,26 @@ def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...",
     if helper:
         console.text(labels.helper_script())
         return
-    changes, findings = gather.propose(names, fabric, vocabulary)
+    with console.waiting("asking the nodes"):
+        changes, findings = gather.propose(names, fabric, vocabulary)
     for finding in findings:
         console.note(str(finding))
     lines, commands = labels.slurm_conf_lines(changes), labels.update_commands(changes)
     if json:
         console.as_json({"slurm_conf": lines, "scontrol": commands, "findings": [f.to_dict() for f in findings]})
-    else:
-        for line in labels.difference_lines(changes) if apply else [*lines, *(" ".join(c) for c in commands)]:
+    elif apply:
+        for line in labels.difference_lines(changes):
             console.text(line)
-    if not changes:
-        console.note("every node asked has the features it deserves")
+    else:
+        console.text("# in slurm.conf, in these nodes' own NodeName lines:")
+        for line in lines:
+            console.text(line)
+        if commands:
+            console.text("# until slurmctld restarts (`holmes label --apply` runs it):")
+        for command in commands:
+            console.text(" ".join(command))
+    if not commands:
+        console.note("every node that answered has the features it deserves")
     elif apply:
         labels.apply(changes)
         console.note(labels.NOT_PERMANENT)
@@ -100,16 +103,19 @@ def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...",
 @app.command()
 def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
         "--ask-nodes/--no-ask-nodes", help="Also run one short job a partition on idle nodes.")] = True,
+        script: Annotated[list[str] | None, typer.Option(help="Also look at a batch script of your own.")] = None,
         json: Json = False) -> None:
     """What would make a run fail or crawl here, each with its cure; exit code 1 where there is an error.
 
-    Example: holmes doctor --no-ask-nodes
+    Example: holmes doctor --script my-job.sbatch
     """
     from holmes_hpc import config
     from holmes_hpc.fabric import doctor as doctors
     from holmes_hpc.fabric import report
 
-    found = doctors.examine(config.node_settings(configuration(overrides)), ask_nodes)
+    found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]
+    with console.waiting("asking Slurm and the nodes"):
+        found = doctors.ordered(found + doctors.examine(config.node_settings(configuration(overrides)), ask_nodes))
     if json:
         console.as_json([f.to_dict() for f in found])
     elif found:

@@ -6,7 +6,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import slurm
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import LEVELS, Finding
@@ -133,6 +135,14 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
 
 
 _SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+
+
+def read_script(path: Path) -> list[Finding]:
+    """What :func:`check_script` says of a file. Raises SiteError where it cannot be read."""
+    try:
+        return check_script(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except OSError as e:
+        raise SiteError(e.strerror or str(e), where=str(path), cure="give the path of a batch script") from e
 
 
 def check_script(text: str, name: str = "script") -> list[Finding]:

@@ -156,7 +156,8 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     name = name or node_name()
     node = slurm.read_node(name, vocabulary)
     if node is None:
-        raise SiteError(f"Slurm knows no node {name!r}", where="probe --check", cure="run it on a node of the cluster")
+        raise SiteError(f"Slurm knows no node {name!r}", where="probe --check",
+                        cure="run it on a node of the cluster, or give the node's name with --node")
     return check(nics, node.features, read_vocabulary(vocabulary), name)
 
 

@@ -173,19 +173,10 @@ def helper_script() -> str:
     return _HELPER
 
 
-def helper_conf(features: Iterable[str], path: str = "/etc/slurm/holmes-features") -> str:
-    """The lines of helpers.conf; slurm.conf needs NodeFeaturesPlugins=node_features/helpers, and then takes no counts
-    and brackets in constraints."""
-    names = sorted(dict.fromkeys(features))
-    for name in names:
-        if not _FEATURE.match(name):
-            raise SiteError(f"{name!r} cannot be a feature", where="helpers.conf",
-                            cure="use letters, digits and _ . : + -")
-    return f"Feature={','.join(names)} Helper={path}\n"
-
-
 _HELPER = r"""#!/bin/sh
 # node_features/helpers: prints the NIC features of this node, one a line. It cannot change them.
+# slurm.conf needs NodeFeaturesPlugins=node_features/helpers, and helpers.conf a line with all features that any node
+# prints: Feature=nic_ib,nic_200g,eth_25g Helper=/etc/slurm/this-script. Constraints then take no counts and brackets.
 [ $# -gt 0 ] && exit 0
 SYS=${HOLMES_SYSFS:-/sys}
 read_() { cat "$1" 2>/dev/null; }

@@ -62,6 +62,9 @@ def probe(sysfs: Path = Path("/sys"), ipv4: Mapping[str, tuple[str, int]] | None
         rails = nics.compute_ports(nic)
         notes += [f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"
                   for p in nics.usable_ports(nic) if p not in rails]
+    if not ports:
+        notes += [f"{n.name} counts as {n.type} by its name alone, there is no RDMA device: right on a testbed, else "
+                  "load the driver" for n in interfaces if n.type.rdma]
     return replace(nics, notes=tuple(notes))
 
 

@@ -42,13 +42,14 @@ class Listing:
 
     def tables(self) -> list[Table]:
         """Fabrics, partitions, nodes (those that Slurm and this room describe alike share a row)."""
-        fabrics = [[f.name, f.nic, f.partition, f.nodes, f.gpus_per_node if f.gres else f"{f.gpus_per_node} (CPU)",
-                    f.gpu.name, "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}", f"{f.ethernet_gbps:g}", f.constraint]
+        fabrics = [[f.name, f.nic, f.partition, f.nodes,
+                    f"{f.gpus_per_node}×{f.gpu.name}" if f.gres else f"none: {f.gpus_per_node} CPU rank(s)",
+                    "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}", f"{f.ethernet_gbps:g}", f.constraint]
                    for f in self.grouping.fabrics]
         caption = "\n".join(f"supposed: {a}" for a in self.grouping.assumptions)
         partitions = [[p.name + ("*" if p.default else ""), "up" if p.up else "closed", p.max_time, len(p.nodes),
                        compress(p.nodes)] for p in self.partitions]
-        columns = ["fabric", "NIC", "partition", "nodes", "GPUs", "GPU", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
+        columns = ["fabric", "NIC", "partition", "nodes", "GPUs a node", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
         return [(f"Fabrics of {self.cluster}", columns, fabrics, caption),
                 ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
                 ("Nodes", ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "fabric", "features", "remarks"],
@@ -104,9 +105,11 @@ def probe_tables(nics: NodeNics) -> list[Table]:
     states = {n.name: "up" if n.up else "down" if n.carrier else "no carrier" for n in nics.interfaces}
     interfaces = [[n.name, n.type, states[n.name], _gbps(n.gbps), n.address and f"{n.address}/{n.prefix}",
                    ",".join(n.rdma), n.member_of, n.role] for n in nics.interfaces]
+    speeds = "Gb/s unknown: a virtual NIC, or one that is down" if any(n.gbps is None for n in nics.interfaces
+                                                                       if n.role == "data") else ""
     ports = [[p.name, p.kind, p.state, _gbps(p.gbps), p.interface, "" if p.gid is None else f"{p.gid_index}: {p.gid}",
               ",".join(map(str, p.gpus)), p.pci[-1] if p.pci else ""] for p in nics.ports]
-    caption = "\n".join(f"note: {note}" for note in nics.notes)
+    caption = "\n".join([*([speeds] if speeds else []), *(f"note: {note}" for note in nics.notes)])
     vocabulary = read_vocabulary()
     said = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}
     deserved = [*said.items(), ("fabric_<name>", "the same on all nodes that reach each other by RDMA: the site knows")]

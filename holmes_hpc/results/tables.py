@@ -197,15 +197,15 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    rows = [[GROUP_WORDS.get(t["kind"], t["kind"]), str(t["groups"]), _carrier(t), t["fabric"] or NONE,
+    rows = [[GROUP_WORDS.get(t["kind"], t["kind"]), str(t["groups"]), _carrier(t, run["device"]), t["fabric"] or NONE,
              _ranks(t["ranks"])] for t in transports(plan)]
     columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
     return Table("Transport of each process group", columns, rows, f"{MODES.get(str(run['transport']))}; {pace(run)}")
 
 
-def _carrier(entry: Mapping[str, Any]) -> str:
-    if entry["transport"] == "rdma":
-        return f"RDMA on {NIC_WORDS.get(entry['nic'] or '', entry['nic'])}"
+def _carrier(entry: Mapping[str, Any], device: Any) -> str:
+    if entry["transport"] == "rdma":  # gloo, which CPU ranks use, knows no RDMA: it takes the NIC by TCP
+        return f"{'TCP' if device == 'cpu' else 'RDMA'} on {NIC_WORDS.get(entry['nic'] or '', entry['nic'])}"
     return {"tcp": "TCP on Ethernet", "local": "inside a node"}.get(entry["transport"], entry["transport"])
 
 

@@ -343,7 +343,7 @@ class StateWatcher(core.InfoWatcher):
 
     @staticmethod
     def _query(command: list[str]) -> Answer:
-        return slurm(*command, timeout_s=30, seconds_as_epoch=True)
+        return slurm(*command, timeout_s=15, seconds_as_epoch=True)
 
 
 WATCHER = StateWatcher()  # one for all jobs of this process

@@ -119,3 +119,10 @@ def test_what_the_snippets_show_is_understood(vocabulary) -> None:
     own = read_vocabulary(slurm / "features.site.yaml")
     assert read_features(["island3", "fast-ib-800", "owner_physics"], own).fabric == "3"
     assert read_features(["fast-roce-100"], own).rdma_gbps == 100 and own.gpu("warp9") is not None
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/nics.md").read_text()
+    (tmp_path / "own.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    reading = read_features(["rail400x8", "islandb", "rack12", "water_cooled"], read_vocabulary(tmp_path / "own.yaml"))
+    assert (reading.nic, reading.rdma_gbps, reading.fabric, reading.unknown) == (IB, 400, "b", ())

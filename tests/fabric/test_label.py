@@ -19,7 +19,6 @@ from holmes_hpc.fabric.label import (
     check,
     difference_lines,
     features_of,
-    helper_conf,
     helper_script,
     merge,
     slurm_conf_lines,
@@ -132,9 +131,3 @@ def test_the_helper_script_and_the_probe_agree(tmp_path: Path, name: str) -> Non
     assert done.stderr == ""
     assert tuple(done.stdout.split()) == features_of(probe(tree.root, {}, tree.read))
     assert subprocess.run(["sh", script, "nic_ib"], capture_output=True, text=True, check=True).stdout == ""
-
-
-def test_helper_conf() -> None:
-    assert helper_conf(["nic_roce", "nic_ib"], "/x/y") == "Feature=nic_ib,nic_roce Helper=/x/y\n"
-    with pytest.raises(SiteError):
-        helper_conf(["a b"])

@@ -78,7 +78,14 @@ def test_stages_name_their_fabrics_and_parts_add_up(one: report.Report) -> None:
 def test_transports_of_the_plan(one: report.Report) -> None:
     rows = cells_of(one, "Transport of each")
     data_parallel = [(row["transport"], row["fabric"]) for row in rows if row["groups"] == "data parallel"]
-    assert data_parallel == [("RDMA on IB", "ib-a"), ("RDMA on RoCE", "roce-a")]
+    assert data_parallel == [("TCP on IB", "ib-a"), ("TCP on RoCE", "roce-a")]  # the ranks were CPUs
+
+
+def test_transports_of_a_run_on_gpus(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    run.update_run(device="cuda")
+    rows = cells_of(report.report([run.path]), "Transport of each")
+    assert {row["transport"] for row in rows if row["groups"] == "data parallel"} == {"RDMA on IB", "RDMA on RoCE"}
 
 
 def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
