@@ -347,12 +347,12 @@ def page() -> str:
     lines = [
         "# Faults of NICs, and what a run says", "",
         "Written by `tests/faults/test_nic_faults.py`, which breaks the testbed's NICs and reads what the run said.",
-        f"Node and NIC are drawn from seed {USUAL_SEED}. Each line came within {IN_TIME_S} s of the fault or of the",
-        "first rank's start; healthy runs say none. Measured figures and addresses are left out.", "",
+        f"Node and NIC are drawn from seed {USUAL_SEED}. Each line came within {IN_TIME_S} s of the fault or of the first",
+        "rank's start; healthy runs say none. Measured figures and addresses are left out.", "",
         "| fault | the run | what it says |", "|---|---|---|"]
     for fault, (happens, line) in sorted(ROWS.items()):
-        text = re.sub(r"\b\d+(\.\d+){3}\b", "ADDRESS", line)
+        text = re.sub(r"\b\d+(\.\d+){3}(:\d+)?\b", "ADDRESS", line)
         text = re.sub(r"[\d.]+ ([GM]b/s of)", r"… \1", re.sub(r"\d+%", "…%", text))
         text = re.sub(r"[\d.]+ MB", "… MB", text)
-        lines.append(f"| {fault} | {happens} | `{text}` |")
+        lines.append(f"| {fault} | {happens} | `` {text} `` |")
     return "\n".join(lines) + "\n"
