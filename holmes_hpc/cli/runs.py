@@ -198,8 +198,8 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     console.table("", ("run", "job", "state", "step", "loss", "step time", "attempt"), [
         (s.name, s.job_id, s.state, f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
-    if any(s.state == UNKNOWN for s in all_of_them):
-        console.note("UNKNOWN: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
+    if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
+        console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
     for s in all_of_them:
         if s.error:
             rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
