@@ -250,7 +250,8 @@ def cancel(run: Run, json: Json = False) -> None:
     with console.waiting("asking Slurm"):
         before = cancel_run(record)
     if before.state == UNKNOWN:
-        raise ConfigError("Slurm knows no such job", where=str(record.path), cure="look with `squeue --me`")
+        raise ConfigError("Slurm gives no answer, or knows no such job", where=str(record.path),
+                          cure="look with `scontrol ping` and `squeue --me`")
     if json:
         console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
         return
