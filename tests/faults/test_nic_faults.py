@@ -347,8 +347,8 @@ def page() -> str:
     lines = [
         "# Faults of NICs, and what a run says", "",
         "Written by `tests/faults/test_nic_faults.py`, which breaks the testbed's NICs and reads what the run said.",
-        f"Node and NIC are drawn from seed {USUAL_SEED}. Each line came within {IN_TIME_S} s of the fault or of the first",
-        "rank's start; healthy runs say none. Measured figures and addresses are left out.", "",
+        f"Node and NIC are drawn from seed {USUAL_SEED}. Each line came within {IN_TIME_S} s of the fault or of the",
+        "first rank's start; healthy runs say none. Measured figures and addresses are left out.", "",
         "| fault | the run | what it says |", "|---|---|---|"]
     for fault, (happens, line) in sorted(ROWS.items()):
         text = re.sub(r"\b\d+(\.\d+){3}(:\d+)?\b", "ADDRESS", line)
