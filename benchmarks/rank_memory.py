@@ -1,6 +1,6 @@
 """What a rank holds in memory beyond weights, gradients, optimizer and activations.
 
-    python benchmarks/rank_memory.py
+    python benchmarks/rank_memory.py [OVERRIDES]
 
 Local ranks on CPUs, one run for each size of model. Held: the most memory that the operating system gave a rank's
 process (Python and its libraries included); the model's share is what the planner foretells, which
@@ -27,11 +27,12 @@ LIMIT_MIB = 500
 
 
 def main() -> None:
-    print(f"inputs: {' '.join(COMMON)}, load {os.getloadavg()[0]:.2f}")
+    common = [*COMMON, *sys.argv[1:]]
+    print(f"inputs: {' '.join(common)}, load {os.getloadavg()[0]:.2f}")
     for name, overrides in SIZES.items():
         with tempfile.TemporaryDirectory(prefix="holmes-memory-") as made:
             run = RunDirectory(Path(made) / "run")
-            subprocess.run([str(Path(sys.executable).with_name("holmes")), "run", f"run_dir={run.path}", *COMMON,
+            subprocess.run([str(Path(sys.executable).with_name("holmes")), "run", f"run_dir={run.path}", *common,
                             *overrides], check=True, capture_output=True)
             plan, held = Plan.read(run.plan_path), run.metrics()[-1]["peak_memory_bytes"]
         assert plan.predicted is not None

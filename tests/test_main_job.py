@@ -227,7 +227,9 @@ def test_a_full_disk_while_logging_is_one_line_and_code_1(tmp_path):
         out, _ = follower.communicate(timeout=90)
         assert follower.returncode == 1, out
         said = [line for line in out.splitlines() if "No space left" in line]
-        assert said, out
+        assert said and "Traceback" not in out, out
+        status = holmes("status", f"{disk}/run")
+        assert status.returncode == 0 and "failed" in status.stdout, status.stdout + status.stderr
         assert all(line.endswith("}") for line in run.metrics_path.read_text().splitlines())  # nothing half-written
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -239,8 +239,8 @@ class RunDirectory:
     def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
         """Record how the latest attempt ended; True when this became the record.
 
-        Of one attempt the batch script's word stands over the follower's, and of equals the first: who comes later has
-        seen less. `result` must have `state` (one of STATES).
+        Of one attempt the batch script's word stands over the follower's; of equals the one that has seen more steps,
+        then the first. `result` must have `state` (one of STATES).
         """
         if writer not in WRITERS:
             raise RecordError(f"{writer!r} may not write it", where=str(self.result_path),
@@ -379,9 +379,10 @@ def _too_new(version: Any, where: str) -> RecordError:
                        cure="use the holmes_hpc release that wrote it, or a newer one")
 
 
-def _authority(result: Mapping[str, Any]) -> tuple[int, int]:
-    writer = result.get("writer")
-    return int(result.get("attempt") or 0), WRITERS.index(writer) if writer in WRITERS else -1
+def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
+    writer, final = result.get("writer"), result.get("final") or {}
+    return (int(result.get("attempt") or 0), WRITERS.index(writer) if writer in WRITERS else -1,
+            int(final.get("step") or 0))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from holmes_hpc import console
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.ending import last_step
 from holmes_hpc.submission.states import UNKNOWN, JobState
-from holmes_hpc.submission.track import Job, last_word, record_end
+from holmes_hpc.submission.track import Job, lags, last_word, record_end
 
 SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine
 
@@ -99,6 +100,8 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
                 console.note(f"job {job.id} goes on; `holmes logs {run.path} --follow` shows it, "
                              f"`holmes cancel {run.path}` ends it")
                 return 130
+    if state.ended and lags(result, last_step(run)):
+        result = record_end(run, state)
     for line in log.lines():
         show(line)
     for line in batch.lines():

@@ -175,12 +175,18 @@ def last_word(result: Mapping[str, Any]) -> bool:
     return result["writer"] == "batch" and result["state"] in ("completed", "failed", "cancelled")
 
 
+def lags(result: Mapping[str, Any] | None, last_step: int | None) -> bool:
+    """Whether nobody recorded the end, or only somebody who had not seen the last step: a job that is told to end makes
+    one more step, and may be killed before its batch script has said so."""
+    return result is None or (result["writer"] == "follower" and (result["final"].get("step") or 0) < (last_step or 0))
+
+
 def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState,
             result: dict[str, Any] | None) -> Status:
     steps = (record.get("config", {}).get("train") or {}).get("steps")
     metrics = run.metrics()
     last = metrics[-1] if metrics else {}
-    if result is None and state.ended and job is not None:
+    if state.ended and job is not None and lags(result, last.get("step")):
         result = record_end(run, state)
     over = state.ended or state.state == UNKNOWN
     blamed = result if result is not None and over else {}
@@ -192,15 +198,17 @@ def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: J
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
-    """Write result.json as the follower, for a job whose batch script could not; what is recorded comes back."""
+    """Write result.json as the follower, for a job whose batch script could not; what is recorded comes back, or where
+    the disk is full what would have been."""
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     said: list[Complaint] = []
     with contextlib.suppress(HolmesError, OSError):
         text = "\n".join(tail(run.logs / "srun.txt", 200))
         said = complaints(text, parts_of_plan(Plan.read(run.plan_path), state.component_nodes))
     result = judge(run, code, slurm=state, srun=said)
-    run.write_result(result, writer="follower")
-    return run.read_result() or result
+    with contextlib.suppress(HolmesError):
+        run.write_result(result, writer="follower")
+    return run.read_result() or {**result, "writer": "follower"}
 
 
 def cancel(run: RunDirectory) -> JobState:

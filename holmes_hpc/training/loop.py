@@ -149,7 +149,6 @@ class Trainer:
         began, interval = time.perf_counter(), self.config["checkpoint_interval"]
         self.watchdog.alive(f"what follows step {self.step}")
         if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
-            self._finish_record()
             self._evaluate()
         if self.checkpoints.unsettled and not said.writing:
             self.checkpoints.settle()
@@ -212,7 +211,7 @@ class Trainer:
         return [data.batches(dataset, self.plan, rank, start_step) for _ in self.models]
 
     def _evaluate(self) -> None:
-        """The mean loss of `train.eval_steps` validation batches, into the metrics."""
+        """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
         if self.validation is None:
             return
         batches = self._batches(self.validation, 0)
@@ -228,10 +227,12 @@ class Trainer:
             self.trace.forget()
         total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
         torch.distributed.all_reduce(total, group=self.control)
-        self.final["validation_loss"] = float(total[0] / total[1])
+        loss = float(total[0] / total[1])
+        if self._gathering is not None:
+            self._gathering.more["validation_loss"] = loss  # of the step whose line is not written yet
+        self._finish_record()
         if self.here.launch.rank == 0:
-            say(f"step {self.step}: validation loss {self.final['validation_loss']:.4f}")
-            self.here.run.append_metrics({**self.final, "step": self.step})
+            say(f"step {self.step}: validation loss {loss:.4f}")
 
     # -- the record -------------------------------------------------------------------------------------------------
 

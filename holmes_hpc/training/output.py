@@ -91,6 +91,11 @@ def say(text: str) -> None:
     print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
 
 
+def _echo(word: dict[str, Any]) -> str:
+    """What a rank says that ends because another one failed."""
+    return f"Connection lost: rank {word['rank']} on {word['node']} failed: {word['error']}"
+
+
 def one_line(error: BaseException) -> str:
     """An error as a line. Errors of our own tell what to do; others tell their type."""
     text = " ".join(str(error).split())
@@ -151,9 +156,8 @@ class Exits:
             return
         if word.get("hung") and self.before_exit is not None:
             self.before_exit()
-        line = f"Connection lost: rank {word['rank']} on {word['node']} failed: {word['error']}"
-        say(line)
-        self._write("failed", line)
+        say(_echo(word))
+        self._write("failed", _echo(word))
         self._let_others_hear()
         _exit(int(word["code"]))
 
@@ -180,6 +184,21 @@ class Exits:
             teller.start()
             teller.join(_TELL_S)
 
+    def _word_of_another(self) -> dict[str, Any] | None:
+        """What another rank said of its failure, if the store answers soon."""
+        words: list[dict[str, Any]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                if self._store.check([_FAILED]):
+                    words.append(json.loads(self._store.get(_FAILED)))
+
+        if self._store is not None:
+            asker = threading.Thread(target=ask, name="word of another rank", daemon=True)
+            asker.start()
+            asker.join(_TELL_S)
+        return next((word for word in words if word["rank"] != self._launch.rank), None)
+
     def _explained(self, error: BaseException) -> BaseException:
         """What is behind an error from below: a NIC that is down breaks connections before the guard has seen it."""
         if self._look_for_cause is not None and not isinstance(error, HolmesError):
@@ -198,15 +217,19 @@ class Exits:
     def failed(self, error: BaseException, hung: bool = False) -> int:
         """Record a failure, tell the others (`hung`: they show their stacks too); the exit code comes back."""
         error = self._explained(error)
-        code = error.exit_code if isinstance(error, HolmesError) else 1
-        line = one_line(error)
+        word = self._word_of_another() if isinstance(error, RuntimeError) else None
         if not self._once.acquire(blocking=False):
             time.sleep(5)  # the other thread is ending this process
         self._stop.set()
-        self._tell(error, hung)
-        say(f"failed: {line}")
-        if not isinstance(error, HolmesError):
-            traceback.print_exception(error)
+        if word is not None:  # a connection that broke because the rank at its other end failed
+            code, line = int(word["code"]), _echo(word)
+            say(line)
+        else:
+            code, line = error.exit_code if isinstance(error, HolmesError) else 1, one_line(error)
+            self._tell(error, hung)
+            say(f"failed: {line}")
+            if not isinstance(error, HolmesError):
+                traceback.print_exception(error)
         self._write("failed", line)
         self._let_others_hear()
         return code

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from holmes_hpc.planning.orders import Pass
+from holmes_hpc.records.files import append_line
 from holmes_hpc.training.schedule import Event
 
 
@@ -26,8 +27,7 @@ class Trace:
 
     def __init__(self, path: Path, stage: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        self._stage = stage
+        self._path, self._stage = path, stage
         self._events: list[Event] = []
         self._lock = threading.Lock()  # transfers end on threads of their own
 
@@ -36,20 +36,17 @@ class Trace:
             self._events.append(event)
 
     def write(self, step: int) -> None:
-        """Write what happened since the last call as step `step`."""
-        for event in self._take():
-            line = {"step": step, "stage": self._stage, "kind": event.kind, "micro_batch": event.micro_batch,
-                    "chunk": event.chunk, "start_s": round(event.start, 6), "end_s": round(event.end, 6),
-                    "held": event.held}
-            self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """Write what happened since the last call as step `step`. RunFailed when the disk is full."""
+        lines = [json.dumps({
+            "step": step, "stage": self._stage, "kind": event.kind, "micro_batch": event.micro_batch,
+            "chunk": event.chunk, "start_s": round(event.start, 6), "end_s": round(event.end, 6), "held": event.held})
+            for event in self._take()]
+        if lines:
+            append_line(self._path, "\n".join(lines))
 
     def forget(self) -> None:
         """Drop what happened since the last call: it was no step."""
         self._take()
-
-    def close(self) -> None:
-        self._file.close()
 
     def _take(self) -> list[Event]:
         with self._lock:

@@ -179,6 +179,11 @@ def test_result_precedence(run: RunDirectory) -> None:
     assert result["log_tail"] == [] and result["writer"] == "batch"
 
 
+def test_of_equal_writers_the_one_that_saw_more_steps_counts(run: RunDirectory) -> None:
+    for step, counts in ((3, True), (4, True), (4, False), (3, False)):
+        assert run.write_result({"state": "cancelled", "final": {"step": step}}, writer="follower") is counts
+
+
 def test_a_rank_may_not_write_the_result(run: RunDirectory) -> None:
     with pytest.raises(RecordError, match="ranks write exits"):
         run.write_result({"state": "completed"}, writer="rank")

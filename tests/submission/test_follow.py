@@ -14,14 +14,14 @@ import cloudpickle
 import plans
 import pytest
 
-from holmes_hpc.errors import SubmissionError
+from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.follow import Tail, follow
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import plan_components, script_for_plan
 from holmes_hpc.submission.states import SEPARATOR, JobState
-from holmes_hpc.submission.track import cancel, job_of, log_paths, status, statuses
+from holmes_hpc.submission.track import cancel, job_of, log_paths, record_end, status, statuses
 
 
 class Told:
@@ -69,6 +69,24 @@ def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pyt
                   poll_s=0.01) == 1
     result = run.read_result()
     assert result is not None and result["writer"] == "follower" and "NODE_FAIL" in result["error"]
+
+
+def test_a_cancelled_runs_last_step_is_recorded_though_its_batch_script_was_killed(run: RunDirectory) -> None:
+    run.append_metrics({"step": 1, "loss": 5.0, "attempt": 1})
+    run.write_result({"state": "cancelled", "final": {"step": 1}}, writer="follower")  # by finish --so-far
+    run.append_metrics({"step": 2, "loss": 4.0, "attempt": 1})  # the step after the signal
+    assert follow(run, Told(JobState("CANCELLED", source="sacct")), poll_s=0.01) == 1
+    result = run.read_result()
+    assert result is not None and (result["state"], result["final"]["step"]) == ("cancelled", 2)
+
+
+def test_a_full_disk_does_not_keep_the_end_from_being_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> bool:
+        raise RunFailed("No space left on device", where="result.json", cure="free some space")
+
+    monkeypatch.setattr(RunDirectory, "write_result", full)
+    result = record_end(run, JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct"))
+    assert result["state"] == "failed" and "NODE_FAIL" in result["error"]
 
 
 def test_a_preempted_run_is_followed_on(run: RunDirectory) -> None:

@@ -3,8 +3,11 @@ picked."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,50 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: 
     assert set(second.codes) == {0}, second.output
     assert losses(second) == losses(whole)
     assert min(line["step"] for line in second.run.metrics() if line["attempt"] == 2) == 5
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_killed_in_the_middle_of_saving(background: bool, whole: spawn.Ended, tmp_path: Path) -> None:
+    config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 5}}
+    first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    first.wait_for_step(4)
+    end = time.monotonic() + 60
+    while not (half := list(first.run.checkpoints.glob(".saving-step-00000008-*"))):
+        assert time.monotonic() < end
+    first.kill(2)
+    ended = first.finish(20)
+    assert ended.codes[2] == -9 and set(ended.codes[:2] + ended.codes[3:]) == {1}, ended.output
+    assert half[0].exists() and [s.step for s in saves.complete(ended.run.checkpoints)] == [4]
+    second = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    assert set(second.codes) == {0}, second.output
+    assert losses(second) == losses(whole) and not half[0].exists()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, tmp_path: Path) -> None:
+    disk = tmp_path / "run" / "checkpoints"
+    disk.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 5}}
+        first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+        first.wait_for_step(5)
+        while not saves.complete(disk):
+            time.sleep(0.01)
+        with open(disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            while ballast.write(bytes(4096)):
+                pass
+        ended = first.finish(40)
+        assert set(ended.codes) == {1} and "No space left on device" in "".join(ended.output), ended.output
+        assert "Traceback" not in "".join(ended.output)
+        assert [s.step for s in saves.complete(disk)] == [4]
+        (disk / "ballast").unlink()
+        second = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+        assert set(second.codes) == {0}, second.output
+        assert losses(second) == losses(whole)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 LAYOUTS = {"one process": {}, "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp3 uneven": {"pp": 3, "layers": [[3], [2], [1]]},

@@ -99,6 +99,17 @@ def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
+def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
+    run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {**SLOW, "trace": True}})
+    run.wait_for_step(2)
+    trace = run.run.trace_path(1)
+    trace.unlink()
+    trace.symlink_to("/dev/full")
+    ended = run.finish(20)
+    assert set(ended.codes) == {1} and "No space left on device" in ended.log(1), ended.output
+    assert "Traceback" not in "".join(ended.output)
+
+
 def test_a_rank_whose_rank_0_never_comes(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {"net_timeout_s": 2}})
     run.kill(0)
@@ -125,6 +136,7 @@ def test_validation(tmp_path: Path) -> None:
     assert values[0] is None and values[1] > 0
     assert values[1::2] == pytest.approx([line["validation_loss"] for line in one.run.metrics()[1::2]], rel=1e-5)
     assert ended.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    assert len(ended.run.metrics_path.read_text().splitlines()) == 4  # one line a step
 
 
 def test_the_record_of_a_run(tmp_path: Path) -> None:
