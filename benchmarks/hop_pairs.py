@@ -10,7 +10,7 @@
 Hop ratio: one-way transfer time of one micro-batch's activations over Ethernet, over a stage's forward and backward
 computing time for it (paced). The same TP, PP, DP and batch everywhere; `hybrid` is two nodes of either fabric, `ib`
 and `roce` four nodes of one; `three` IB, RoCE and IB nodes in a row, `ib-3` and `roce-3` six of one. The planner
-chooses the depth and says the step time before a cell is run. In each job the schedules alternate step by step; each
+chooses the depth, and says what a step should take. In each job the schedules alternate step by step; each
 pair of steps is kept in --out, so the benchmark stops after --minutes, and goes on where it stopped. Printed: medians,
 the ratio of the schedules with its 95% interval (bootstrap over pairs), the hybrid against the mean of the homogeneous
 environments, each with its faster schedule, predictions' errors, and how busy this machine's cores were.
@@ -79,10 +79,13 @@ def make_plan(site: Site, parts: list[tuple[str, int]], dp: int, micro_batches: 
     return best_plan(model, Batch(micro_batches * dp * micro_size, micro_size, SEQUENCE), site, options, costs)
 
 
-def waiting(plan: Plan) -> Plan:
-    """The same under Megatron's 1F1B."""
-    depths = in_flight(plan.parallel.pp, plan.micro_batches)
-    return replace(plan, schedule=Schedule("1f1b", depths))
+def predicted_s(cell: dict[str, Any], costs: Costs) -> tuple[float, float]:
+    """What the planner says of a cell: seconds of a step (under Megatron's 1F1B, running ahead)."""
+    plan = Plan.read(cell["plan"])
+    plan = replace(plan, batch=replace(plan.batch, global_size=cell["samples"]), predicted=None)
+    depths = in_flight(plan.parallel.pp, cell["micro_batches"])
+    return (predict(replace(plan, schedule=Schedule("1f1b", depths)), costs).step_time_s,
+            predict(replace(plan, schedule=Schedule("ahead", cell["in_flight"])), costs).step_time_s)
 
 
 def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
@@ -105,7 +108,7 @@ def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
 
 def begin(a: argparse.Namespace, site: Site, costs: Costs, where: str, ratio: float, micro_batches: list[int],
           rounds: int, until: float) -> None:
-    """Plan one environment at one ratio, predict, and run it up to the time `until`."""
+    """Plan one environment at one ratio, and run it up to the time `until`."""
     parts = environments(site, a.dp)[where]
     stage_s = 3 * a.pace_ms / 1000
     rate = site.fabric(parts[0][0]).ethernet_gbps * 1e9 / 8 / HEADERS
@@ -113,10 +116,7 @@ def begin(a: argparse.Namespace, site: Site, costs: Costs, where: str, ratio: fl
     cells = []
     for count in micro_batches:
         plan = make_plan(site, parts, a.dp, count, micro_size, costs)
-        assert plan.predicted is not None
-        cells.append({"micro_batches": count, "in_flight": plan.schedule.in_flight, "samples": plan.batch.global_size,
-                      "predicted_s": {"megatron": predict(waiting(plan), costs).step_time_s,
-                                      "ahead": plan.predicted.step_time_s}})
+        cells.append({"micro_batches": count, "in_flight": plan.schedule.in_flight, "samples": plan.batch.global_size})
     plan = make_plan(site, parts, a.dp, max(micro_batches), micro_size, costs)
     own = SAMPLE_BYTES * micro_size / rate / stage_s  # after rounding
     note(f"{where}, hop {own:.3f}: micro-batches of {micro_size} samples; "
@@ -171,26 +171,28 @@ def bound_s(cell: dict[str, Any]) -> float:
     return max(computing) + rest + 2 * cell["own"] * cell["stage_s"] * cell["edges_tcp"]
 
 
-def report(cells: dict[tuple[str, float, int], dict[str, Any]]) -> None:
+def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) -> None:
     """The tables."""
-    rows, best = [], {}
+    rows, how, best = [], [], {}
     for (where, ratio, count), cell in sorted(cells.items(), key=lambda item: (item[0][1], -item[0][2], item[0][0])):
         waits, ahead = (statistics.median(x) for x in zip(*cell["pairs"], strict=True))
         best[where, ratio, count] = cell["samples"] / min(waits, ahead)
         ratios = [x / y for x, y in cell["pairs"]]
         low, high = interval(ratios)
-        wrong = [cell["predicted_s"][kind] / seconds - 1 for kind, seconds in (("megatron", waits), ("ahead", ahead))]
+        wrong = [said / took - 1 for said, took in zip(predicted_s(cell, costs), (waits, ahead), strict=True)]
         busy = statistics.median(sum(r["cpu_s"] for r in step) / step[0]["step_s"] / (os.cpu_count() or 1)
                                  for step in cell["ahead"])
         computing = statistics.median(step[-1]["parts"]["compute_s"] for step in cell["ahead"]) / count
-        rows.append([where, f"{cell['own']:.3f}", count, len(ratios), "+".join(map(str, cell["in_flight"])),
-                     f"{waits:.3f}", f"{ahead:.3f}", f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}",
-                     f"{bound_s(cell) / ahead:.1%}", f"{wrong[0]:+.1%}", f"{wrong[1]:+.1%}",
-                     f"{1000 * computing:.1f}", f"{busy:.0%}"])
-    table("seconds of a step, medians; computing: ms of the last stage for a micro-batch; busy: these ranks' share of "
-          "the cores", ["where", "hop", "micro-batches", "pairs", "in flight", "megatron", "ahead", "faster by",
-                        "95% interval", "of the bound", "predicted megatron", "predicted ahead", "computing", "busy"],
-          rows)
+        name = [where, f"{cell['own']:.3f}", count]
+        rows.append([*name, len(ratios), "+".join(map(str, cell["in_flight"])), f"{waits:.3f}", f"{ahead:.3f}",
+                     f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"])
+        how.append([*name, f"{bound_s(cell) / ahead:.1%}", f"{wrong[0]:+.1%}", f"{wrong[1]:+.1%}",
+                    f"{1000 * computing:.1f}", f"{busy:.0%}"])
+    table("seconds of a step, medians", ["where", "hop", "micro-batches", "pairs", "in flight", "megatron", "ahead",
+                                         "faster by", "95% interval"], rows)
+    table("running ahead, of the bound; the predictions' errors; ms that the last stage computes for a micro-batch; "
+          "these ranks' share of the cores",
+          ["where", "hop", "micro-batches", "of the bound", "megatron", "ahead", "computing", "busy"], how)
     rows = []
     for where, ratio, count in best:
         others = [(name, ratio, count) for name in HOMOGENEOUS.get(where, ("",))]
@@ -228,7 +230,7 @@ def main() -> None:
         wanted = [n for n, pairs in left.items() if pairs > 0]
         if wanted and time.time() < until - START_S:
             begin(a, site, costs, where, ratio, wanted, max(left.values()), until)
-    report(cells_of(a.out))
+    report(cells_of(a.out), costs)
 
 
 if __name__ == "__main__":
