@@ -6,12 +6,14 @@ Four NIC environments, four layouts in each, fixed in CELLS below. First one `ho
 these; with its file every cell's plan is made, and its prediction written into the plan, before any of them is run.
 Then the runs. Printed: the inputs; for each cell the step predicted and measured, the error, and what part of the step
 is not computing; by schedule the mean absolute error; by environment the regret: how much slower the cell that was
-predicted fastest is than the one that was. Started again, finished runs are not run again.
+predicted fastest is than the one that was. Started again, finished runs are not run again; what came out so far is in
+prediction.json under HOLMES_RUNS.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -25,8 +27,8 @@ from holmes_hpc.records.run import RunDirectory
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 WARM_UP, STEPS = 3, 10
 PACE_MS = 40.0
-COMMON = (f"train.pace_layer_ms={PACE_MS}", f"train.steps={STEPS}", "plan.strategy=auto", "plan.recompute=none",
-          "plan.tp=1", "plan.virtual_stages=1", "model=gpt_tiny")
+COMMON = (f"train.pace_layer_ms={PACE_MS}", "plan.strategy=auto", "plan.recompute=none", "plan.tp=1",
+          "plan.virtual_stages=1", "model=gpt_tiny")
 # Of other layouts than the cells: its own default, a stage on two nodes of each fabric, and six layers.
 CALIBRATION = ("model=gpt_tiny", "model.layers=6", "batch.micro_size=2", f"train.pace_layer_ms={PACE_MS}")
 COMMUNICATING = 0.25  # share of the step that makes a cell one with much communication
@@ -103,7 +105,7 @@ def run(cell: Cell, path: Path) -> RunDirectory | None:
     """The cell's run, complete; None where it did not complete."""
     directory = RunDirectory(root() / cell.name)
     if not directory.exists():
-        subprocess.run([HOLMES, "run", f"name={cell.name}", f"plan_file={path}", *COMMON, *cell.overrides],
+        subprocess.run([HOLMES, "run", f"name={cell.name}", f"plan_file={path}", f"train.steps={STEPS}"],
                        capture_output=True, check=False)
     result = directory.read_result() if directory.exists() else None
     return directory if result and result["state"] == "completed" else None
@@ -176,6 +178,10 @@ def main() -> None:
         o = done[-1]
         print(f"{cell.environment:12} {cell.layout:18} predicted {o.predicted_s:.3f} s, measured {o.measured_s:.3f} s,"
               f" error {o.error:+.1%}, not computing {o.waiting:.0%}", flush=True)
+    (root() / "prediction.json").write_text(json.dumps([
+        {"environment": o.cell.environment, "layout": o.cell.layout, "schedule": o.schedule,
+         "predicted_s": o.predicted_s, "measured_s": o.measured_s, "not_computing": o.waiting} for o in done],
+        indent=1))
     for line in summary(done) if done else []:
         print(line)
 

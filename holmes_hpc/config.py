@@ -157,10 +157,16 @@ def _local_ranks(plan: Mapping[str, Any]) -> int:
     return int(plan["gpus_per_node"] or (plan["tp"] or 1) * (plan["pp"] or 1) * (plan["dp"] or 1))
 
 
-def costs(config: Mapping[str, Any]) -> Costs:
-    """What computing and sending cost: a calibration file, else paced compute, else published defaults."""
+def costs(config: Mapping[str, Any], plan: Plan | None = None) -> Costs:
+    """What computing and sending cost: a calibration file, else paced compute (as `plan` was made for, unless the
+    configuration says), else published defaults."""
     calibration = Calibration.from_dict(read_yaml(config["calibration"])) if config["calibration"] else None
-    return Costs(calibration=calibration, pace_layer_ms=config["train"]["pace_layer_ms"])
+    return Costs(calibration=calibration, pace_layer_ms=_pace(config, plan))
+
+
+def _pace(config: Mapping[str, Any], plan: Plan | None) -> float | None:
+    pace: float | None = config["train"]["pace_layer_ms"]
+    return pace if pace is not None or plan is None else plan.pace_layer_ms
 
 
 def make_plan(config: Mapping[str, Any], on: Site | None = None) -> Plan:
@@ -236,7 +242,7 @@ def new_run(config: Mapping[str, Any], plan: Plan, overrides: Sequence[str]) -> 
     path = new_run_path(config, plan)
     filled = {**config, "run_dir": str(path), "plan_file": str(path / "plan.yaml")}
     return RunDirectory.create(path, plan_text=plan.to_yaml(), config=filled, overrides=list(overrides),
-                               plan_id=plan.id, pace_layer_ms=config["train"]["pace_layer_ms"],
+                               plan_id=plan.id, pace_layer_ms=_pace(config, plan),
                                versions=versions(), git_commit=git_commit())
 
 

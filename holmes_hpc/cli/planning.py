@@ -52,7 +52,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         console.text()
     from holmes_hpc.planning.narrative import explain
 
-    for line in explain(chosen, config.costs(settings)):
+    for line in explain(chosen, config.costs(settings, chosen)):
         console.text(line)
     if output:
         console.note(f"written: {output}")
@@ -111,7 +111,7 @@ def predict(
         gpus_per_node: int | None = None,
         nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
         calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`.")] = None,
-        pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute, as train.pace_layer_ms.")] = None,
+        pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
         trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
         json: Json = False) -> None:
     """Step time, throughput and memory of one given layout.
@@ -141,9 +141,10 @@ def predict(
             "transport": transport, "gpus_per_node": gpus_per_node, "nodes": _nodes(nodes),
             "layers_per_stage": _numbers(layers_per_stage)}
         given = config.make_plan(settings)
-    predicted = predict_plan(given, config.costs(settings))
+    costs = config.costs(settings, given)
+    predicted = predict_plan(given, costs)
     if trace is not None:
-        Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, config.costs(settings)))), encoding="utf-8")
+        Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
         console.note(f"written: {trace}")
     if json:
         from dataclasses import asdict
@@ -194,6 +195,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
         *((name, f"{link['latency_s'] * 1e6:.4g} us", f"{link['efficiency']:.3g}")
           for name, link in made["links"].items()),
         ("optimizer, a million parameters", f"{made['optimizer_s'] * 1e9:.4g} ms", ""),
+        ("rest of a pass", f"{made['pass_s'] * 1e3:.4g} ms", ""),
         ("rest of a step", f"{made['step_s'] * 1e3:.4g} ms", "")],
         caption=f"its own steps took {steps['step_time_s']:.4g} s; from these figures they would take "
                 f"{steps['predicted_step_time_s']:.4g} s")

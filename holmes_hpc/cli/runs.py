@@ -290,6 +290,7 @@ def _simulated(plan_path: Path) -> list[dict[str, Any]]:
     from holmes_hpc.records.run import RunDirectory
 
     try:
-        return timeline(Plan.read(plan_path), config.costs(RunDirectory(plan_path.parent).config))
+        plan = Plan.read(plan_path)
+        return timeline(plan, config.costs(RunDirectory(plan_path.parent).config, plan))
     except (HolmesError, KeyError):
         return []

@@ -9,7 +9,9 @@ from typing import Any
 from holmes_hpc.errors import ConfigError, HolmesError, nearest
 from holmes_hpc.planning.hardware import Link
 
-LINKS = ("local", "ib", "roce", "ethernet")
+NETWORKS = ("local", "ib", "roce", "ethernet")
+COLLECTIVES = ("reduce_scatter", "all_gather")
+LINKS = (*NETWORKS, *(f"{network}.{what}" for network in NETWORKS for what in COLLECTIVES))
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`device`: the GPU's name, or cpu. `pace_layer_ms`: layers waited that long (the parts hold what is left: the
-    embedding, the head). `links`: by ib, roce, ethernet, local. `optimizer_s`: seconds per parameter that a rank
-    updates. `step_s`: seconds of every step that belong to nothing else."""
+    """`device`: the GPU's name, or cpu. `pace_layer_ms`: layers waited that long. `links`: ib, roce, ethernet, local
+    for messages, and `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over them. `optimizer_s`:
+    seconds per parameter that a rank updates. `pass_s`: seconds of every pass of a stage that belong to none of its
+    parts; `step_s`: of every step."""
 
     device: str = ""
     pace_layer_ms: float | None = None
     parts: tuple[Measured, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
     optimizer_s: float | None = None
+    pass_s: float = 0.0
     step_s: float = 0.0
     dtype: str | None = None
     made: str = ""  # when and where, for people

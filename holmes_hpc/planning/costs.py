@@ -52,7 +52,8 @@ SC21 = Software(flash=False, overlap=False, overlap_hops=False, scatter_hops=Tru
 
 @dataclass(frozen=True)
 class Costs:
-    """Where times come from, best first: `pace_layer_ms` (layers wait that long), `calibration`, published figures.
+    """Where times come from, best first: `calibration`, `pace_layer_ms` (layers wait that long), published figures. A
+    calibration must have been made at the same pace.
 
     `dtype`: of weights and activations; None: fp32 on CPUs, bf16 on GPUs. `gradient_bytes`: of a gradient element in
     the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: what the training program does.
@@ -70,6 +71,12 @@ class Costs:
             raise ConfigError(f"unknown dtype {self.dtype!r}", where="costs", cure="use fp32, bf16 or fp16")
         if self.pace_layer_ms is not None and not self.pace_layer_ms > 0:
             raise ConfigError(f"pace_layer_ms is {self.pace_layer_ms}", where="costs", cure="use milliseconds above 0")
+        if self.calibration is not None and self.calibration.parts:
+            was, now = self.calibration.pace_layer_ms, self.pace_layer_ms
+            if was != now:
+                raise ConfigError(f"measured with {_pace(was)}, used for {_pace(now)}", where="calibration",
+                                  cure=f"set train.pace_layer_ms={was or 'null'} (predict: --pace-layer-ms), or"
+                                       f" calibrate again with {_pace(now)}")
 
     def dtype_of(self, gpu: Gpu) -> str:
         return self.dtype or (self.calibration.dtype if self.calibration else None) or (
@@ -86,12 +93,11 @@ class Costs:
     def collectives(self, gpu: Gpu) -> Collectives:
         return collectives(gpu)
 
-    def link(self, transport: Transport, gpu: Gpu) -> Link:
-        """Latency and efficiency of a transport."""
+    def link(self, transport: Transport, gpu: Gpu, collective: str = "") -> Link:
+        """Latency and efficiency of a transport, for messages or for a `collective` (reduce_scatter or all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
-        if self.calibration is not None and name in self.calibration.links:
-            return self.calibration.links[name]
-        return self._links(gpu)[name]
+        measured = self.calibration.links if self.calibration is not None else {}
+        return measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
         return GLOO_LINKS if gpu.name == "cpu" else _published_links(self.fitted)
@@ -104,11 +110,13 @@ class Costs:
         attention scores. Paced layers wait in a recomputed forward as well.
         """
         tokens, sequence = batch.micro_size * batch.sequence_length, batch.sequence_length
-        if self.pace_layer_ms:
-            forward = self.pace_layer_ms / 1e3
-            return forward, (3 if recompute == "full" else 2) * forward
-        flops = layer_flops(model, tokens, sequence)
         measured = self._measured("layer", model, tokens, tp)
+        if self.pace_layer_ms:  # waiting does not grow with the layer
+            forward, backward = self.pace_layer_ms / 1e3, 2 * self.pace_layer_ms / 1e3
+            if measured is not None:
+                forward, backward = measured.forward_s, measured.backward_s
+            return forward, backward + (forward if recompute == "full" else 0.0)
+        flops = layer_flops(model, tokens, sequence)
         if measured is not None:
             forward, backward = _scaled(measured, flops, tp)
             scores = forward * layer_score_flops(model, tokens, sequence) / flops
@@ -189,9 +197,13 @@ class Costs:
             return 0.0
         link, factor = self._links(gpu)["local"], collectives(gpu).all_reduce
         if self.calibration is not None:
-            link = self.calibration.links.get("local", link)
+            link = self.calibration.links.get("local.reduce_scatter") or self.calibration.links.get("local", link)
         sent = factor * (tp - 1) / tp * tokens * model.hidden * self.weight_bytes(gpu)
         return 2 * (sent / (gpu.intra_node_gbps * 1e9 / 8 * link.efficiency) + factor * (tp - 1) * link.latency_s)
+
+
+def _pace(layer_ms: float | None) -> str:
+    return f"layers paced to {layer_ms:g} ms" if layer_ms else "layers not paced"
 
 
 def _scaled(measured: Measured, flops: float, tp: int) -> tuple[float, float]:

@@ -123,6 +123,7 @@ class Plan:
     bucket_bytes: int = 40_000_000
     edge_dtype: str = "same"
     transport_mode: str = "holmes"
+    pace_layer_ms: float | None = None  # layers take that long forward by waiting: what was predicted, and what runs
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
@@ -137,6 +138,8 @@ class Plan:
             value = getattr(self, name)
             if value not in known:
                 raise PlanError(f"unknown {name} {value!r}", where="plan", cure=nearest(str(value), known))
+        if self.pace_layer_ms is not None and not self.pace_layer_ms > 0:
+            raise PlanError(f"pace_layer_ms is {self.pace_layer_ms}", where="plan", cure="use milliseconds above 0")
         if self.version != VERSION:
             raise PlanError(f"plan version {self.version}, this release reads {VERSION}", where="plan",
                             cure="make the plan again with `holmes plan`")
@@ -247,10 +250,11 @@ class Plan:
         return hashlib.sha256(json.dumps(kept.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the schema of plan.yaml."""
+        """Plain data, the schema of plan.yaml. Only a paced plan has a pace."""
         data: dict[str, Any] = {"version": self.version}
         for f in fields(self):
-            if f.name not in ("version", "site", "alternatives", "predicted"):
+            if f.name not in ("version", "site", "alternatives", "predicted") and (
+                    f.name != "pace_layer_ms" or self.pace_layer_ms is not None):
                 value = getattr(self, f.name)
                 data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
         data["components"] = [asdict(c) for c in self.components]

@@ -73,9 +73,13 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
     """The best trial, and others from best to worst."""
     space = Space(model, batch, site, options, costs)
     placements = space.placements()
-    if not placements:
-        refusal.nothing_divides(model, batch, site, options)
     bench = Bench(model, batch, site, options, costs)
+    if not placements:
+        unlimited = replace(options, max_memory_gib=float("inf"))
+        too_large = Space(model, batch, site, unlimited, costs).placements()
+        if too_large:
+            refusal.nothing_fits(bench, too_large)
+        refusal.nothing_divides(model, batch, site, options)
     trials = _tried(bench, placements, space.small)
     if not trials:
         refusal.nothing_fits(bench, placements)
@@ -116,7 +120,7 @@ def to_plan(trial: Trial, site: Site, others: list[Trial]) -> Plan:
     used = {c.fabric: c.nodes for c in setting.components}
     plan = Plan(trial.placement.strategy, setting.model, setting.batch, setting.parallel, setting.recompute,
                 setting.schedule, setting.components, stages, site, setting.bucket_bytes, setting.edge_dtype,
-                setting.transport_mode, predict_setting(setting, trial.layers),
+                setting.transport_mode, setting.costs.pace_layer_ms, predict_setting(setting, trial.layers),
                 (*site.assumptions, *setting.assumptions, *trial.notes),
                 unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)})
     return replace(plan, alternatives=_alternatives(trial, others))

@@ -33,7 +33,7 @@ class Setting:
     edge_dtype: str = "same"
     bucket_bytes: int = 40_000_000
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
-    _rates: dict[tuple[str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _rates: dict[tuple[str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
@@ -104,8 +104,9 @@ class Setting:
         here, there = stages[stage], stages[(stage + 1) % p.pp]
         if self.hierarchical:
             per_node = here.gpus_per_node // p.tp
-            local = here.nodes == 1 if stage + 1 == p.pp else (stage + 1) % math.gcd(p.pp, per_node) != 0
-            local = local or here.nodes == 1
+            whole = per_node % p.pp == 0  # pipelines that never leave their node, nor does their way back
+            local = here.nodes == 1 or whole or (
+                stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0)
         else:
             block, first = p.dp * p.tp, stage - here.stages[0]
             ahead = (stage + 1) % p.pp - stage
@@ -136,24 +137,25 @@ class Setting:
     def ends(self, lane: int = 0) -> Transport:
         """Between the first and the last stage: a tied embedding's gradients."""
         first, last = self.lanes[lane][0], self.lanes[lane][-1]
-        local = self.parallel.pp == 1 or (first is last and first.nodes == 1)
+        whole = self.hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
+        local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
         return self._mode(LOCAL if local else self._within({first.fabric, last.fabric}))
 
-    def rate(self, transport: Transport, component: Component) -> float:
-        """Payload bytes a second that one node (locally: one rank) can send."""
-        key = transport.kind, component.fabric
+    def rate(self, transport: Transport, component: Component, collective: str = "") -> float:
+        """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective."""
+        key = transport.kind, component.fabric, collective
         if key not in self._rates:
-            self._rates[key] = self._rate(transport, component)
+            self._rates[key] = self._rate(transport, component, collective)
         return self._rates[key]
 
-    def _rate(self, transport: Transport, component: Component) -> float:
+    def _rate(self, transport: Transport, component: Component, collective: str) -> float:
         fabric = self.fabric(component)
         gbps = {"local": fabric.gpu.intra_node_gbps, "tcp": fabric.ethernet_gbps}.get(transport.kind, fabric.rdma_gbps)
         assert gbps is not None
-        return gbps * 1e9 / 8 * self.costs.link(transport, fabric.gpu).efficiency
+        return gbps * 1e9 / 8 * self.costs.link(transport, fabric.gpu, collective).efficiency
 
-    def latency(self, transport: Transport, component: Component) -> float:
-        return self.costs.link(transport, self.fabric(component).gpu).latency_s
+    def latency(self, transport: Transport, component: Component, collective: str = "") -> float:
+        return self.costs.link(transport, self.fabric(component).gpu, collective).latency_s
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -62,21 +62,21 @@ def _ranks_at_edge(setting: Setting, component: Component) -> int:
     return min(component.gpus_per_node, p.dp * p.tp)
 
 
-def collective_s(setting: Setting, component: Component, transport: Transport, ranks: int, nodes: int, factor: float,
-                 whole: np.ndarray, sharing: float, calls: np.ndarray | float = 1.0) -> np.ndarray:
-    """Seconds of a ring collective: each rank sends `factor` * (n-1)/n of `whole` bytes; `sharing` groups go out of
-    one node, each once; a ring has as many steps as ranks, of which each has a latency, `calls` times."""
+def collective_s(setting: Setting, component: Component, transport: Transport, ranks: int, nodes: int, what: str,
+                 factor: float, whole: np.ndarray, sharing: float, calls: np.ndarray | float = 1.0) -> np.ndarray:
+    """Seconds of a ring collective (`what` its link is called): each rank sends `factor` * (n-1)/n of `whole` bytes;
+    `sharing` groups go out of one node, each once; a ring has as many steps as ranks, of which each has a latency,
+    `calls` times."""
     if ranks == 1:
         return np.zeros_like(whole)
     sent = factor * (ranks - 1) / ranks * whole
-    gpu_rate = setting.fabric(component).gpu.intra_node_gbps * 1e9 / 8
     local = Transport("local")
-    inside = sent / (gpu_rate * setting.costs.link(local, setting.fabric(component).gpu).efficiency)
-    steps = factor * ((ranks - nodes) * setting.latency(local, component))
+    inside = sent / setting.rate(local, component, what)
+    steps = factor * ((ranks - nodes) * setting.latency(local, component, what))
     if transport.kind == "local":
         return inside + steps * calls
-    outside = sent * sharing / setting.rate(transport, component)
-    steps += factor * (nodes - 1) * setting.latency(transport, component)
+    outside = sent * sharing / setting.rate(transport, component, what)
+    steps += factor * (nodes - 1) * setting.latency(transport, component, what)
     return np.maximum(inside if ranks > nodes else 0, outside) + steps * calls
 
 
@@ -143,9 +143,8 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray, bucket_bytes: np.ndar
         reduce[:, first:end], gather[:, first:end] = _synchronise_s(
             setting, lane, first, stages[first], count[:, first:end], buckets[:, first:end])
     ready, tail = gather, reduce
-    if setting.costs.software.overlap:  # a bucket's traffic beside the others' computing; a gather fetches one ahead
-        tail = np.maximum(reduce / buckets, reduce - backward * (1 - 1 / buckets))
-        ready = gather / buckets + (buckets - 1) / buckets * np.maximum(0, gather - forward)
+    if setting.costs.software.overlap:
+        ready, tail = _exposed(setting, layers, forward, backward, gather, reduce, buckets)
     last_up = np.tile(up, (plans, 1))
     if p.pp > 1 and setting.run > 1:
         for s in range(p.pp):
@@ -154,6 +153,20 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray, bucket_bytes: np.ndar
     nic = tuple(_one_nic(setting, lane, s) for s in range(p.pp))
     return Durations(forward, backward, np.tile(down, (plans, 1)), np.tile(up, (plans, 1)), last_up, ready, reduce,
                      tail), nic
+
+
+def _exposed(setting: Setting, layers: np.ndarray, forward: np.ndarray, backward: np.ndarray, gather: np.ndarray,
+             reduce: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What is left of (gathering parameters, reducing gradients) beside a chunk's first and last pass: a bucket's
+    traffic goes beside the others' computing, and a gather fetches one bucket ahead. A paced layer computes in no time
+    and waits for the rest of its own: its buckets are needed at its beginning and gradients come at its end."""
+    if setting.costs.pace_layer_ms is None:
+        tail = np.maximum(reduce / buckets, reduce - backward * (1 - 1 / buckets))
+        return gather / buckets + (buckets - 1) / buckets * np.maximum(0, gather - forward), tail
+    pieces = np.minimum(buckets, np.maximum(1, layers))
+    tail = np.maximum(reduce / pieces, reduce - backward * (1 - 1 / pieces))
+    each, ahead, takes = gather / pieces, gather / buckets, forward / pieces
+    return np.maximum(0, each - takes) + (pieces - 1) * np.maximum(0, each - ahead - takes), tail
 
 
 def hops_s(setting: Setting, lane: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,7 +214,8 @@ def compute_s(setting: Setting, lane: int, layers: np.ndarray) -> tuple[np.ndarr
                        ((-1, -1), costs.head_s(m, setting.batch, p.tp, gpus[-1]))):
         forward[:, at[0], at[1]] += f
         backward[:, at[0], at[1]] += b
-    return forward, backward
+    overhead = costs.calibration.pass_s if costs.calibration else 0.0
+    return forward + overhead, backward + overhead
 
 
 def _buckets(setting: Setting, lane: int, count: np.ndarray, bucket_bytes: np.ndarray) -> np.ndarray:
@@ -222,17 +236,18 @@ def _synchronise_s(setting: Setting, lane: int, stage: int, component: Component
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if setting.hierarchical else 1)
     gradients, weights = count * setting.costs.gradient_size(gpu), count * setting.costs.weight_bytes(gpu)
 
-    def ring(factor: float, whole: np.ndarray) -> np.ndarray:
-        return collective_s(setting, component, transport, setting.run, nodes, factor, whole, sharing, buckets)
+    def ring(what: str, factor: float, whole: np.ndarray) -> np.ndarray:
+        return collective_s(setting, component, transport, setting.run, nodes, what, factor, whole, sharing, buckets)
 
     if not p.distributed_optimizer:
-        return ring(how.all_reduce, gradients), np.zeros_like(count)
-    reduce = ring(how.reduce_scatter, gradients)
+        return ring("reduce_scatter", how.all_reduce, gradients), np.zeros_like(count)
+    reduce = ring("reduce_scatter", how.reduce_scatter, gradients)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
         reduce = reduce + collective_s(setting, component, setting.across(), p.optimizer_instances,
-                                       p.optimizer_instances, how.all_reduce, gradients / setting.run,
+                                       p.optimizer_instances, "reduce_scatter", how.all_reduce,
+                                       gradients / setting.run,
                                        component.gpus_per_node, buckets)
-    return reduce, ring(how.all_gather, weights)
+    return reduce, ring("all_gather", how.all_gather, weights)
 
 
 def _tied_s(setting: Setting) -> float:
@@ -247,11 +262,14 @@ def _tied_s(setting: Setting) -> float:
             gpu = setting.fabric(component).gpu
             whole = np.array(model.padded_vocab(p.tp) / p.tp * model.hidden * setting.costs.gradient_size(gpu))
             sharing = 1 if transport.kind == "local" else _ranks_at_edge(setting, component)
-            times.append(float(collective_s(setting, component, transport, 2, 2, 2.0, whole, sharing)))
+            ring = collective_s(setting, component, transport, 2, 2, "reduce_scatter", 2.0, whole, sharing)
+            times.append(float(ring))
     return max(times)
 
 
 def _norm_s(setting: Setting) -> float:
-    """The gradient norm: one number, all-reduced by everyone, up and down a tree."""
+    """The gradient norm: one number, all-reduced by everyone, up and down a tree; a calibration has it in its step."""
+    if setting.costs.calibration is not None and setting.costs.calibration.step_s:
+        return 0.0
     steps = 2 * math.ceil(math.log2(max(1, setting.parallel.world_size)))
-    return steps * max(setting.latency(setting.shared, c) for c in setting.components)
+    return steps * max(setting.latency(setting.shared, c, "reduce_scatter") for c in setting.components)

@@ -1,8 +1,8 @@
 """How long messages and collectives take on each kind of network, and the latency and efficiency that explain it.
 
 A link is two numbers, as the planner uses them (planning.timing): a message of b bytes takes latency + b / (rate *
-efficiency); a ring collective over k nodes takes its k-1 steps' latencies, and what a node sends. Both are timed at a
-small size and at the one that training uses, and the two numbers are fitted to all of them.
+efficiency); a ring collective over k nodes takes its k-1 steps' latencies, and what a node sends. Messages and each
+collective have a link of their own, fitted to their times at a small size and at those that training uses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -24,17 +25,17 @@ from holmes_hpc.planning.plan import Plan
 from holmes_hpc.training import transports
 from holmes_hpc.training.session import Session
 
-WARM_UP, REPEATS = 2, 7
+WARM_UP, REPEATS = 2, 9
 SMALL_BYTES = 256
 MOST_BYTES = 64 << 20  # of one message or collective: larger ones tell nothing new
-EFFICIENCY = (0.001, 1.5)  # what planning.hardware.Link takes
+EFFICIENCY = (0.001, 1000.0)
 Links = dict[str, Link]
 
 
 @dataclass(frozen=True)
 class Sample:
     """`seconds` that something took which, by the planner's model, has `steps` latencies and `sent_s` seconds of
-    sending at the nominal rate. `link`: local, ib, roce, ethernet."""
+    sending at the nominal rate. `link`: local, ib, roce, ethernet; those of collectives as ib.all_gather."""
 
     link: str
     what: str
@@ -99,6 +100,11 @@ def samples(here: Session, control: Any) -> list[tuple[Any, ...]]:
     return [astuple(s) for s in found]
 
 
+def meeting_s(control: Any) -> float:
+    """What it takes all ranks to sum up one number, as they do for the gradient norm. All ranks call it."""
+    return _median_s(partial(_meet, control))
+
+
 def _meet(control: Any) -> None:
     dist.all_reduce(torch.zeros(1), group=control)
 
@@ -135,7 +141,7 @@ def _exchange(here: Session, group: Any, ranks: tuple[int, int], size: int) -> C
 
 
 def _collectives(here: Session) -> list[Sample]:
-    """Reduce-scatter and all-gather of a gradient bucket, in every data-parallel group at once."""
+    """Reduce-scatter and all-gather of a gradient bucket, and of some more, in every data-parallel group at once."""
     plan, p = here.plan, here.plan.parallel
     group = parallel_state.get_data_parallel_group()
     ranks = dist.get_process_group_ranks(group)
@@ -149,17 +155,17 @@ def _collectives(here: Session) -> list[Sample]:
     how, speed, name = collectives(gpu), rate(plan, transport, ranks), link_name(transport)
     sharing = 1 if nodes == 1 else p.tp  # TP ranks of a node send beside each other
     n, found = len(ranks), []
-    for size in (SMALL_BYTES, min(MOST_BYTES, plan.bucket_bytes)):
+    for size in (SMALL_BYTES, *(min(MOST_BYTES, n * plan.bucket_bytes) for n in (1, 2))):
         whole = torch.zeros(max(1, size // 4 // n) * n, device=here.device)
         part = torch.zeros(len(whole) // n, device=here.device)
         for what, factor, task in (
-                ("reduce-scatter", how.reduce_scatter, lambda w=whole, s=part: dist.reduce_scatter_tensor(
+                ("reduce_scatter", how.reduce_scatter, lambda w=whole, s=part: dist.reduce_scatter_tensor(
                     s, w, group=group)),
-                ("all-gather", how.all_gather, lambda w=whole, s=part: dist.all_gather_into_tensor(
+                ("all_gather", how.all_gather, lambda w=whole, s=part: dist.all_gather_into_tensor(
                     w, s, group=group))):
             seconds = _median_s(task)
             sent_s = factor * (n - 1) / n * len(whole) * 4 * sharing / speed
-            found.append(Sample(name, f"{what} of {len(whole) * 4} bytes over {n} ranks", factor * (n - 1), sent_s,
+            found.append(Sample(f"{name}.{what}", f"{len(whole) * 4} bytes over {n} ranks", factor * (n - 1), sent_s,
                                 seconds))
     return found if here.launch.rank == ranks[0] else []
 

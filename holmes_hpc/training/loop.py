@@ -76,7 +76,9 @@ class Trainer:
         self.watchdog = watchdog
         self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
                                      [n.node for n in here.nodes])
-        self.config, self.here, self.plan = config["train"], here, here.plan
+        self.here, self.plan = here, here.plan
+        pace_layer_ms = config["train"]["pace_layer_ms"] or here.plan.pace_layer_ms
+        self.config = {**config["train"], "pace_layer_ms": pace_layer_ms}
         train, plan = self.config, here.plan
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train["seed"])
@@ -205,6 +207,10 @@ class Trainer:
         if not stored or parallel_state.get_tensor_model_parallel_rank() != 0:
             return []
         return [entry["loss"] for entry in stored]
+
+    def forward_one(self, chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """One micro-batch of the next step through one model chunk: its output, and how its loss is made."""
+        return _forward(self.here.device, self._batches(self.training, self.step)[0], chunk)
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()

@@ -39,7 +39,7 @@ from holmes_hpc.training.watch import Watchdog, dump_stacks
 FILE = "calibration.yaml"
 WARM_UP = 3  # of steps, of passes through a layer
 REPEATS = 12
-Times = dict[str, tuple[float, float]]  # part -> seconds (forward, backward)
+Times = dict[str, tuple[float, float]]  # part -> seconds (forward, backward); pass: what is in no part, for each
 
 
 def measure(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,11 +74,12 @@ def _measure(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exit
     parts = _everyone(here, "parts", part_times(trainer))
     watchdog.alive("measuring the networks")
     samples = _everyone(here, "links", links.samples(here, trainer.control))
+    meeting_s = links.meeting_s(trainer.control)
     trainer.close()
     made: dict[str, Any] = {}
     if own.rank == 0:
         flat = [links.Sample(*s) for rows in samples for s in rows]
-        made = _write(config, plan, run, _merged(parts), flat, here)
+        made = _write(trainer, run, _merged(parts), flat, meeting_s)
     here.close()
     return made
 
@@ -113,7 +114,22 @@ def part_times(trainer: Trainer) -> Times:
                 times["embedding"] = _passes_s(partial(_embedding, model, tokens, positions), None)
             if model.post_process:
                 times["head"] = _passes_s(partial(_head, model, tokens), _hidden(trainer))
+            whole = _passes_s(partial(_whole, trainer, wrapped, model), None if model.pre_process else _hidden(trainer))
+            held = len(model.decoder.layers)
+            parts = [(held, times.get("layer", (0.0, 0.0)))]
+            parts += [(1, times[name]) for name, there in (("embedding", model.pre_process),
+                                                           ("head", model.post_process)) if there]
+            times["pass"] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
     return times
+
+
+def _whole(trainer: Trainer, wrapped: Any, model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+    """A micro-batch through a model chunk as the loop does it, data and all."""
+    if hidden is not None:
+        model.set_input_tensor(hidden)
+    output, loss = trainer.forward_one(wrapped)
+    made: torch.Tensor = loss(output)[0] if model.post_process else output
+    return made
 
 
 def _hidden(trainer: Trainer) -> torch.Tensor:
@@ -168,7 +184,7 @@ def _merged(parts: Iterable[dict[str, Sequence[float]]]) -> Times:
     """Medians over the ranks that hold a part."""
     rows = list(parts)
     found: Times = {}
-    for name in ("layer", "embedding", "head"):
+    for name in ("layer", "embedding", "head", "pass"):
         held = [row[name] for row in rows if name in row]
         if held:
             found[name] = (statistics.median(r[0] for r in held), statistics.median(r[1] for r in held))
@@ -178,30 +194,32 @@ def _merged(parts: Iterable[dict[str, Sequence[float]]]) -> Times:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def calibration(plan: Plan, times: Times, found: links.Links, steps: Sequence[dict[str, Any]], *, device: str,
-                dtype: str, pace_layer_ms: float | None) -> Calibration:
-    """The record, from the parts' seconds, the links and the lines of metrics of steps after warm-up."""
+def calibration(plan: Plan, times: Times, found: links.Links, steps: Sequence[dict[str, Any]], *, meeting_s: float,
+                device: str, dtype: str, pace_layer_ms: float | None) -> Calibration:
+    """The record, from the parts' seconds, the links, the lines of metrics of steps after warm-up, and what it takes
+    all ranks to sum up one number."""
     m, batch, tp = plan.model, plan.batch, plan.parallel.tp
     tokens = batch.micro_size * batch.sequence_length
     flops = {"layer": counts.layer_flops(m, tokens, batch.sequence_length), "embedding": float(tokens * m.hidden),
              "head": counts.head_flops(m, tokens, tp)}
-    parts = tuple(Measured(name, m.hidden, tokens, tp, flops[name], *seconds) for name, seconds in times.items())
+    parts = tuple(Measured(name, m.hidden, tokens, tp, flops[name], *times[name]) for name in flops if name in times)
+    pass_s = max(0.0, sum(times.get("pass", (0.0, 0.0))) / 2)
     held = float(parameters(Setting.of(plan, Costs()), layer_array(plan)).sum(axis=2).max())
     updated = held / (plan.parallel.dp // plan.parallel.optimizer_instances
                       if plan.parallel.distributed_optimizer else 1)
     optimizer = statistics.median(max(s["optimizer_s"] for s in line["breakdown"]) for line in steps)
     other = statistics.median(statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps)
-    return Calibration(device, pace_layer_ms, parts, found, optimizer / updated, other, dtype,
+    return Calibration(device, pace_layer_ms, parts, found, optimizer / updated, pass_s, other + meeting_s, dtype,
                        f"{now()}, plan {plan.id}")
 
 
-def _write(config: dict[str, Any], plan: Plan, run: RunDirectory, times: Times, samples: list[links.Sample],
-           here: Session) -> dict[str, Any]:
-    train = config["train"]
+def _write(trainer: Trainer, run: RunDirectory, times: Times, samples: list[links.Sample], meeting_s: float,
+           ) -> dict[str, Any]:
+    train, plan, here = trainer.config, trainer.plan, trainer.here
     found = links.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train["steps"] - 1)]
     device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
-    made = calibration(plan, times, found, steps, device=device, dtype=train["dtype"],
+    made = calibration(plan, times, found, steps, meeting_s=meeting_s, device=device, dtype=train["dtype"],
                        pace_layer_ms=train["pace_layer_ms"])
     for sample in samples:
         say(f"{sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit {links.fitted_s(sample, found):.6f} s")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sites import A100, small_testbed, two_clusters
 
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning import counts
 from holmes_hpc.planning.calibration import Calibration, Measured
@@ -20,7 +20,7 @@ from holmes_hpc.planning.models import named
 from holmes_hpc.planning.options import PlanOptions
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.planning.predict import chrome_trace, layer_array, predict, timeline
-from holmes_hpc.planning.search import given_plan
+from holmes_hpc.planning.search import best_plan, given_plan
 from holmes_hpc.planning.setting import Setting
 
 TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
@@ -121,6 +121,57 @@ def test_measured_layers_and_links_go_before_published_ones() -> None:
     assert Calibration.from_dict(measured.to_dict()) == measured
 
 
+def paced(**more: Any) -> Calibration:
+    """Measured with layers of 10 ms."""
+    return Calibration(pace_layer_ms=10, parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more)
+
+
+def test_a_paced_calibration_is_for_that_pace_alone() -> None:
+    gpu = small_testbed().fabrics[0].gpu
+    twice = Batch(16, 4, 64)
+    assert Costs(paced(), 10).layer_s(TINY, twice, 1, gpu) == (0.011, 0.022)  # waiting does not grow with the layer
+    assert Costs(paced(), 10).layer_s(TINY, twice, 1, gpu, recompute="full") == (0.011, 0.033)
+    for calibration, pace, said in ((paced(), None, "measured with layers paced to 10 ms, used for layers not paced"),
+                                    (paced(), 20, "used for layers paced to 20 ms"),
+                                    (replace(paced(), pace_layer_ms=None), 10, "measured with layers not paced")):
+        with pytest.raises(ConfigError, match=said):
+            Costs(calibration, pace)
+
+
+def test_a_plan_knows_its_pace() -> None:
+    made = plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, costs=Costs(pace_layer_ms=10))
+    again = Plan.from_dict(made.to_dict())
+    assert again == made and again.pace_layer_ms == 10
+    assert again.id != pipeline().id and "pace_layer_ms" not in pipeline().to_dict()
+    with pytest.raises(PlanError, match="pace_layer_ms is -1"):
+        replace(made, pace_layer_ms=-1)
+
+
+def test_collectives_and_passes_cost_what_was_measured_of_them() -> None:
+    """A slower all-gather shows in the gathering of parameters alone, and a pass's own time once for each pass."""
+    links = {name: Link(0, 1) for name in ("ib", "roce", "ethernet")}
+    base = pipeline(costs=Costs(paced(links=links), 10))
+    gather = pipeline(costs=Costs(paced(links={**links, "roce.all_gather": Link(0, 0.25)}), 10))
+    slow = pipeline(costs=Costs(paced(links=links, pass_s=0.002), 10))
+    assert base.predicted and gather.predicted and slow.predicted
+    assert gather.predicted.breakdown["param_sync_s"] > base.predicted.breakdown["param_sync_s"]
+    assert gather.predicted.breakdown["compute_s"] == base.predicted.breakdown["compute_s"]
+    assert slow.predicted.breakdown["compute_s"] == pytest.approx(
+        base.predicted.breakdown["compute_s"] + 2 * base.micro_batches * 0.002)
+
+
+def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
+    """Hierarchical, two stages of two chunks on the two GPUs of a node: the way back from the last stage to the first
+    stays in the node too."""
+    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
+    made = best_plan(TINY, BATCH, gpus, PlanOptions(
+        strategy="hierarchical-dp", tp=1, pp=2, dp=4, virtual_stages=2, nodes={"ib-a": 2, "roce-a": 2}), Costs())
+    setting = Setting.of(made, Costs())
+    assert {setting.edge(lane, s).kind for lane in range(2) for s in range(2)} == {"local"}
+    edges = [g for g in made.transports() if g.kind == "edge"]
+    assert {g.transport.kind for g in edges} == {"local"}
+
+
 def test_a_calibration_with_a_typing_error_says_so() -> None:
     with pytest.raises(Exception, match="unknown key 'link'; did you mean 'links'"):
         Calibration.from_dict({"link": {}})
@@ -192,3 +243,8 @@ def test_what_does_not_fit_names_stage_and_shortfall() -> None:
         refuse(setting, layers)
     assert any("does not fit" in line for line in made.assumptions)
     assert fits(setting, layers, most_gib=500)[0]
+
+
+def test_weights_that_fit_on_no_gpu_name_what_is_short() -> None:
+    with pytest.raises(PlanError, match=r"gpt3_175b fits nowhere here: .* GiB a GPU, .* GiB more than there is"):
+        best_plan(named("gpt3_175b"), Batch(1536, 4, 2048), gpu_site(80), PlanOptions(), Costs())

@@ -38,7 +38,8 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
     calibration = made[1]
     assert sorted(p.part for p in calibration.parts) == ["embedding", "head", "layer"]
     assert all(p.forward_s > 0 and p.backward_s > 0 for p in calibration.parts)
-    assert set(calibration.links) == {"local"}
+    assert set(calibration.links) == {"local", "local.reduce_scatter", "local.all_gather"}
+    assert 0 <= calibration.pass_s < PACE_MS / 1e3 and 0 < calibration.step_s < PACE_MS / 1e3
     assert calibration.optimizer_s is not None and calibration.optimizer_s > 0
     assert calibration.pace_layer_ms == PACE_MS and calibration.device == "cpu" and calibration.dtype == "fp32"
     assert Calibration.from_dict(calibration.to_dict()) == calibration
@@ -52,7 +53,7 @@ def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> 
 
 def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -> None:
     plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), made[1]
-    costs = Costs(calibration)
+    costs = Costs(calibration, PACE_MS)
     gpu = plan.site.fabrics[0].gpu
     layer = next(p for p in calibration.parts if p.part == "layer")
     assert costs.layer_s(plan.model, plan.batch, 1, gpu) == pytest.approx((layer.forward_s, layer.backward_s))
@@ -60,7 +61,7 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -
         replace(p, forward_s=2 * p.forward_s, backward_s=2 * p.backward_s) for p in calibration.parts))
     least = 3 * (layer.forward_s + layer.backward_s) * plan.micro_batches  # of one stage: three layers
     assert predict(plan, costs).step_time_s > least
-    assert predict(plan, Costs(slower)).step_time_s > 2 * least
+    assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * least
 
 
 def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) -> None:
@@ -92,7 +93,7 @@ def test_the_fit_finds_a_link_that_keeps_to_the_model(latency: float, efficiency
 
 def test_a_fit_of_what_no_link_can_do_is_still_a_link() -> None:
     faster = links.fit([Sample("local", "", 1, 1.0, 0.1), Sample("local", "", 1, 2.0, 0.1)])["local"]
-    assert faster.efficiency == pytest.approx(1.5) and faster.latency_s >= 0
+    assert faster.efficiency > 5 and faster.latency_s >= 0
 
 
 @pytest.mark.slurm
@@ -106,8 +107,10 @@ def test_a_job_over_three_fabrics_measures_their_networks(testbed, tmp_path: Pat
                           timeout=150, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = Calibration.from_dict(yaml.safe_load(file.read_text()))
-    assert set(found.links) == {"ib", "roce", "ethernet"}
-    planned = subprocess.run([holmes, "plan", f"calibration={file}", "plan.nodes={ib-a: 2, roce-a: 2}", "--json"],
+    assert set(found.links) == {f"{nic}{what}" for nic in ("ib", "roce", "ethernet")
+                                for what in ("", ".reduce_scatter", ".all_gather")}
+    planned = subprocess.run([holmes, "plan", f"calibration={file}", "train.pace_layer_ms=20",
+                              "plan.nodes={ib-a: 2, roce-a: 2}", "--json"],
                              env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert planned.returncode == 0, planned.stderr
     assert not [a for a in json.loads(planned.stdout)["assumptions"] if "published" in a]
