@@ -38,15 +38,22 @@ def wait_until(moment: float) -> None:
         time.sleep(left - SLACK_S if left > 2 * SLACK_S else 0)
 
 
+class Lateness:
+    """By how many seconds a rank's last backward pass overran its time, because other ranks held the cores."""
+
+    seconds = 0.0
+
+
 class PacedLayer:
     """A layer's ``forward`` that takes `forward_s`, and whose backward takes twice that.
 
     Most of the backward's wait comes before its computing, so that its gradients appear at the end of its time, when
-    an accelerator would have them, and not at its start.
+    an accelerator would have them, and not at its start. What it overruns then, the next one (of any layer that shares
+    `late`) makes up for.
     """
 
-    def __init__(self, layer: torch.nn.Module, forward_s: float) -> None:
-        self._forward, self.forward_s = layer.forward, forward_s
+    def __init__(self, layer: torch.nn.Module, forward_s: float, late: Lateness) -> None:
+        self._forward, self.forward_s, self._late = layer.forward, forward_s, late
         self._ends = self._began = 0.0
         self._computing_s = 2 * forward_s  # of the last backward pass; until one was seen, wait afterwards
 
@@ -66,13 +73,15 @@ class PacedLayer:
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         _finish_device_work()
-        self._ends = time.perf_counter() + 2 * self.forward_s
+        self._ends = time.perf_counter() + 2 * self.forward_s - self._late.seconds
         wait_until(self._ends - 1.2 * self._computing_s)
         self._began = time.perf_counter()
 
     def _backward_ends(self) -> None:
         _finish_device_work()
-        self._computing_s = time.perf_counter() - self._began
+        now = time.perf_counter()
+        self._computing_s = now - self._began
+        self._late.seconds = min(2 * self.forward_s, max(0.0, now - self._ends))
         wait_until(self._ends)
 
 
@@ -85,5 +94,6 @@ def pace(layers: Iterable[torch.nn.Module], layer_ms: float) -> None:
     """Pace `layers` (modules that take and return hidden states, alone or first in a tuple) to `layer_ms` forward."""
     if layer_ms <= 0:
         raise ConfigError(f"pace_layer_ms is {layer_ms}", where="train", cure="use milliseconds above 0, or null")
+    late = Lateness()
     for layer in layers:
-        layer.forward = PacedLayer(layer, layer_ms / 1000)
+        layer.forward = PacedLayer(layer, layer_ms / 1000, late)

@@ -144,6 +144,20 @@ def test_a_layer_slower_than_the_pace_is_not_held_up(monkeypatch: pytest.MonkeyP
     assert elapsed == pytest.approx(0.2, abs=1e-4)
 
 
+def test_a_layer_makes_up_for_what_the_last_one_overran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four backward passes of 60 ms, of which the second computes for 75 ms: 240 ms in all."""
+    clock = Clock(monkeypatch)
+    layers = [Layer(clock, 0.01, own_s) for own_s in (0.01, 0.075, 0.01, 0.01)]
+    pace.pace(layers, 30)
+    took = []
+    for layer in layers:
+        output, _ = layer(hidden_states=torch.ones(4, requires_grad=True))
+        began = clock.now
+        output.sum().backward()
+        took.append(clock.now - began)
+    assert took == pytest.approx([0.060, 0.075, 0.045, 0.060], abs=1e-3)
+
+
 RATES = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 4, "lr_decay_steps": None, "steps": 20}
 
 
