@@ -42,17 +42,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Collectives:
-    """How a library does its collectives: bytes that one of n ranks sends, in units of (n-1)/n of the whole tensor."""
+    """How a library does its collectives: bytes that one of n ranks sends, in units of (n-1)/n of the whole tensor.
+    `gather_fill`: by how many of its n blocks an all-gather takes longer than its bytes."""
 
     reduce_scatter: float
     all_gather: float
     all_reduce: float
+    gather_fill: float = 0.0
 
 
 # NCCL: ring algorithms (nccl-tests' PERFORMANCE.md: bus bandwidth of each). Gloo in torch 2.13: its reduce_scatter is
-# an all-reduce of the whole tensor (measured with byte counters at 2, 3 and 4 ranks; benchmarks/planner_gloo_bytes.py).
+# an all-reduce of the whole tensor (measured with byte counters at 2, 3 and 4 ranks). Its all-gather's ring is not full
+# all the time: at 2 and at 3 ranks, on each of the testbed's three networks, it took 0.6 of a block longer.
 NCCL = Collectives(1.0, 1.0, 2.0)
-GLOO = Collectives(2.0, 1.0, 2.0)
+GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
 
 
 def collectives(gpu: Gpu) -> Collectives:

@@ -69,7 +69,8 @@ def collective_s(setting: Setting, component: Component, transport: Transport, r
     `calls` times."""
     if ranks == 1:
         return np.zeros_like(whole)
-    sent = factor * (ranks - 1) / ranks * whole
+    fill = setting.costs.collectives(setting.fabric(component).gpu).gather_fill if what == "all_gather" else 0.0
+    sent = factor * (ranks - 1 + fill) / ranks * whole
     local = Transport("local")
     inside = sent / setting.rate(local, component, what)
     steps = factor * ((ranks - nodes) * setting.latency(local, component, what))
@@ -159,14 +160,15 @@ def _exposed(setting: Setting, layers: np.ndarray, forward: np.ndarray, backward
              reduce: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What is left of (gathering parameters, reducing gradients) beside a chunk's first and last pass: a bucket's
     traffic goes beside the others' computing, and a gather fetches one bucket ahead. A paced layer computes in no time
-    and waits for the rest of its own: its buckets are needed at its beginning and gradients come at its end."""
+    and waits for the rest of its own: what it waits for its parameters is part of that, and gradients come at its end.
+    """
     if setting.costs.pace_layer_ms is None:
         tail = np.maximum(reduce / buckets, reduce - backward * (1 - 1 / buckets))
         return gather / buckets + (buckets - 1) / buckets * np.maximum(0, gather - forward), tail
     pieces = np.minimum(buckets, np.maximum(1, layers))
     tail = np.maximum(reduce / pieces, reduce - backward * (1 - 1 / pieces))
-    each, ahead, takes = gather / pieces, gather / buckets, forward / pieces
-    return np.maximum(0, each - takes) + (pieces - 1) * np.maximum(0, each - ahead - takes), tail
+    each, takes, layer = gather / pieces, forward / pieces, forward / np.maximum(1, layers)
+    return np.maximum(0, each - layer) + (pieces - 1) * np.maximum(0, each - takes), tail
 
 
 def hops_s(setting: Setting, lane: int) -> tuple[np.ndarray, np.ndarray]:

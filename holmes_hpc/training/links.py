@@ -155,16 +155,16 @@ def _collectives(here: Session) -> list[Sample]:
     how, speed, name = collectives(gpu), rate(plan, transport, ranks), link_name(transport)
     sharing = 1 if nodes == 1 else p.tp  # TP ranks of a node send beside each other
     n, found = len(ranks), []
-    for size in (SMALL_BYTES, *(min(MOST_BYTES, n * plan.bucket_bytes) for n in (1, 2))):
+    for size in (SMALL_BYTES, *(min(MOST_BYTES, plan.bucket_bytes) // n for n in (2, 1))):
         whole = torch.zeros(max(1, size // 4 // n) * n, device=here.device)
         part = torch.zeros(len(whole) // n, device=here.device)
-        for what, factor, task in (
-                ("reduce_scatter", how.reduce_scatter, lambda w=whole, s=part: dist.reduce_scatter_tensor(
+        for what, factor, fill, task in (
+                ("reduce_scatter", how.reduce_scatter, 0.0, lambda w=whole, s=part: dist.reduce_scatter_tensor(
                     s, w, group=group)),
-                ("all_gather", how.all_gather, lambda w=whole, s=part: dist.all_gather_into_tensor(
+                ("all_gather", how.all_gather, how.gather_fill, lambda w=whole, s=part: dist.all_gather_into_tensor(
                     w, s, group=group))):
             seconds = _median_s(task)
-            sent_s = factor * (n - 1) / n * len(whole) * 4 * sharing / speed
+            sent_s = factor * (n - 1 + fill) / n * len(whole) * 4 * sharing / speed
             found.append(Sample(f"{name}.{what}", f"{len(whole) * 4} bytes over {n} ranks", factor * (n - 1), sent_s,
                                 seconds))
     return found if here.launch.rank == ranks[0] else []
