@@ -59,7 +59,7 @@ def testbed() -> Iterator[Bed]:
     if reason := why_no_testbed():
         pytest.skip(reason)
     found = bool(beds.status()["up"])
-    beds.up(release=os.environ.get("HOLMES_TESTBED_RELEASE", "bookworm"), progress=_tell)
+    beds.up(release=os.environ.get("HOLMES_TESTBED_RELEASE"), progress=_tell)
     try:
         with pytest.MonkeyPatch.context() as patch:
             for key, value in beds.env().items():

@@ -196,7 +196,8 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
         console.as_json([s.to_dict() for s in all_of_them])
         return
     console.table("", ("run", "job", "state", "step", "loss", "step time", "attempt"), [
-        (s.name, s.job_id, s.state, f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
+        (s.name, s.job_id, f"pending ({s.reason})" if s.state == "pending" and s.reason else s.state,
+         f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
         console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
@@ -223,6 +224,8 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
     if rank is not None and not paths[0].exists():
         raise ConfigError(f"no log of rank {rank}", where=str(record.path), cure="`holmes logs RUN` shows all")
+    if not paths:
+        console.note("no log yet; `holmes status` tells what the run waits for")
     if follow and json:
         raise ConfigError("--follow and --json", where="logs", cure="leave one of them out")
     if json:

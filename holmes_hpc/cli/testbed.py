@@ -14,7 +14,7 @@ group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on
 
 @group.command("up")
 def testbed_up(topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
-               release: Annotated[str, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = "bookworm",
+               release: Annotated[str | None, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = None,
                ) -> None:
     """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
     from holmes_hpc.testbed import bed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -183,16 +184,32 @@ def table_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
     return ["job", "overrides", "id", "state", "step", "loss", "tokens/s", "error"], cells
 
 
+def worth_showing(rows: Sequence[SweepRow], most: int) -> list[SweepRow]:
+    """At most `most` rows: of more, those that ended badly first, then what runs, waits, and completed."""
+    if len(rows) <= most:
+        return list(rows)
+
+    def interest(row: SweepRow) -> int:
+        return (row.ended and row.state != "completed") * 3 or {"pending": 1, "completed": 0}.get(row.state, 2)
+
+    return sorted(rows, key=lambda row: -interest(row))[:most]
+
+
 def live(directory: str | os.PathLike[str], *, every_s: float = 2.0) -> list[SweepRow]:
     """Show the table again and again on a terminal until all jobs ended or Ctrl-C; the last rows come back."""
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
 
+    console = Console(markup=False, highlight=False)
+
     def drawn(rows: Sequence[SweepRow]) -> Table:
-        columns, cells = table_rows(rows)
-        title = f"{directory}: {sum(r.ended for r in rows)} of {len(rows)} ended"
-        out = Table(title=title, title_justify="left", box=None)
+        shown = worth_showing(rows, max(5, console.height - 4))
+        columns, cells = table_rows(shown)
+        counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
+        cut = f"{len(rows) - len(shown)} more: make the terminal higher, or --json" if len(shown) < len(rows) else None
+        out = Table(title=f"{directory}: {len(rows)} jobs: {counts}", title_justify="left", caption=cut,
+                    caption_justify="left", box=None)
         for name in columns:
             out.add_column(name, overflow="fold")
         for row in cells:
@@ -200,7 +217,7 @@ def live(directory: str | os.PathLike[str], *, every_s: float = 2.0) -> list[Swe
         return out
 
     rows = sweep_status(directory)
-    with Live(drawn(rows), console=Console(markup=False, highlight=False), auto_refresh=False) as screen:
+    with Live(drawn(rows), console=console, auto_refresh=False) as screen:
         try:
             while not all(r.ended for r in rows):
                 time.sleep(every_s)

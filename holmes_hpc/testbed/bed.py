@@ -67,16 +67,16 @@ def _current() -> tuple[Path, Record, Setting]:
 
 # --- up ---------------------------------------------------------------------------------------------------------------
 
-def up(topology_path: str | Path | None = None, release: str = "bookworm",
+def up(topology_path: str | Path | None = None, release: str | None = None,
        progress: Callable[[str], None] = _quiet) -> None:
     """Bring the testbed up and wait until every node can run jobs; when it is up, see that it is whole.
 
     :param topology_path: a topology file, or the name of one under slurm/testbed/; None: what is up, or else `default`.
-    :param release: the Debian release whose Slurm is used.
+    :param release: the Debian release whose Slurm is used; None: that of what is up, or else the machine's own.
     :param progress: is told, in a line each, what is being done.
     :raises TestbedError: one line; whatever had been made is undone.
     """
-    if release not in userland.RELEASES:
+    if release is not None and release not in userland.RELEASES:
         raise TestbedError(f"unknown release {release!r}", where="testbed", cure=nearest(release, userland.RELEASES))
     _require_machine()
     wanted = None if topology_path is None else topology.find(topology_path)
@@ -86,7 +86,8 @@ def up(topology_path: str | Path | None = None, release: str = "bookworm",
     with _terminable(), locked(directory, create=True) as made:
         record = Record.read(directory)
         if record is not None and record.ready:
-            if record.release != release or (wanted is not None and record.topology != text):
+            if (release is not None and record.release != release) or (
+                    wanted is not None and record.topology != text):
                 raise TestbedError(f"another one is up ({_setting(directory, record).layout.topology.name}, "
                                    f"{record.release})", where=f"testbed in {directory}", cure="holmes testbed down")
             if _repair(_setting(directory, record), progress):
@@ -94,12 +95,13 @@ def up(topology_path: str | Path | None = None, release: str = "bookworm",
             progress("the testbed is broken: making it anew")
         if record is None and os.listdir(directory):
             raise TestbedError("holds other files", where=str(directory), cure="set HOLMES_TESTBED to a new directory")
+        kept = record.release if record is not None else None
         if record is not None:
             text, made = record.topology if wanted is None else text, record.made_directory
             shape = topology.parse(text, str(directory / FILE))
             _undo(directory, record, keep_directory=True)
         try:
-            _build(directory, shape, text, release, made, progress)
+            _build(directory, shape, text, release or kept or userland.NATIVE, made, progress)
         except BaseException:
             progress("undoing what was made")
             half = Record.read(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import re
@@ -135,7 +136,41 @@ def test_names_paths_and_words_arrive_unchanged_or_are_refused(folder: Path, wor
 
 def test_one_component_is_a_plain_job(folder: Path) -> None:
     job = executor(folder, [{"partition": "eth", "nodes": 2, "tasks_per_node": 2}]).submit(where_am_i, "x")
-    assert [f["component"] for f in job.results()] == [0] * 4
+    assert [f["component"] for f in asyncio.run(job.awaitable().results())] == [0] * 4
+
+
+SCRIPT = """
+import asyncio, os, submitit
+
+def where(word):
+    return word, os.environ["SLURMD_NODENAME"]
+
+if __name__ == "__main__":
+    executor = submitit.SlurmExecutor(folder="log")
+    executor.update_parameters(job_name="mine", time=3, partition="ib", ntasks_per_node=1, cpus_per_task=1,
+                               setup=["export SAID=1"], array_parallelism=2, comment="a b")
+    jobs = executor.map_array(where, ["a", "b c", "d"])
+    print([job.result()[0] for job in jobs])
+    with executor.batch():
+        jobs = [executor.submit(os.getenv, name) for name in ("SAID", "NOTHING")]
+    print([job.result() for job in jobs], [job.done() for job in jobs])
+    job = executor.submit(submitit.helpers.CommandFunction(["hostname"]))
+    print(asyncio.run(job.awaitable().result()) in os.popen("sinfo -hN -o %N").read())
+"""
+NEEDS = [("submitit.SlurmExecutor", "SlurmHetExecutor"),
+         ('folder="log"', f'folder="log", components={THREE[:2]!r}'),
+         ("import asyncio", "from holmes_hpc.submission.executor import SlurmHetExecutor\nimport asyncio")]
+
+
+@pytest.mark.parametrize("changes", [[], NEEDS], ids=["SlurmExecutor", "hetjobs"])
+def test_a_script_for_submitits_executor_needs_another_name_and_components(tmp_path: Path,
+                                                                           changes: list[tuple[str, str]]) -> None:
+    text = SCRIPT
+    for old, new in changes:
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.stdout.splitlines() == ["['a', 'b c', 'd']", "['1', None] [True, True]", "True"], done.stderr
 
 
 def test_different_cpus_per_task_still_make_one_step(folder: Path) -> None:

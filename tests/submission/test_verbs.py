@@ -16,6 +16,7 @@ from holmes_hpc import cli
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission import preflight
 from holmes_hpc.submission.states import SEPARATOR
+from holmes_hpc.submission.sweep import SweepRow, worth_showing
 
 Holmes = Callable[..., tuple[int, str, str]]
 
@@ -67,6 +68,13 @@ def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any
     code, out, _ = holmes("cancel", "r", "--json")
     assert code == 0 and json.loads(out) == {"run": str(run.path), "was": "running", "cancelled": True}
     assert fake_slurm.calls("scancel") == [["7"]]
+
+
+def test_a_long_table_shows_what_is_worth_showing() -> None:
+    states = ["completed"] * 6 + ["pending"] * 2 + ["running", "failed", "completing"]
+    rows = [SweepRow(i, (), str(i), state, "", None, None, None, None, "") for i, state in enumerate(states)]
+    assert worth_showing(rows, 11) == rows
+    assert [r.state for r in worth_showing(rows, 5)] == ["failed", "running", "completing", "pending", "pending"]
 
 
 @pytest.fixture
