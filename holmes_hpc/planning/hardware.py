@@ -53,7 +53,7 @@ class Collectives:
 
 # NCCL: ring algorithms (nccl-tests' PERFORMANCE.md: bus bandwidth of each). Gloo in torch 2.13: its reduce_scatter is
 # an all-reduce of the whole tensor (measured with byte counters at 2, 3 and 4 ranks). Its all-gather's ring is not full
-# all the time: at 2 and at 3 ranks, on each of the testbed's three networks, it took 0.6 of a block longer.
+# all the time: at 2 ranks on each of the testbed's networks, and at 3 on two, it took 0.6 of a block longer.
 NCCL = Collectives(1.0, 1.0, 2.0)
 GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
 
