@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 import spawn
 
 STEPS = {"steps": 30, "log_interval": 10}
-BATCH = replace(spawn.BATCH, global_size=4)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> spawn.Ended:
-    ended = spawn.train(tmp_path_factory.mktemp("alone"), spawn.plan(batch=BATCH), {"train": STEPS})
+    ended = spawn.train(tmp_path_factory.mktemp("alone"), spawn.plan(), {"train": STEPS})
     assert ended.codes == [0], ended.output
     return ended
 
@@ -43,7 +41,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended, tmp_path: Path) -> None:
     layout, train = LAYOUTS[name]
-    ended = spawn.train(tmp_path / "run", spawn.plan(batch=BATCH, **layout), {"train": {**STEPS, **train}})
+    ended = spawn.train(tmp_path / "run", spawn.plan(**layout), {"train": {**STEPS, **train}})
     assert set(ended.codes) == {0}, ended.output
     assert ended.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
@@ -51,6 +49,8 @@ def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended
 
 
 def test_a_tied_model_gives_the_same_numbers_on_two_stages(tmp_path: Path) -> None:
+    from dataclasses import replace
+
     tied = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, bias=True)
     losses = []
     for pp in (1, 2):
