@@ -87,9 +87,12 @@ def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
 
 def show_ends(ends: Sequence[Candidate], steps: int, *, stderr: bool = False) -> None:
     """The table of --earliest."""
-    from holmes_hpc.submission.earliest import START_UP_S, table_rows
+    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, table_rows
 
     console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *table_rows(ends), stderr=stderr)
+    for candidate in ends:
+        if candidate.reason:
+            console.note(f"cannot run on {nodes_of(candidate.plan)}: {candidate.reason}")
     console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")
 
 

@@ -115,15 +115,19 @@ def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> 
 
 
 def table_rows(candidates: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells: what runs where, start, duration, end."""
-    def clock(seconds: float | None) -> str:
-        return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    """Columns and cells of those that can run: what runs where, start, duration, end."""
+    def clock(seconds: float) -> str:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
     rows = []
     for candidate in candidates:
-        p = candidate.plan
-        where = " + ".join(f"{c.nodes} {c.fabric}" for c in p.components)
-        duration = f"{candidate.duration_s / 60:.1f} min"
-        layout = f"TP {p.parallel.tp} PP {p.parallel.pp} DP {p.parallel.dp}"
-        rows.append([where, layout, clock(candidate.start), duration, clock(candidate.end), candidate.reason])
-    return ["nodes", "layout", "start", "duration", "end", "why not"], rows
+        p = candidate.plan.parallel
+        if candidate.start is not None and candidate.end is not None:
+            rows.append([nodes_of(candidate.plan), f"TP {p.tp} PP {p.pp} DP {p.dp}", clock(candidate.start),
+                         f"{candidate.duration_s / 60:.1f} min", clock(candidate.end)])
+    return ["nodes", "layout", "start", "duration", "end"], rows
+
+
+def nodes_of(plan: Plan) -> str:
+    """``ib-a: 4, roce-a: 2``"""
+    return ", ".join(f"{c.fabric}: {c.nodes}" for c in plan.components)

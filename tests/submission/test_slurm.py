@@ -150,12 +150,12 @@ if __name__ == "__main__":
     executor.update_parameters(job_name="mine", time=3, partition="ib", ntasks_per_node=1, cpus_per_task=1,
                                setup=["export SAID=1"], array_parallelism=2, comment="a b")
     jobs = executor.map_array(where, ["a", "b c", "d"])
-    print([job.result()[0] for job in jobs])
+    print([job.results()[0][0] for job in jobs])
     with executor.batch():
         jobs = [executor.submit(os.getenv, name) for name in ("SAID", "NOTHING")]
-    print([job.result() for job in jobs], [job.done() for job in jobs])
+    print([job.results()[0] for job in jobs], [job.done() for job in jobs])
     job = executor.submit(submitit.helpers.CommandFunction(["hostname"]))
-    print(asyncio.run(job.awaitable().result()) in os.popen("sinfo -hN -o %N").read())
+    print(asyncio.run(job.awaitable().results())[0] in os.popen("sinfo -hN -o %N").read())
 """
 NEEDS = [("submitit.SlurmExecutor", "SlurmHetExecutor"),
          ('folder="log"', f'folder="log", components={THREE[:2]!r}'),
