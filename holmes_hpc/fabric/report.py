@@ -42,8 +42,7 @@ class Listing:
 
     def tables(self) -> list[Table]:
         """Fabrics, partitions, nodes (those that Slurm and this room describe alike share a row)."""
-        fabrics = [[f.name, f.nic, f.partition, f.nodes,
-                    f"{f.gpus_per_node}×{f.gpu.name}" if f.gres else f"none: {f.gpus_per_node} CPU rank(s)",
+        fabrics = [[f.name, f.nic, f.partition, f.nodes, f"{f.gpus_per_node}×{f.gpu.name}",
                     "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}", f"{f.ethernet_gbps:g}", f.constraint]
                    for f in self.grouping.fabrics]
         caption = "\n".join(f"supposed: {a}" for a in self.grouping.assumptions)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +48,12 @@ class OnSlurm:
         return self._job.slurm_state(mode)
 
     def cancel(self) -> None:
-        self._job.cancel()
+        try:
+            self._job.cancel()
+        except subprocess.CalledProcessError as e:
+            said = (e.stderr or e.stdout or "").strip().splitlines() or [f"exit code {e.returncode}"]
+            raise SubmissionError(said[-1], where=f"scancel {self.id}",
+                                  cure="see that slurmctld runs (`scontrol ping`), then cancel again") from e
 
 
 class OnThisMachine:

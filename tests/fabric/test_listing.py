@@ -52,7 +52,7 @@ def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SiteError, match="no command scontrol; install or load"):
+    with pytest.raises(SiteError, match="no command scontrol; load Slurm's client commands"):
         slurm.read_site()
     script = tmp_path / "scontrol"
     script.write_text("#!/bin/sh\necho 'slurm_load_node error: Unable to contact slurm controller' >&2\nexit 1\n")

@@ -17,11 +17,12 @@ import pytest
 from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.commands import Answer
 from holmes_hpc.submission.follow import Tail, follow
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import plan_components, script_for_plan
 from holmes_hpc.submission.states import SEPARATOR, JobState
-from holmes_hpc.submission.track import cancel, job_of, log_paths, record_end, status, statuses
+from holmes_hpc.submission.track import OnSlurm, cancel, job_of, log_paths, record_end, status, statuses
 
 
 class Told:
@@ -258,3 +259,10 @@ def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, w
         (run.path / "go").touch()
     assert follow(run, job, poll_s=0.1) == (what == "cancel")
     assert status(run).state == ("cancelled" if what == "cancel" else "completed")
+
+
+def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
+    monkeypatch.setattr("holmes_hpc.submission.job.patient", lambda *_, **__: away)
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
+        OnSlurm(RunDirectory(tmp_path), "7").cancel()
