@@ -41,10 +41,10 @@ def load(overrides: Sequence[str] = ()) -> dict[str, Any]:
         with initialize_config_module("holmes_hpc.conf", version_base="1.3"):
             return resolve(compose("config", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as e:
-        raise _explained(e) from e
+        raise explained(e) from e
 
 
-def _explained(error: Exception) -> ConfigError:
+def explained(error: Exception) -> ConfigError:
     """Hydra's error as one line; for an unknown key, the nearest known one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     unknown = re.search(r"Could not override '([^']+)'", str(error))
@@ -53,7 +53,7 @@ def _explained(error: Exception) -> ConfigError:
         return ConfigError(f"unknown key {unknown[1]!r}", where="overrides", cure=nearest(unknown[1], known))
     option = re.search(r"Could not find '(\w+)/([^']+)'", str(error))
     if option:
-        known = [line.strip() for line in str(error).partition("Available options")[2].splitlines()[1:]]
+        known = [line.strip() for line in _options(str(error))]
         return ConfigError(f"no {option[1]} {option[2]!r}", where="overrides",
                            cure=nearest(option[2], filter(None, known)))
     if "grammar" in str(error) or "Lexer" in str(error) or "override" in type(error).__name__.lower():
@@ -61,6 +61,11 @@ def _explained(error: Exception) -> ConfigError:
                            cure="write KEY=VALUE; a value with other than plain characters needs quotes of its own: "
                                 "\"KEY='VALUE'\"")
     return ConfigError(" ".join(lines[:12]) or type(error).__name__, where="overrides", cure="write KEY=VALUE")
+
+
+def _options(message: str) -> list[str]:
+    """The lines of Hydra's list of a group's options."""
+    return message.partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
 
 
 def _keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

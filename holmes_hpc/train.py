@@ -13,9 +13,10 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from holmes_hpc import config as configuration
@@ -84,8 +85,7 @@ def app(cfg: DictConfig) -> float | None:
             return _run_and_record(config)
         return run_rank(config).get("loss")
     except HolmesError as e:
-        print(f"holmes: {e}", file=sys.stderr, flush=True)
-        sys.exit(e.exit_code)
+        _end(e)
 
 
 def plan_job(cfg: DictConfig, where: str) -> Planned:
@@ -120,7 +120,18 @@ def main() -> None:
         sys.argv.append("hydra.run.dir=" + _quoted(run_dir))
     if rank > 0:  # only rank 0 writes Hydra's own files
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-    hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, where ours become one line
+    try:
+        hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
+    except HydraException as e:
+        _end(configuration.explained(e))
+    except HolmesError as e:
+        _end(e)
+
+
+def _end(error: HolmesError) -> NoReturn:
+    print(f"holmes: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.exit_code)
 
 
 def _quoted(value: str) -> str:

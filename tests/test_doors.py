@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -191,3 +192,33 @@ def test_what_a_plan_has_fixed_cannot_be_overridden(holmes, tmp_path, monkeypatc
     for override in ("model=gpt_small", "batch.global_size=4", "plan.tp=2"):
         refused(holmes("submit", str(target), "--dry-run", "launcher=local", override), override, "fixed by the plan")
     assert holmes("submit", str(target), "--dry-run", "launcher=local", "plan.pp=2", "train.steps=3")[0] == 2
+
+
+def test_layers_of_another_number_of_stages_are_refused(holmes, site):
+    given = ("--model", "gpt_3_6b", "--site", str(site), "--micro-batch", "4", "--global-batch", "768")
+    refused(holmes("predict", *given, "--pp", "3", "--dp", "16", "--layers-per-stage", "10,10"), "2 numbers", "PP 3")
+    refused(holmes("plan", "model=gpt_3_6b", "--site", str(site), "plan.layers_per_stage=[10,10]"))
+
+
+def test_an_unknown_option_of_a_group_is_told_the_known_ones(holmes, site):
+    code, _, err = holmes("plan", "--site", str(site), "data=nope")
+    assert code == 2 and err == "holmes: overrides: no data 'nope'; known are: indexed, synthetic\n"
+
+
+def test_a_named_model_takes_another_vocabulary(holmes, site):
+    def predicted(*more: str) -> float:
+        code, out, _ = holmes("predict", "--site", str(site), "--model", "gpt_3_6b", "--pp", "2", "--dp", "32",
+                              "--micro-batch", "4", "--global-batch", "768", "--json", *more)
+        assert code == 0
+        return json.loads(out)["step_time_s"]
+
+    assert predicted("--vocab", "200000") > predicted()
+
+
+@pytest.mark.parametrize("words", [["train.stps=2"], ["train.steps=0"],
+                                   ["-m", "hydra/launcher=holmes_local", "train.steps=0"]])
+def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "holmes_hpc.train", *words], cwd=tmp_path, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("holmes: ") and done.stderr.count("\n") == 1

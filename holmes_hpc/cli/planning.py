@@ -109,7 +109,7 @@ def predict(
         sequence_parallel: bool = False, distributed_optimizer: bool = True,
         transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
         model: Annotated[str | None, typer.Option(help="A named model.")] = None,
-        layers: int | None = None, hidden: int | None = None, heads: int | None = None, vocab: int = 51200,
+        layers: int | None = None, hidden: int | None = None, heads: int | None = None, vocab: int | None = None,
         sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
         gpus_per_node: int | None = None,
         nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
@@ -205,7 +205,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     console.note(f"written: {output}")
 
 
-def _model(name: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int,
+def _model(name: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int | None,
            sequence: int) -> dict[str, Any]:
     """The configuration group of a named model, or of a GPT of the given sizes."""
     from holmes_hpc import config
@@ -213,12 +213,12 @@ def _model(name: str | None, layers: int | None, hidden: int | None, heads: int 
     sizes = {"layers": layers, "hidden": hidden, "heads": heads}
     if name is not None:
         made: dict[str, Any] = config.load([f"model={name}"])["model"]
-        return made | {k: v for k, v in sizes.items() if v is not None} | {
+        return made | {k: v for k, v in {**sizes, "vocab": vocab}.items() if v is not None} | {
             "max_positions": max(sequence, made["max_positions"])}
     missing = [f"--{k}" for k, v in sizes.items() if v is None]
     if hidden is None or missing:
         raise ConfigError(f"no {', '.join(missing)}", where="predict", cure="give --model NAME, or the model's sizes")
-    return {"name": "gpt", **sizes, "vocab": vocab, "ffn": 4 * hidden, "kv_heads": heads, "swiglu": False,
+    return {"name": "gpt", **sizes, "vocab": vocab or 51200, "ffn": 4 * hidden, "kv_heads": heads, "swiglu": False,
             "rmsnorm": False, "rope": False, "tied": True, "bias": True, "max_positions": sequence}
 
 

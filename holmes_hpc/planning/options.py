@@ -63,6 +63,9 @@ class PlanOptions:
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
             for layers in self.layers_per_stage:
                 _whole("plan.layers_per_stage", layers)
+            if self.pp is not None and len(self.layers_per_stage) != self.pp:
+                raise ConfigError(f"{len(self.layers_per_stage)} numbers of layers for PP {self.pp}",
+                                  where="plan.layers_per_stage", cure="give one number for each stage")
         if self.fabric_order is not None:
             object.__setattr__(self, "fabric_order", tuple(self.fabric_order))
         if self.max_memory_gib is not None and not self.max_memory_gib > 0:

@@ -63,6 +63,8 @@ def nothing_fits(bench: Bench, placements: list[Placement]) -> NoReturn:
         try:
             setting = bench.setting(placement, recompute, kind, o.virtual_stages or 1)
             layers = list(o.layers_per_stage) if o.layers_per_stage else split.uniform(setting)
+            if len(layers) != placement.pp:
+                continue
             need = memory(setting, split.chunked(layers, setting.parallel.virtual_stages)).total()[0]
         except PlanError:
             continue

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import psutil
 from submitit.core.utils import JobPaths
 
-from holmes_hpc.errors import HolmesError, SubmissionError
+from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.ending import Complaint, complaints, judge, parts_of_plan, tail
@@ -156,13 +156,17 @@ def status(run: RunDirectory, mode: str = "force") -> Status:
 def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
     """The states of runs, with one Slurm query for all of them, and none for those whose end is recorded."""
     found: list[tuple[RunDirectory, dict[str, Any], Job | None]] = []
+    made = []
     for run in runs:
-        record = run.read_run()
         try:
+            record = run.read_run()
             found.append((run, record, job_of(run)))
         except SubmissionError:
             found.append((run, record, None))
-    made = []
+        except RecordError as e:
+            if len(runs) == 1:
+                raise
+            made.append(Status(run.name, str(run.path), None, "unreadable", source="run record", error=str(e)))
     for run, record, job in found:
         result = run.read_result()
         if result is not None and last_word(result):
@@ -218,11 +222,20 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
 
 
 def cancel(run: RunDirectory) -> JobState:
-    """Cancel the run's job, all components; its state just before comes back."""
+    """Cancel the run's job, all components; its state just before comes back. A run whose end is recorded is let be:
+    its job id may be another job's by now. SubmissionError: Slurm refused."""
+    result = run.read_result()
+    if result is not None and last_word(result):
+        return JobState(str(result["state"]).upper(), source="result.json")
     job = job_of(run)
     before = job.state("force")
     if not before.ended:
-        job.cancel()
+        try:
+            job.cancel()
+        except subprocess.CalledProcessError as e:
+            said = " ".join((e.stderr or e.stdout or f"scancel ended with {e.returncode}").split())
+            raise SubmissionError(f"job {job.id} was not cancelled: {said}", where=str(run.path),
+                                  cure="look with `scontrol ping` and `squeue --me`") from e
     return before
 
 

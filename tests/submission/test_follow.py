@@ -14,7 +14,7 @@ import cloudpickle
 import plans
 import pytest
 
-from holmes_hpc.errors import RunFailed, SubmissionError
+from holmes_hpc.errors import RecordError, RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.commands import Answer
@@ -154,6 +154,29 @@ def test_a_run_that_was_never_submitted(run: RunDirectory) -> None:
     assert status(run).state == "not_submitted"
     with pytest.raises(SubmissionError, match="never submitted"):
         cancel(run)
+
+
+def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    made.write_result({"state": "completed"}, writer="batch")
+    assert cancel(made).state == "COMPLETED"
+    assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
+
+
+def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
+    with pytest.raises(SubmissionError, match=r"job 7 was not cancelled: scancel: error: .*Access denied; look with"):
+        cancel(made)
+
+
+def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "run.yaml").write_text("{")
+    assert [s.state for s in statuses([RunDirectory(bad), run])] == ["unreadable", "not_submitted"]
+    with pytest.raises(RecordError):
+        status(RunDirectory(bad))
 
 
 def test_settings_reach_their_components(tmp_path: Path) -> None:
