@@ -319,9 +319,10 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--minutes", type=float, default=1e6, help="begin no run after these")
     options.add_argument("--root", type=Path, default=Path("runs/faults"))
+    options.add_argument("--testbed", default="/var/lib/holmes-faults", help="a testbed of its own is made here")
     given = options.parse_args()
     end, root = time.monotonic() + 60 * given.minutes, given.root.absolute() / f"seed-{given.seed}"
-    os.environ.setdefault("HOLMES_TESTBED", "/var/lib/holmes-faults")
+    os.environ["HOLMES_TESTBED"] = given.testbed
     faults, kept = drawn(given.seed, given.runs), root / "outcomes.jsonl"
     root.mkdir(parents=True, exist_ok=True)
     outcomes = [Outcome(**{**data, "fault": Fault(**data["fault"])})
@@ -337,7 +338,12 @@ def main() -> int:
             for fault in left:
                 if time.monotonic() > end:
                     break
-                outcomes.append(interrupted(fault, root, whole))
+                began = time.monotonic()
+                try:
+                    outcomes.append(interrupted(fault, root, whole))
+                except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as e:
+                    outcomes.append(Outcome(fault, "?", 0, 0, 0, INTERVAL, "not recovered",
+                                            round(time.monotonic() - began, 1), f"{type(e).__name__}: {e}"))
                 with kept.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(outcomes[-1])) + "\n")
                 print(line_of(outcomes[-1]), flush=True)
