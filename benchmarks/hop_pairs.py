@@ -1,6 +1,6 @@
 """What the hop between fabrics costs under Megatron's schedule and under the one that runs ahead, on the testbed.
 
-    holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
+    holmes testbed up slurm/testbed/hop.yaml; eval "$(holmes testbed env)"
     holmes calibrate name=hop-calibration model=gpt_tiny model.layers=2 model.hidden=128 model.heads=1 \\
         model.kv_heads=1 model.ffn=64 model.vocab=64 batch.sequence_length=8 batch.micro_size=64 \\
         train.pace_layer_ms=30 "plan.nodes={ib-a: 2, roce-a: 2}" -o runs/hop.cal.yaml
