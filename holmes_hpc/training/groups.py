@@ -64,6 +64,8 @@ class Groups:
         register()
         everyone = tuple(range(self.plan.world_size))
         transport = transports.of_ranks(self.plan, everyone)
+        if self.cuda and transport.kind == "rdma":
+            transport = TCP  # control traffic only: groups of all ranks are made anew (create_group)
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
