@@ -166,7 +166,7 @@ def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
-    with pytest.raises(SubmissionError, match=r"job 7 was not cancelled: scancel: error: .*Access denied; look with"):
+    with pytest.raises(SubmissionError, match=r"scancel 7: scancel: error: .*Access denied; see that"):
         cancel(made)
 
 
