@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,6 @@ def test_detached_sweep_is_reattached_and_repeated(tmp_path: Path) -> None:
     assert states_of(tmp_path / "sweep") == {"+x=1": "completed", "+x=2": "failed", "+x=3": "completed"}
     found: dict[Any, Any] = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
     assert found["+x=1"]["final"] == 10 and "not yet" in found["+x=2"]["error"]
-    before = len(list((tmp_path / "mark").iterdir()))
     (tmp_path / "mark.good").touch()
     done = sweep(tmp_path)  # again, attached: only the failed one is run
     assert done.returncode == 0, done.stderr
@@ -78,7 +78,9 @@ def test_detached_sweep_is_reattached_and_repeated(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     changed = [a["num"] for a, b in zip(sorted(again["jobs"], key=lambda j: j["num"]), manifest["jobs"], strict=True)
                if a["job_id"] != b["job_id"]]
-    assert changed == [1] and len(list((tmp_path / "mark").iterdir())) == before + 2
+    assert changed == [1]
+    marks = Counter(path.name[0] for path in (tmp_path / "mark").iterdir())  # one of each start of a rank
+    assert marks["1"] == marks["3"] == 2 and marks["2"] in (3, 4)  # of two that fail, one may be ended before its mark
 
 
 def test_detach_is_refused_with_a_sweeper_that_needs_results(tmp_path: Path) -> None:
