@@ -16,6 +16,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,11 +38,15 @@ VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "n
 def load(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Compose the configuration with Hydra `overrides` (``model=gpt_3_6b train.steps=5``); plain data comes back."""
     GlobalHydra.instance().clear()
+    base = VersionBase.instance()
+    before = base.version_base  # of a Hydra application that this process may be: ours is not to change it
     try:
         with initialize_config_module("holmes_hpc.conf", version_base="1.3"):
             return resolve(compose("config", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as e:
         raise explained(e) from e
+    finally:
+        base.version_base = before
 
 
 def explained(error: Exception) -> ConfigError:

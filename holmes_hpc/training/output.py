@@ -231,12 +231,13 @@ class Exits:
             if not isinstance(error, HolmesError):
                 traceback.print_exception(error)
         self._write("failed", line)
-        self._let_others_hear()
+        self._let_others_hear(hung)
         return code
 
-    def _let_others_hear(self) -> None:
-        """Rank 0 holds the store: were it gone at once, the others would take its end for the cause."""
-        if self.rank == 0 and self._store is not None and self._launch.world_size > 1:
+    def _let_others_hear(self, hung: bool = False) -> None:
+        """Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang all
+        are to show where they stand before a connection breaks."""
+        if (self.rank == 0 or hung) and self._store is not None and self._launch.world_size > 1:
             time.sleep(2 * LOOK_S)
 
     def _write(self, state: str, error: str | None, **more: Any) -> None:

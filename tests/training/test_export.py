@@ -88,7 +88,7 @@ if __name__ == "__main__":
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():  # no weight keeps a value that hides an error: norms of 1, biases of 0, tiny matrices
             for parameter in model.parameters():
-                parameter.mul_(5).add_(0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.mul_(3).add_(0.2 * torch.randn(parameter.shape, generator=generator))
             tokens = torch.randint(spec.vocab, (2, 20), generator=generator)
             logits = model.eval()(tokens, torch.arange(20).repeat(2, 1), None)
         state = {k: v.clone() for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
