@@ -28,6 +28,7 @@ from holmes_hpc.training.session import Session
 WARM_UP, REPEATS = 2, 9
 SMALL_BYTES = 256
 MOST_BYTES = 64 << 20  # of one message or collective: larger ones tell nothing new
+MOST_S = 0.4  # that a network needs for the bytes of one collective
 EFFICIENCY = (0.001, 1000.0)
 Links = dict[str, Link]
 
@@ -155,7 +156,8 @@ def _collectives(here: Session) -> list[Sample]:
     how, speed, name = collectives(gpu), rate(plan, transport, ranks), link_name(transport)
     sharing = 1 if nodes == 1 else p.tp  # TP ranks of a node send beside each other
     n, found = len(ranks), []
-    for size in (SMALL_BYTES, *(min(MOST_BYTES, plan.bucket_bytes) // n for n in (2, 1))):
+    most = min(MOST_BYTES, plan.bucket_bytes, int(MOST_S * speed))  # the other groups wait for the slowest network
+    for size in (SMALL_BYTES, most // 2, most):
         whole = torch.zeros(max(1, size // 4 // n) * n, device=here.device)
         part = torch.zeros(len(whole) // n, device=here.device)
         for what, factor, fill, task in (
