@@ -40,7 +40,7 @@ from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpac
 
 MICRO_BATCHES, STEPS, REPEATS, PACE_MS = 32, 8, 3, 8.0
 COMMON = ("plan.tp=1", "plan.pp=2", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
-          "model.max_positions=16", "model.layers=20", "model.heads=4", "model.kv_heads=4", "model.swiglu=false",
+          "model.max_positions=16", "model.layers=20", "model.heads=2", "model.kv_heads=2", "model.swiglu=false",
           "model.vocab=128", f"train.steps={STEPS}", f"train.pace_layer_ms={PACE_MS}", "slurm.exclusive=true")
 PACED = f"paced compute: {PACE_MS:g} ms a layer forward, twice that backward"
 

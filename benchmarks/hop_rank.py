@@ -55,7 +55,7 @@ class Rank:
         self.config = model.transformer_config(plan, model.dtype_of(train["dtype"], here.cuda), cuda=here.cuda,
                                                timers=self.breakdown)
         chunks = model.build(plan, self.config, train["seed"], here.device)
-        pace.pace(model.layers_of(chunks), train["pace_layer_ms"])
+        pace.pace((chunk.decoder.layers for chunk in chunks), train["pace_layer_ms"])
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)

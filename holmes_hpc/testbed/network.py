@@ -25,9 +25,11 @@ RUN_NETNS = Path("/run/netns")
 MTU = 1500
 FIRST_HOST = 11  # a node's last octet is this plus its number; .1 is the machine
 # Packets are handed on in bundles of up to 16 kB (segmentation offload), at a fraction of the CPU time of single ones;
-# the bucket counts them at wire size. Larger bundles would need a bucket that lets small messages pass unshaped.
+# the bucket counts them at wire size. Larger bundles would need a bucket that lets small messages pass unshaped: on a
+# slow NIC they are small, for the bucket must hold one with its headers, or it would cut bundles up.
 BUNDLE_BYTES = 16_384
-MIN_BURST_BYTES = 20_000  # above a bundle with its headers, or the bucket would cut bundles up
+BUNDLE_S = 0.003
+BUCKET_OF_BUNDLE = 1.22
 BURST_S = 0.001
 QUEUE_S = 0.05
 
@@ -107,10 +109,15 @@ class Layout:
         return "\n".join(lines) + "\n"
 
 
+def bundle_bytes(mbit: float | None) -> int:
+    """The most that a NIC of `mbit` is handed at once: 3 ms at its rate, from two packets to 16 kB."""
+    return BUNDLE_BYTES if mbit is None else min(BUNDLE_BYTES, max(2 * MTU, int(mbit * 1e6 / 8 * BUNDLE_S)))
+
+
 def shape(device: str, mbit: float) -> str:
-    """A line for ``tc -batch``: a token bucket of 1 ms (20 kB at least), and 50 ms of queue before packets drop."""
+    """A line for ``tc -batch``: a token bucket of 1 ms (of a bundle at least), 50 ms of queue before packets drop."""
     bytes_per_s = mbit * 1e6 / 8
-    burst = max(MIN_BURST_BYTES, int(bytes_per_s * BURST_S))
+    burst = max(int(BUCKET_OF_BUNDLE * bundle_bytes(mbit)), int(bytes_per_s * BURST_S))
     limit = burst + max(4 * BUNDLE_BYTES, int(bytes_per_s * QUEUE_S))
     return f"qdisc replace dev {device} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
 
@@ -197,9 +204,9 @@ def _make_node(layout: Layout, node: Node) -> None:
     for nic in nics:
         lines += [f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {layout.switch}",
                   f"addr add {nic.address} dev {nic.name}",
-                  f"link set {nic.name} gso_max_size {BUNDLE_BYTES} up"]
+                  f"link set {nic.name} gso_max_size {bundle_bytes(nic.mbit)} up"]
     _batch("ip", namespace, lines)
-    _batch("ip", layout.switch, (f"link set {nic.port} gso_max_size {BUNDLE_BYTES} master {nic.bridge} up"
+    _batch("ip", layout.switch, (f"link set {nic.port} gso_max_size {bundle_bytes(nic.mbit)} master {nic.bridge} up"
                                  for nic in nics))
     _batch("tc", namespace, (shape(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
 

@@ -90,7 +90,7 @@ class Trainer:
         self.model_config = model.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
         chunks = model.build(plan, self.model_config, train["seed"], here.device)
         if train["pace_layer_ms"]:
-            pace.pace(model.layers_of(chunks), train["pace_layer_ms"])
+            pace.pace((chunk.decoder.layers for chunk in chunks), train["pace_layer_ms"])
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)

@@ -184,8 +184,3 @@ def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed
         parameter.copy_(torch.cat([gate.chunk(tp, dim=0)[rank], up.chunk(tp, dim=0)[rank]], dim=0))
     else:
         parameter.copy_(whole.chunk(tp, dim=dimension)[rank])
-
-
-def layers_of(chunks: list[Any]) -> list[torch.nn.Module]:
-    """The transformer layers that this rank holds, in order."""
-    return [layer for chunk in chunks for layer in chunk.decoder.layers]

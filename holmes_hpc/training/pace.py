@@ -15,8 +15,6 @@ import torch
 
 from holmes_hpc.errors import ConfigError
 
-SLACK_S = 0.0002  # sleeping may overshoot: the last part of a wait is looked at more closely
-
 
 class _Mark(torch.autograd.Function):
     """The same tensor; `passed()` is called when its gradient comes by."""
@@ -33,32 +31,42 @@ class _Mark(torch.autograd.Function):
 
 
 def wait_until(moment: float) -> None:
-    """Sleep until ``time.perf_counter()`` is `moment`."""
+    """Sleep until ``time.perf_counter()`` is `moment`, or a little later."""
     while (left := moment - time.perf_counter()) > 0:
-        time.sleep(left - SLACK_S if left > 2 * SLACK_S else 0)
+        time.sleep(left)
 
 
-class Lateness:
-    """By how many seconds a rank's last backward pass overran its time, because other ranks held the cores."""
+class Clock:
+    """A rank's time: when its last paced pass was due to end, and which pass that was."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.ends = 0.0
+        self.last: tuple[str, int, int] | None = None  # forward or backward, chunk, layer
+
+    def begin(self, this: tuple[str, int, int], follows: tuple[str, int, int], seconds: float) -> float:
+        """When pass `this` of `seconds` is due to end. Where it goes on from pass `follows`, it begins when that was
+        due: what other ranks on the same cores kept that one waiting is made up for, and nothing else happens between.
+        """
+        starts = self.ends if self.last == follows else time.perf_counter()
+        self.ends, self.last = starts + seconds, this
+        return self.ends
 
 
 class PacedLayer:
-    """A layer's ``forward`` that takes `forward_s`, and whose backward takes twice that.
+    """Layer `number` of a chunk: its ``forward`` takes `forward_s`, and the backward pass of that twice as long.
 
     Most of the backward's wait comes before its computing, so that its gradients appear at the end of its time, when
-    an accelerator would have them, and not at its start. What it overruns then, the next one (of any layer that shares
-    `late`) makes up for.
+    an accelerator would have them, and not at its start.
     """
 
-    def __init__(self, layer: torch.nn.Module, forward_s: float, late: Lateness) -> None:
-        self._forward, self.forward_s, self._late = layer.forward, forward_s, late
-        self._ends = self._began = 0.0
+    def __init__(self, layer: torch.nn.Module, chunk: int, number: int, forward_s: float, clock: Clock) -> None:
+        self._forward, self.forward_s, self._clock = layer.forward, forward_s, clock
+        self._chunk, self._number = chunk, number
+        self._began = self._ends = 0.0
         self._computing_s = 2 * forward_s  # of the last backward pass; until one was seen, wait afterwards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ends = time.perf_counter() + self.forward_s
+        ends = self._due("forward", -1, self.forward_s)
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = _Mark.apply(kwargs["hidden_states"], self._backward_ends)
         else:
@@ -71,17 +79,19 @@ class PacedLayer:
         wait_until(ends)
         return (hidden, *rest) if isinstance(output, tuple) else hidden
 
+    def _due(self, way: str, after: int, seconds: float) -> float:
+        chunk, number = self._chunk, self._number
+        return self._clock.begin((way, chunk, number), (way, chunk, number + after), seconds)
+
     def _backward_begins(self, _: torch.Tensor) -> None:
         _finish_device_work()
-        self._ends = time.perf_counter() + 2 * self.forward_s - self._late.seconds
+        self._ends = self._due("backward", +1, 2 * self.forward_s)
         wait_until(self._ends - 1.2 * self._computing_s)
         self._began = time.perf_counter()
 
     def _backward_ends(self) -> None:
         _finish_device_work()
-        now = time.perf_counter()
-        self._computing_s = now - self._began
-        self._late.seconds = min(2 * self.forward_s, max(0.0, now - self._ends))
+        self._computing_s = time.perf_counter() - self._began
         wait_until(self._ends)
 
 
@@ -90,10 +100,14 @@ def _finish_device_work() -> None:
         torch.cuda.synchronize()
 
 
-def pace(layers: Iterable[torch.nn.Module], layer_ms: float) -> None:
-    """Pace `layers` (modules that take and return hidden states, alone or first in a tuple) to `layer_ms` forward."""
+def pace(chunks: Iterable[Iterable[torch.nn.Module]], layer_ms: float) -> None:
+    """Pace the layers of a rank's model chunks to `layer_ms` forward.
+
+    Layers are modules that take and return hidden states, alone or first in a tuple.
+    """
     if layer_ms <= 0:
         raise ConfigError(f"pace_layer_ms is {layer_ms}", where="train", cure="use milliseconds above 0, or null")
-    late = Lateness()
-    for layer in layers:
-        layer.forward = PacedLayer(layer, layer_ms / 1000, late)
+    clock = Clock()
+    for c, layers in enumerate(chunks):
+        for number, layer in enumerate(layers):
+            layer.forward = PacedLayer(layer, c, number, layer_ms / 1000, clock)

@@ -74,7 +74,7 @@ def test_a_bucket_holds_a_bundle_and_its_queue_holds_more(mbit: int) -> None:
     words = shape("eth0", mbit).split()
     value = {key: words[words.index(key) + 1] for key in ("rate", "burst", "limit")}
     assert value["rate"] == f"{mbit * 1_000_000}bit"
-    assert int(value["burst"]) > network.BUNDLE_BYTES
+    assert int(value["burst"]) > network.bundle_bytes(mbit) >= 2 * network.MTU
     assert int(value["limit"]) >= int(value["burst"]) + 2 * network.BUNDLE_BYTES
 
 

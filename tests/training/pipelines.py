@@ -127,7 +127,7 @@ def make_model(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
         model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, pre_process=first, post_process=last,
                          share_embeddings_and_output_weights=False, vp_stage=chunk if chunks > 1 else None)
         if case.pace_s:
-            pace(model.decoder.layers, 1000 * case.pace_s)
+            pace([model.decoder.layers], 1000 * case.pace_s)
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
         models.append(DistributedDataParallel(config, ddp, model.to(case.device), disable_bucketing=False))
     config.no_sync_func = [m.no_sync for m in models] if chunks > 1 else models[0].no_sync

@@ -112,7 +112,7 @@ class Layer(torch.nn.Module):
 def test_a_paced_layer_takes_its_time_and_changes_no_number(own_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     free, paced = Layer(clock, own_s, own_s), Layer(clock, own_s, own_s)
-    pace.pace([paced], 30)
+    pace.pace([[paced]], 30)
     for _ in range(2):
         gradients = []
         for layer in (free, paced):
@@ -133,7 +133,7 @@ def test_a_paced_layer_takes_its_time_and_changes_no_number(own_s: float, monkey
 def test_a_layer_slower_than_the_pace_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     layer = Layer(clock, 0.05, 0.2)
-    pace.pace([layer], 30)
+    pace.pace([[layer]], 30)
     for _ in range(2):
         began = clock.now
         output, _ = layer(hidden_states=torch.ones(4, requires_grad=True))
@@ -144,18 +144,31 @@ def test_a_layer_slower_than_the_pace_is_not_held_up(monkeypatch: pytest.MonkeyP
     assert elapsed == pytest.approx(0.2, abs=1e-4)
 
 
-def test_a_layer_makes_up_for_what_the_last_one_overran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four backward passes of 60 ms, of which the second computes for 75 ms: 240 ms in all."""
+def test_a_pass_through_a_chunk_makes_up_for_a_layer_that_overran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of 30 and 60 ms, of which one computes for 40 and for 75 ms: 120 and 240 ms in all."""
     clock = Clock(monkeypatch)
-    layers = [Layer(clock, 0.01, own_s) for own_s in (0.01, 0.075, 0.01, 0.01)]
-    pace.pace(layers, 30)
-    took = []
-    for layer in layers:
-        output, _ = layer(hidden_states=torch.ones(4, requires_grad=True))
+    layers = [Layer(clock, *own_s) for own_s in ((0.01, 0.01), (0.04, 0.01), (0.01, 0.075), (0.01, 0.01))]
+    pace.pace([layers], 30)
+    for _ in range(2):
+        clock.pass_(1.0)  # what a pass waits for is no lateness
+        hidden, began = torch.ones(4, requires_grad=True), clock.now
+        for layer in layers:
+            hidden, _ = layer(hidden_states=hidden)
+        assert clock.now - began == pytest.approx(0.120, abs=1e-3)
+        clock.pass_(1.0)
         began = clock.now
-        output.sum().backward()
-        took.append(clock.now - began)
-    assert took == pytest.approx([0.060, 0.075, 0.045, 0.060], abs=1e-3)
+        hidden.sum().backward()
+        assert clock.now - began == pytest.approx(0.240, abs=1e-3)
+
+
+def test_the_next_chunk_does_not_make_up_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    late, timely = Layer(clock, 0.05, 0.01), Layer(clock, 0.01, 0.01)
+    pace.pace([[late], [timely]], 30)
+    began = clock.now
+    for layer in (late, timely):
+        layer(hidden_states=torch.ones(4))
+    assert clock.now - began == pytest.approx(0.080, abs=1e-3)
 
 
 RATES = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 4, "lr_decay_steps": None, "steps": 20}
