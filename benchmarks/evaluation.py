@@ -1,17 +1,17 @@
 """The paper's evaluation, repeated on the testbed's shaped NICs with paced compute.
 
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
-    python benchmarks/evaluation.py [--part headline|full] [--runs DIR] [--minutes N]
+    python benchmarks/evaluation.py [--part headline|pairs|full] [--runs DIR] [--minutes N]
 
-Runs the cells of GRID one job at a time, repeat by repeat and within a repeat system beside system, so that what
+Runs the cells of a part one job at a time, repeat by repeat and within a repeat system beside system, so that what
 drifts in the machine meets all of them alike. Started again it goes on where it was; runs that did not complete are
 run again.
 Then (also with --minutes 0) the tables: throughput by NIC environment, hybrid against the mean of InfiniBand and RoCE,
 speed-up over plain Megatron-LM with its 95% interval, each prediction beside what was measured.
 
 Two regimes, fixed beforehand. The hop ratio is the one-way transfer time of one micro-batch's activations over
-Ethernet, over a stage's forward and backward computing for it. In each, every system has the same TP 1, PP 2, DP, batch
-and pace on as many nodes; 32 micro-batches per pipeline.
+Ethernet, over a stage's forward and backward computing for it. In each, every system has the same TP 1, PP 2 (3 on
+three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from holmes_hpc.results.figures import svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, mape, median_interval, paired_ratios
 from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
 
-MICRO_BATCHES, STEPS, REPEATS, PACE_MS = 32, 8, 3, 8.0
-COMMON = ("plan.tp=1", "plan.pp=2", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
-          "model.max_positions=16", "model.layers=20", "model.heads=2", "model.kv_heads=2", "model.swiglu=false",
+MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 5, 3, 10, 9.0
+COMMON = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
+          "model.max_positions=16", "model.layers=18", "model.heads=2", "model.kv_heads=2", "model.swiglu=false",
           "model.vocab=128", f"train.steps={STEPS}", f"train.pace_layer_ms={PACE_MS}", "slurm.exclusive=true")
 PACED = f"paced compute: {PACE_MS:g} ms a layer forward, twice that backward"
 
@@ -59,10 +59,9 @@ class Regime:
                 f"model.name={self.name}")
 
 
-REGIMES = {r.name: r for r in (Regime("paper-like", 68, 15), Regime("light", 40, 6))}
+REGIMES = {r.name: r for r in (Regime("paper-like", 48, 11), Regime("light", 24, 5))}
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "holmes": (),
-    "holmes, 1F1B": ("plan.schedule=1f1b",),
     "Megatron-LM": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b",
                     "train.overlap_grad_reduce=false", "train.overlap_param_gather=false"),
     "Megatron-LM, overlap": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b"),
@@ -76,7 +75,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 def nodes_of(environment: str, nodes: int) -> str:
     """`plan.nodes` of an environment."""
     if environment == "three":
-        return f"{{ib-a: {nodes // 2}, roce-a: {nodes // 4}, eth-a: {nodes // 4}}}"
+        return f"{{ib-a: {nodes // 3}, roce-a: {nodes // 3}, eth-a: {nodes // 3}}}"
     fabrics = {"IB": ["ib-a"], "RoCE": ["roce-a"], "Ethernet": ["eth-a"], "hybrid": ["ib-a", "roce-a"],
                "two IB": ["ib-a", "ib-b"]}[environment]
     return "{" + ", ".join(f"{fabric}: {nodes // len(fabrics)}" for fabric in fabrics) + "}"
@@ -94,8 +93,10 @@ class Cell:
     @property
     def overrides(self) -> list[str]:
         mixed = self.environment in ("hybrid", "two IB", "three")
-        batch = MICRO_BATCHES * REGIMES[self.regime].micro_size * self.nodes // 2
+        stages = 3 if self.environment == "three" else 2
+        batch = MICRO_BATCHES * REGIMES[self.regime].micro_size * self.nodes // stages
         return [*COMMON, *REGIMES[self.regime].overrides, f"plan.nodes={nodes_of(self.environment, self.nodes)}",
+                f"plan.pp={stages}",
                 f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", f"batch.global_size={batch}",
                 *SYSTEMS[self.system]]
 
@@ -104,36 +105,34 @@ class Cell:
         return "-".join(words).lower().replace("'", "").replace(",", "").replace(" ", "-")
 
 
-def _systems(environment: str, mixed: tuple[str, ...]) -> tuple[str, ...]:
-    """Homogeneous runs take both schedules, so that the faster one can be compared with."""
-    if environment in ("IB", "RoCE"):
-        return ("holmes", "holmes, 1F1B", "Megatron-LM, overlap")
-    return ("holmes", "Megatron-LM, overlap") if environment == "Ethernet" else mixed
+ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
+BOTH = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ by the schedule: the faster one is compared with
 
 
-def headline() -> Iterator[Cell]:
-    """One model, 4 and 8 nodes, the four environments."""
+def grid(regime: str, nodes: int) -> Iterator[Cell]:
+    """The environments at one regime and number of nodes. The paper's rule is beside us where stages can differ."""
+    for environment in ENVIRONMENTS:
+        for system in BOTH if environment != "hybrid" else ("holmes", "proportional layers", "Megatron-LM, overlap"):
+            yield Cell(regime, environment, nodes, system)
+
+
+def parts() -> dict[str, list[tuple[int, Cell]]]:
+    """Part -> its (repeat, cell), in the order in which they are run: repeat by repeat."""
+    headline = [*grid("paper-like", 4), *grid("paper-like", 8)]
+    pairs = [Cell("paper-like", environment, 4, system) for environment in ENVIRONMENTS for system in BOTH]
+    others = [c for regime, nodes in (("paper-like", 6), ("light", 4), ("light", 6), ("light", 8))
+              for c in grid(regime, nodes)]
+    others += [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
+               for system in ("holmes", "proportional layers", "Megatron-LM, overlap")]
     for nodes in (4, 8):
-        for environment in ("hybrid", "IB", "RoCE", "Ethernet"):
-            for system in _systems(environment, ("holmes", "proportional layers", "Megatron-LM, overlap")):
-                yield Cell("paper-like", environment, nodes, system)
+        others += [Cell("paper-like", "hybrid", nodes, system)
+                   for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))]
+    made = {"headline": _repeated(headline, REPEATS), "pairs": _repeated(pairs, PAIRS)}
+    return {**made, "full": list(dict.fromkeys([*made["headline"], *_repeated(others, REPEATS), *made["pairs"]]))}
 
 
-def full() -> Iterator[Cell]:
-    """The headline, then the other regime and node counts, two InfiniBand fabrics, and each part left out."""
-    yield from headline()
-    for regime, nodes in (("paper-like", 6), ("light", 4), ("light", 6), ("light", 8)):
-        for environment in ("hybrid", "IB", "RoCE", "Ethernet"):
-            for system in _systems(environment, ("holmes", "proportional layers", "Megatron-LM, overlap")):
-                yield Cell(regime, environment, nodes, system)
-    for nodes in (4, 8):
-        for system in ("holmes", "proportional layers", "Megatron-LM, overlap"):
-            yield Cell("paper-like", "two IB", nodes, system)
-        for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without"))):
-            yield Cell("paper-like", "hybrid", nodes, system)
-
-
-GRID = {"headline": headline, "full": full}
+def _repeated(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
+    return [(repeat, cell) for repeat in range(repeats) for cell in cells]
 
 
 def run(cell: Cell, repeat: int, runs: Path, session: str) -> None:
@@ -147,23 +146,22 @@ def run(cell: Cell, repeat: int, runs: Path, session: str) -> None:
     began = time.monotonic()
     words = [str(Path(sys.executable).with_name("holmes")), "run", f"name={name}", *cell.overrides,
              f"+labels.system='{cell.system}'", f"+labels.session={session}"]
-    done = subprocess.run(words, env={**os.environ, "HOLMES_RUNS": str(runs)}, capture_output=True, text=True,
+    done = subprocess.run(words, env={**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           check=False)
     said = "" if done.returncode == 0 else f": exit {done.returncode}, {done.stderr.strip().splitlines()[-1:]}"
     note(f"{name}: {time.monotonic() - began:.0f} s{said}")
 
 
-def measured(cells: list[Cell], runs: Path) -> pd.DataFrame:
-    """One row per completed run of `cells`, with `regime`, `where`, `system` and `nodes` of its cell."""
+def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
+    """One row per completed run of those `planned`, with `regime`, `where`, `system` and `nodes` of its cell."""
     frame = load_runs(runs)
     frame = frame[frame["state"] == "completed"].set_index("name", drop=False)
     rows = []
-    for cell in cells:
-        for repeat in range(REPEATS):
-            if cell.run_name(repeat) in frame.index:
-                row = frame.loc[cell.run_name(repeat)]
-                rows.append({**row.to_dict(), "regime": cell.regime, "where": cell.environment, "nodes": cell.nodes,
-                             "system": cell.system, "session": unpacked(row.to_dict(), "labels").get("session")})
+    for repeat, cell in planned:
+        if cell.run_name(repeat) in frame.index:
+            row = frame.loc[cell.run_name(repeat)]
+            rows.append({**row.to_dict(), "regime": cell.regime, "where": cell.environment, "nodes": cell.nodes,
+                         "system": cell.system, "session": unpacked(row.to_dict(), "labels").get("session")})
     return pd.DataFrame(rows)
 
 
@@ -171,10 +169,10 @@ def tables(found: pd.DataFrame) -> list[Table]:
     """What was measured, in the order of the questions."""
     rate = found.groupby(["regime", "nodes", "where", "system"], sort=False)["samples_per_s"].median()
     answers: list[list[str]] = []
-    plain, cells, parts = list(answers), list(answers), list(answers)
+    plain, cells, breakdowns = list(answers), list(answers), list(answers)
     for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
         at = rate[regime][nodes]
-        best = {where: max(at[where].get("holmes", 0), at[where].get("holmes, 1F1B", 0))
+        best = {where: max(at[where].get(system, 0) for system in BOTH)
                 for where in ("IB", "RoCE") if where in at.index}
         for where in at.index.get_level_values("where").unique():
             ours, overlap = at[where].get("holmes"), at[where].get("Megatron-LM, overlap")
@@ -191,7 +189,7 @@ def tables(found: pd.DataFrame) -> list[Table]:
             cell = [f"{regime}, {nodes}", where, system]
             cells.append([*cell, one["layers_per_stage"].iloc[0], str(len(one)), number(one["samples_per_s"].median()),
                           number(one["predicted_samples_per_s"].median()), f"{error:.1f}%"])
-            parts.append([*cell, *(number(one[part].median()) for part in PARTS)])
+            breakdowns.append([*cell, *(number(one[part].median()) for part in PARTS)])
     return [
         Table("Samples/s by NIC environment", ["regime, nodes", "where", "holmes", "proportional layers",
                                                "Megatron-LM, overlap", "holmes over it", "95%", "of mean(IB, RoCE)"],
@@ -202,7 +200,7 @@ def tables(found: pd.DataFrame) -> list[Table]:
         Table("Every cell and its prediction", ["regime, nodes", "where", "system", "layers", "runs", "samples/s",
                                                 "predicted", "error"], cells, f"medians; {PACED}"),
         Table("Where a step goes: seconds", ["regime, nodes", "where", "system", *(PART_NAMES[p] for p in PARTS)],
-              parts, f"medians, mean over stages; {PACED}")]
+              breakdowns, f"medians, mean over stages; {PACED}")]
 
 
 def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) -> None:
@@ -230,23 +228,22 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=sorted(GRID), default="headline")
+    parser.add_argument("--part", choices=list(parts()), default="headline")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evaluation")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
     parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation.md")
     given = parser.parse_args()
-    cells = list(GRID[given.part]())
+    planned = parts()[given.part]
     given.runs.mkdir(parents=True, exist_ok=True)
-    print(f"{len(cells)} cells, {REPEATS} repeats; {' '.join(COMMON)}")
+    print(f"{len({cell for _, cell in planned})} cells, {len(planned)} runs; {' '.join(COMMON)}")
     for regime in REGIMES.values():
         print(f"{regime.name}: {' '.join(regime.overrides)}")
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} CPUs, load average {os.getloadavg()[0]:.1f}", flush=True)
     until = time.monotonic() + 60 * given.minutes
-    for repeat in range(REPEATS):
-        for cell in cells:
-            if time.monotonic() < until:
-                run(cell, repeat, given.runs, session=f"{repeat}")
-    found = measured(cells, given.runs)
+    for repeat, cell in planned:
+        if time.monotonic() < until:
+            run(cell, repeat, given.runs, session=f"{repeat}")
+    found = measured(planned, given.runs)
     if not len(found):
         return
     made = tables(found)

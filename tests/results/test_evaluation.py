@@ -20,7 +20,7 @@ PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "h
 
 @pytest.mark.parametrize(("regime", "hop"), [("paper-like", 0.23), ("light", 0.05)])
 def test_a_hop_takes_the_share_of_a_stages_computing_that_the_regime_stands_for(regime: str, hop: float) -> None:
-    settings = config.load(next(c for c in evaluation.full() if c.regime == regime).overrides)
+    settings = config.load(next(c for _, c in evaluation.parts()["full"] if c.regime == regime).overrides)
     model, batch = settings["model"], settings["batch"]
     sent = 4 * model["hidden"] * batch["sequence_length"] * batch["micro_size"] * HEADERS
     transfer_s = sent * 8 / (read("evaluation").ethernet_mbit * 1e6)
@@ -29,24 +29,25 @@ def test_a_hop_takes_the_share_of_a_stages_computing_that_the_regime_stands_for(
 
 
 def test_runs_have_names_of_their_own_and_the_same_batch_per_pipeline() -> None:
-    cells = list(evaluation.full())
-    assert set(evaluation.headline()) < set(cells)
-    assert len({c.run_name(repeat) for c in cells for repeat in range(evaluation.REPEATS)}) == 3 * len(cells)
-    for cell in cells:
-        batch = config.load(cell.overrides)["batch"]
-        assert batch["global_size"] / batch["micro_size"] / (cell.nodes // 2) == evaluation.MICRO_BATCHES
+    parts = evaluation.parts()
+    assert set(parts["headline"]) | set(parts["pairs"]) < set(parts["full"])
+    assert len({c.run_name(repeat) for repeat, c in parts["full"]}) == len(parts["full"])
+    for cell in {c for _, c in parts["full"]}:
+        settings = config.load(cell.overrides)
+        batch, dp = settings["batch"], cell.nodes // settings["plan"]["pp"]
+        assert batch["global_size"] / batch["micro_size"] / dp == evaluation.MICRO_BATCHES
 
 
 def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> None:
-    cells = [c for c in evaluation.headline() if c.nodes == 4]
+    planned = [(repeat, c) for repeat, c in evaluation.parts()["headline"] if c.nodes == 4]
+    cells = {c for _, c in planned}
     seconds = {"hybrid": 2.0, "IB": 1.0, "RoCE": 4.0, "Ethernet": 8.0}
-    for cell in cells:
-        for repeat in range(evaluation.REPEATS):
-            slower = 1 if cell.system == "holmes" else 1.5
-            make_run(tmp_path / "runs" / cell.run_name(repeat), PLACES[cell.environment], steps=8, seed=repeat,
-                     step_time_s=slower * seconds[cell.environment], spread=0.0,
-                     labels={"session": str(repeat), "system": cell.system})
-    found = evaluation.measured(cells, tmp_path / "runs")
+    for repeat, cell in planned:
+        slower = 1 if cell.system == "holmes" else 1.5
+        make_run(tmp_path / "runs" / cell.run_name(repeat), PLACES[cell.environment], steps=8, seed=repeat,
+                 step_time_s=slower * seconds[cell.environment], spread=0.0,
+                 labels={"session": str(repeat), "system": cell.system})
+    found = evaluation.measured(planned, tmp_path / "runs")
     assert len(found) == 3 * len(cells)
     made = evaluation.tables(found)
     hybrid = next(row for row in made[0].rows if row[1] == "hybrid")
