@@ -74,11 +74,11 @@ def read_conf(path: Path) -> dict[str, str]:
 
 
 def refusals(env: Mapping[str, str] | None = None, wanted: Mapping[str, str] | None = None, node: str = "",
-             files: Sequence[Path] | None = None) -> list[Finding]:
+             files: Sequence[Path] | None = None, nic: str = "") -> list[Finding]:
     """What in `env` (or in NCCL's settings files) would change a group's network without a word; nothing when healthy.
 
     `wanted`: this node's own :func:`environment`. A different value of one of those in the environment is an error, for
-    somebody meant it; in a file it is not, for the environment wins over files.
+    somebody meant it; in a file it is not, for the environment wins over files. `nic`: what its fast groups are to use.
     """
     env = os.environ if env is None else env
     where = f"node {node}" if node else "environment"
@@ -87,10 +87,12 @@ def refusals(env: Mapping[str, str] | None = None, wanted: Mapping[str, str] | N
     for source, values in sources:
         at = f" in {source}" if source else ""
         cure = f"remove it from {source}" if source else "unset it"
+        meant = f" (meant: NIC {nic})" if nic else ""
         for name, why in (*FORBIDDEN.items(), *DOUBTFUL.items()):
             if name in values and values[name] not in _OFF.get(name, ("",)):
                 level = "error" if name in FORBIDDEN else "warning"
-                found.append(Finding(level, where, f"{name}={values[name]}{at} {why}", f"{cure} ({name})", node))
+                what = f"{name}={values[name]}{at} {why}{meant}"
+                found.append(Finding(level, where, what, f"{cure} ({name})", node, nic))
         if source:
             continue
         for name, value in (wanted or {}).items():

@@ -120,7 +120,8 @@ def refuse(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
            files: Sequence[Path] | None = None) -> list[Finding]:
     """Raise NetworkError for a variable or settings file that would change a group's network behind our back; warnings
     come back."""
-    found = nccl.refusals(environ, decision.environment, decision.node, files)
+    fast = decision.interfaces.get("rdma") or decision.interfaces.get("tcp")
+    found = nccl.refusals(environ, decision.environment, decision.node, files, fast[0] if fast else "")
     raise_errors(found)
     return found
 

@@ -70,6 +70,13 @@ def test_a_wrong_variable_is_one_line_with_its_cure(env: dict[str, str], says: s
     assert says in str(found[0]) and "node ib1" in str(found[0]) and "unset" in found[0].cure
 
 
+def test_a_refusal_names_the_nic_that_was_meant() -> None:
+    found = refusals({"NCCL_NET": "Socket"}, {}, "ib1", files=[], nic="ib0")
+    assert str(found[0]) == ("error: node ib1: NCCL_NET=Socket overrides the network of every communicator "
+                             "(meant: NIC ib0); unset it (NCCL_NET)")
+    assert found[0].nic == "ib0"
+
+
 @pytest.mark.parametrize("env", [{}, {"NCCL_IB_DISABLE": "0"}, {"NCCL_SOCKET_IFNAME": "=eth0"}, {"NCCL_DEBUG": "INFO"},
                                  {"GLOO_SOCKET_IFNAME": "eth0"}, {"NCCL_NET": ""}, {"NCCL_SOCKET_IFNAME": "eth0"}])
 def test_healthy_environments_print_nothing(env: dict[str, str]) -> None:

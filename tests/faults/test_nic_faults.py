@@ -296,7 +296,9 @@ def test_variable_that_overrides_the_choice(testbed, runs, name, value) -> None:
     line = trial.run.read_result()["error"]
     assert line in trial.out
     assert len({text.partition(": ")[2] for text in trial.texts()}) == 1  # each node's own
-    for word in (f"node {trial.run.read_result()['failed_node']}", f"{name}={value}", f"unset {name}"):
+    node = trial.run.read_result()["failed_node"]
+    meant = "eth0" if name.endswith("IFNAME") else f"NIC {rdma(node)}"
+    for word in (f"node {node}", f"{name}={value}", f"unset {name}", meant):
         assert word in line or word.replace("unset ", "unset it (") in line
     note(f"{name} set in the environment", "stops", line)
 
