@@ -38,7 +38,7 @@ from holmes_hpc.results.figures import svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, mape, median_interval, paired_ratios
 from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
 
-MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 5, 3, 10, 9.0
+MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
 COMMON = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
           "model.max_positions=16", "model.layers=18", "model.heads=2", "model.kv_heads=2", "model.swiglu=false",
           "model.vocab=128", f"train.steps={STEPS}", f"train.pace_layer_ms={PACE_MS}", "slurm.exclusive=true")
@@ -146,8 +146,8 @@ def run(cell: Cell, repeat: int, runs: Path, session: str) -> None:
     began = time.monotonic()
     words = [str(Path(sys.executable).with_name("holmes")), "run", f"name={name}", *cell.overrides,
              f"+labels.system='{cell.system}'", f"+labels.session={session}"]
-    done = subprocess.run(words, env={**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          check=False)
+    env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     said = "" if done.returncode == 0 else f": exit {done.returncode}, {done.stderr.strip().splitlines()[-1:]}"
     note(f"{name}: {time.monotonic() - began:.0f} s{said}")
 

@@ -32,13 +32,11 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     the final figures come back."""
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.cpu")
-    if config["train"].get("measure"):
-        from holmes_hpc.training.measure import measure
+    from holmes_hpc.training import cpu  # torch is heavy: only ranks load it
 
-        return measure(config)
-    from holmes_hpc.training.loop import train  # torch is heavy: only ranks load it
-
-    return train(config)
+    with cpu.without_compiler():
+        from holmes_hpc.training import loop, measure
+    return (measure.measure if config["train"].get("measure") else loop.train)(config)
 
 
 def _rank() -> tuple[int, int]:

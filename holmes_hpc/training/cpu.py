@@ -13,8 +13,9 @@ Nothing of Megatron-Core is replaced but the two functions that read and set the
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +82,19 @@ class Event:
 
     def elapsed_time(self, end: Any) -> float:
         return 0.0
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Import Megatron-Core in here: where there is no GPU, functions that it would hand to ``torch.compile`` stay as
+    they are. On a CPU nothing is compiled, and loading the compiler would take each rank 2 s and 75 MiB."""
+    compiler = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = lambda model=None, **options: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def install() -> None:

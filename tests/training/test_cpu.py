@@ -51,6 +51,18 @@ def test_a_model_trains_on_a_cpu() -> None:
     assert "CPU RNG state changed" not in ended.stderr
 
 
+def test_a_rank_loads_megatron_without_a_compiler() -> None:
+    """Where there is no GPU; and torch.compile is itself again afterwards."""
+    script = ("import sys, torch; before = torch.compile; from holmes_hpc.training import cpu\n"
+              "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
+              "assert torch.compile is before\n"
+              "print(torch.cuda.is_available(), 'torch._inductor.compile_fx' in sys.modules)")
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    cuda, compiler = ended.stdout.split()
+    assert cuda == compiler
+
+
 def test_threads_of_a_rank() -> None:
     from holmes_hpc.training.cpu import threads
 
