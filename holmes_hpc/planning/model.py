@@ -50,8 +50,8 @@ class ModelSpec:
             raise PlanError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads", where=where,
                             cure="choose kv_heads that divide heads")
         if self.rope and self.head_dim % 2:
-            raise PlanError(f"hidden {self.hidden} over {self.heads} heads is {self.head_dim}, an odd width", where=where,
-                            cure="choose an even one, as rotary embedding needs, or model.rope=false")
+            raise PlanError(f"hidden {self.hidden} over {self.heads} heads is {self.head_dim}, odd", where=where,
+                            cure="choose an even width of a head, as rotary embedding needs, or model.rope=false")
         if not 0 <= self.dropout < 1:
             raise PlanError(f"dropout is {self.dropout}", where=where, cure="use 0 up to, not including, 1")
 

@@ -37,6 +37,7 @@ class PlanOptions:
     distributed_optimizer: bool = True
     bucket_bytes: int | None = None
     edge_dtype: str = "same"
+    edge_connections: int = 1
     search_micro_size: bool = False
     max_memory_gib: float | None = None
     fabric_order: tuple[str, ...] | None = None
@@ -48,7 +49,8 @@ class PlanOptions:
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"unknown {name} {value!r}", where="plan", cure=nearest(str(value), known))
-        for name in ("gpus_per_node", "tp", "pp", "dp", "virtual_stages", "bucket_bytes"):
+        for name in ("gpus_per_node", "tp", "pp", "dp", "virtual_stages", "bucket_bytes",
+                     "edge_connections"):
             _whole(f"plan.{name}", getattr(self, name))
         for name in ("distributed_optimizer", "search_micro_size"):
             if not isinstance(getattr(self, name), bool):

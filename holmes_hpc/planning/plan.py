@@ -122,6 +122,7 @@ class Plan:
     site: Site
     bucket_bytes: int = 40_000_000
     edge_dtype: str = "same"
+    edge_connections: int = 1  # of each direction of an edge on TCP: a tensor is spread over them
     transport_mode: str = "holmes"
     pace_layer_ms: float | None = None  # layers take that long forward by waiting: what was predicted, and what runs
     predicted: Predicted | None = None
@@ -154,8 +155,9 @@ class Plan:
         if len(self.schedule.in_flight) != p.pp:
             raise PlanError(f"{len(self.schedule.in_flight)} values for PP {p.pp}", where="schedule.in_flight",
                             cure="give one per stage")
-        if self.bucket_bytes < 1:
-            raise PlanError(f"bucket_bytes is {self.bucket_bytes}", where="plan", cure="use a size above 0")
+        for name in ("bucket_bytes", "edge_connections"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}", where="plan", cure="use a number above 0")
         for c in self.components:
             fabric = self.site.fabric(c.fabric)
             if c.nodes < 1 or c.gpus_per_node < 1:

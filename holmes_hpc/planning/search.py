@@ -120,8 +120,8 @@ def to_plan(trial: Trial, site: Site, others: list[Trial]) -> Plan:
     used = {c.fabric: c.nodes for c in setting.components}
     plan = Plan(trial.placement.strategy, setting.model, setting.batch, setting.parallel, setting.recompute,
                 setting.schedule, setting.components, stages, site, setting.bucket_bytes, setting.edge_dtype,
-                setting.transport_mode, setting.costs.pace_layer_ms, predict_setting(setting, trial.layers),
-                (*site.assumptions, *setting.assumptions, *trial.notes),
+                setting.edge_connections, setting.transport_mode, setting.costs.pace_layer_ms,
+                predict_setting(setting, trial.layers), (*site.assumptions, *setting.assumptions, *trial.notes),
                 unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)})
     return replace(plan, alternatives=_alternatives(trial, others))
 

@@ -31,6 +31,7 @@ class Setting:
     costs: Costs
     transport_mode: str = "holmes"
     edge_dtype: str = "same"
+    edge_connections: int = 1
     bucket_bytes: int = 40_000_000
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
     _rates: dict[tuple[str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -41,7 +42,7 @@ class Setting:
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Setting:
         return cls(plan.model, plan.batch, plan.parallel, plan.recompute, plan.schedule, plan.components, plan.site,
-                   costs, plan.transport_mode, plan.edge_dtype, plan.bucket_bytes)
+                   costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections, plan.bucket_bytes)
 
     @cached_property
     def order(self) -> Order:

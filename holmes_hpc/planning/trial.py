@@ -110,7 +110,7 @@ class Bench:
                             sequence_parallel=placement.tp > 1 and o.sequence_parallel is not False)
         depths = in_flight(pp, batch.micro_batches(placement.dp), chunks)
         return Setting(self.model, batch, parallel, recompute, Schedule(kind, depths), tuple(components), self.site,
-                       self.costs, o.transport, o.edge_dtype, o.bucket_bytes or BUCKET_BYTES)
+                       self.costs, o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)
 
     def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Trial | None:
         try:

@@ -254,12 +254,12 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any, stripes: int = 1,
+def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any,
           stream: type[Stream] = Stream) -> EdgeCommunicator:
     """The communicator of this rank. All ranks of the job call it at the same time, as they do `new_group`.
 
     `new_group`: makes the process group of one edge on its transport (all ranks call it, in the same order, its two
-    members get it). `stripes`: connections that one tensor is spread over, on TCP edges only.
+    members get it).
     """
     edges = [group for group in plan.transports() if group.kind == "edge"]
     if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
@@ -269,7 +269,7 @@ def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessG
         tcp = edge.transport.kind == "tcp"
         wire = codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME
         for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
-            lanes = [new_group(edge) for _ in range(stripes if tcp else 1)]
+            lanes = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
             if rank in (source, target):
                 name = f"{direction} {source}->{target}"
                 role, peer = (f"{direction}_out", target) if rank == source else (f"{direction}_in", source)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from sites import two_clusters
 
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.costs import Costs
 from holmes_hpc.planning.grid import HIERARCHICAL_ORDER, Parallel, groups
@@ -29,6 +29,14 @@ def plan() -> Plan:
 def test_a_written_plan_is_read_back(plan: Plan, tmp_path: Path) -> None:
     plan.write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml") == plan
+
+
+def test_connections_of_an_edge_are_what_was_asked_for(tmp_path: Path) -> None:
+    options = PlanOptions(tp=2, pp=2, dp=8, edge_connections=2)
+    given_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), options, Costs()).write(tmp_path / "plan.yaml")
+    assert Plan.read(tmp_path / "plan.yaml").edge_connections == 2
+    with pytest.raises(ConfigError, match=r"edge_connections"):
+        PlanOptions(edge_connections=0)
 
 
 def test_data_parallel_groups_stay_inside_their_fabric(plan: Plan) -> None:
@@ -60,6 +68,7 @@ def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
     (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "rdma over ib"),
     (lambda d: d["transports"].pop(), "not those of its groups"),
     (lambda d: d.update(version=99), "version 99"),
+    (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
     (lambda d: d.pop("model"), "KeyError"),
 ])
 def test_a_broken_plan_is_one_line(plan: Plan, change: Any, says: str, tmp_path: Path) -> None:

@@ -180,9 +180,10 @@ def communicator(case: Case, config: TransformerConfig) -> edges.EdgeCommunicato
     """Streams for this world, made once for the processes and used by all its cases of one kind."""
     stages, chunks, dp, tp, *_ = case.world
     parallel = Parallel(pp=stages, dp=dp, tp=tp, virtual_stages=chunks)
-    plan = SimpleNamespace(parallel=parallel, edge_dtype=case.edge_dtype, transports=lambda: (
-        GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel)))
-    streams = _streams(case.world, case.edge_dtype, case.stripes, plan, config)
+    plan = SimpleNamespace(
+        parallel=parallel, edge_dtype=case.edge_dtype, edge_connections=case.stripes,
+        transports=lambda: (GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel)))
+    streams = _streams(case.world, plan, config)
     for stream in streams.values():
         stream.delay_s, stream.rate, stream.staged = case.delay_s, case.rate, case.staged
     return edges.EdgeCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, streams)
@@ -204,12 +205,12 @@ def _watch_groups() -> None:
         setattr(dist.distributed_c10d, name, operation)
 
 
-def _streams(world: Any, edge_dtype: str, stripes: int, plan: Any, config: TransformerConfig) -> dict[str, Any]:
-    key = world, edge_dtype, stripes
+def _streams(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
+    key = world, plan.edge_dtype, plan.edge_connections
     if key not in _made:
         built = edges.build(plan, lambda edge: dist.new_group(list(edge.ranks)), rank=dist.get_rank(),
                             pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config,
-                            stripes=stripes, stream=SlowStream)
+                            stream=SlowStream)
         _made[key] = built.streams
     return _made[key]
 

@@ -104,13 +104,13 @@ def test_every_direction_of_every_edge_has_a_group_of_two(
     monkeypatch.setattr(edges, "EdgeCommunicator", lambda group, config, streams: streams)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     rdma = Transport("rdma", NicType.IB, "ib-a")
-    plan: Any = SimpleNamespace(parallel=parallel, edge_dtype="fp8", transports=lambda: (
+    plan: Any = SimpleNamespace(parallel=parallel, edge_dtype="fp8", edge_connections=2, transports=lambda: (
         GroupTransport(g.kind, g.ranks, TCP if g.stages == (0, 1) else rdma, g.stages) for g in groups(parallel)))
     for rank in range(parallel.pp):
         asked: list[tuple[int, ...]] = []
         streams: Any = edges.build(
             plan, lambda edge: asked.append(edge.ranks) or len(asked), rank=rank, pp_group=None,  # noqa: B023
-            config=SimpleNamespace(pipeline_dtype=torch.float32), stripes=2)
+            config=SimpleNamespace(pipeline_dtype=torch.float32))
         assert set(streams) == roles[rank]
         lanes = [lane for stream in streams.values() for lane in stream.lanes]
         assert len(lanes) == len(set(lanes))  # no two streams share a group
