@@ -98,6 +98,13 @@ def _check_train(train: Mapping[str, Any]) -> None:
         value = train[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ConfigError(f"train.{key} is {value!r}", where="configuration", cure=f"use a whole number from {low}")
+    for key in ("lr", "min_lr", "weight_decay", "beta1", "beta2", "eps", "clip_grad", "watchdog_s", "net_timeout_s"):
+        value = train[key]
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise ConfigError(f"train.{key} is {value!r}", where="configuration", cure="use a number from 0")
+    for key in ("overlap_grad_reduce", "overlap_param_gather", "checkpoint_async", "trace", "tensorboard", "measure"):
+        if not isinstance(train[key], bool):
+            raise ConfigError(f"train.{key} is {train[key]!r}", where="configuration", cure="use true or false")
     for key, known in (("device", ("auto", "cpu", "cuda")), ("dtype", ("fp32", "bf16", "fp16"))):
         if train[key] not in known:
             raise ConfigError(f"train.{key} is {train[key]!r}", where="configuration", cure=f"use {', '.join(known)}")
@@ -170,7 +177,11 @@ def _local_ranks(plan: Mapping[str, Any]) -> int:
 def costs(config: Mapping[str, Any], plan: Plan | None = None) -> Costs:
     """What computing and sending cost: a calibration file, else paced compute (as `plan` was made for, unless the
     configuration says), else published defaults."""
-    calibration = Calibration.from_dict(read_yaml(config["calibration"])) if config["calibration"] else None
+    path = config["calibration"]
+    try:
+        calibration = Calibration.from_dict(read_yaml(path)) if path else None
+    except ConfigError as e:
+        raise e if e.where == path else ConfigError(e.what, where=f"{path}: {e.where}", cure=e.cure) from e
     return Costs(calibration=calibration, pace_layer_ms=_pace(config, plan))
 
 

@@ -88,6 +88,10 @@ def test_json_of_a_plan_is_one_document(holmes, site):
     (["plan.stratgy=auto"], ["plan.stratgy", "plan.strategy"]),
     (["model=gpt_4"], ["gpt_4", "gpt_39b"]),
     (["train.steps=0"], ["train.steps"]),
+    (["train.lr=abc"], ["train.lr", "abc"]),
+    (["train.overlap_grad_reduce=maybe"], ["train.overlap_grad_reduce", "maybe"]),
+    (["plan.edge_connections=0"], ["edge_connections"]),
+    (["model.heads=1024", "model.kv_heads=1024"], ["3072", "1024", "odd"]),
     (["nonsense"], ["nonsense"]),
 ])
 def test_bad_input_is_one_line_and_code_2(holmes, site, overrides, words):
@@ -103,6 +107,18 @@ def test_bad_site_files(holmes, tmp_path):
         path.write_text(text)
         refused(holmes("plan", "--site", str(path)), "bad.yaml", *words)
     refused(holmes("plan", "--site", str(tmp_path / "none.yaml")), "none.yaml")
+
+
+def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):
+    path = tmp_path / "bad.cal.yaml"
+    path.write_text("device: cpu\npats: []\n")
+    refused(holmes("plan", f"calibration={path}", "--site", str(site)), "bad.cal.yaml", "pats")
+
+
+def test_status_says_that_there_are_no_runs(holmes, tmp_path):
+    code, out, err = holmes("status")
+    assert code == 0 and not out and "no runs in" in err
+    assert holmes("status", "--json")[1].strip() == "[]"
 
 
 def local(*more: str) -> list[str]:

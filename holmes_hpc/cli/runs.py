@@ -190,6 +190,9 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     from holmes_hpc.submission.track import statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
+    if not found and not json:
+        console.note(f"no runs in {runs_root()}; `holmes run` makes one")
+        return
     with console.waiting("asking Slurm"):
         all_of_them = statuses(found)
     if json:

@@ -151,7 +151,9 @@ class RunDirectory:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration that the run was started with."""
-        config: dict[str, Any] = self.read_run()["config"]
+        config = self.read_run().get("config")
+        if not isinstance(config, dict):
+            raise RecordError("no configuration in it", where=str(self.path / "run.yaml"), cure="start a new run")
         return config
 
     def update_run(self, **values: Any) -> dict[str, Any]:
