@@ -11,17 +11,20 @@ speed-up over plain Megatron-LM with its 95% interval, each prediction beside wh
 
 Two regimes, fixed beforehand. The hop ratio is the one-way transfer time of one micro-batch's activations over
 Ethernet, over a stage's forward and backward computing for it. In each, every system has the same TP 1, PP 2 (3 on
-three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline.
+three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline. Beside them, once and without a
+target: 12 and 6 micro-batches, and no pacing.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,25 +44,30 @@ from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpac
 MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
 COMMON = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
           "model.max_positions=16", "model.layers=18", "model.heads=2", "model.kv_heads=2", "model.swiglu=false",
-          "model.vocab=128", f"train.steps={STEPS}", f"train.pace_layer_ms={PACE_MS}", "slurm.exclusive=true")
-PACED = f"paced compute: {PACE_MS:g} ms a layer forward, twice that backward"
+          "model.vocab=128", f"train.steps={STEPS}", "slurm.exclusive=true")
+PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forward, twice that backward"
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How much communication there is: the model's width and the sequences of a micro-batch."""
+    """How much communication there is: the model's width and the sequences of a micro-batch; micro-batches of a
+    pipeline; milliseconds of a layer's forward pass, None where it takes what it takes."""
 
     name: str
     hidden: int
     micro_size: int
+    micro_batches: int = MICRO_BATCHES
+    pace_ms: float | None = PACE_MS
 
     @property
     def overrides(self) -> tuple[str, ...]:
         return (f"model.hidden={self.hidden}", f"model.ffn={4 * self.hidden}", f"batch.micro_size={self.micro_size}",
-                f"model.name={self.name}")
+                f"model.name={self.name}", f"train.pace_layer_ms={self.pace_ms or 'null'}")
 
 
-REGIMES = {r.name: r for r in (Regime("paper-like", 48, 11), Regime("light", 24, 5))}
+REGIMES = {r.name: r for r in (
+    Regime("paper-like", 48, 11), Regime("light", 24, 5), Regime("paper-like-12", 48, 11, micro_batches=12),
+    Regime("paper-like-6", 48, 11, micro_batches=6), Regime("unpaced", 48, 11, pace_ms=None))}
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "holmes": (),
     "Megatron-LM": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b",
@@ -94,8 +102,9 @@ class Cell:
     def overrides(self) -> list[str]:
         mixed = self.environment in ("hybrid", "two IB", "three")
         stages = 3 if self.environment == "three" else 2
-        batch = MICRO_BATCHES * REGIMES[self.regime].micro_size * self.nodes // stages
-        return [*COMMON, *REGIMES[self.regime].overrides, f"plan.nodes={nodes_of(self.environment, self.nodes)}",
+        regime = REGIMES[self.regime]
+        batch = regime.micro_batches * regime.micro_size * self.nodes // stages
+        return [*COMMON, *regime.overrides, f"plan.nodes={nodes_of(self.environment, self.nodes)}",
                 f"plan.pp={stages}",
                 f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", f"batch.global_size={batch}",
                 *SYSTEMS[self.system]]
@@ -120,15 +129,16 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
     """Part -> its (repeat, cell), in the order in which they are run: repeat by repeat."""
     headline = [*grid("paper-like", 4), *grid("paper-like", 8)]
     pairs = [Cell("paper-like", environment, 4, system) for environment in ENVIRONMENTS for system in BOTH]
-    others = [c for regime, nodes in (("paper-like", 6), ("light", 4), ("light", 6), ("light", 8))
-              for c in grid(regime, nodes)]
-    others += [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
-               for system in ("holmes", "proportional layers", "Megatron-LM, overlap")]
+    targets = [c for at in (("paper-like", 6), ("light", 4), ("light", 6), ("light", 8)) for c in grid(*at)]
+    others = [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
+              for system in ("holmes", "proportional layers", "Megatron-LM, overlap")]
     for nodes in (4, 8):
         others += [Cell("paper-like", "hybrid", nodes, system)
                    for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))]
+    beside = [c for regime in ("paper-like-12", "paper-like-6", "unpaced") for c in grid(regime, 4)]
     made = {"headline": _repeated(headline, REPEATS), "pairs": _repeated(pairs, PAIRS)}
-    return {**made, "full": list(dict.fromkeys([*made["headline"], *_repeated(others, REPEATS), *made["pairs"]]))}
+    rest = [*_repeated(targets, REPEATS), *made["pairs"], *_repeated(others, REPEATS), *_repeated(beside, 1)]
+    return {**made, "full": list(dict.fromkeys([*made["headline"], *rest]))}
 
 
 def _repeated(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
@@ -210,7 +220,7 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
              "Made by `make evaluation` (`benchmarks/evaluation.py` says how); the numbers are of network namespaces "
              "and veth pairs on one machine, not of InfiniBand or RoCE hardware.", "",
              f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs; commit {commits}; part: {part}; "
-             f"{len(found)} runs; {' '.join(COMMON)}.", ""]
+             f"{len(found)} runs, their raw records in [runs.tar.xz]({path.stem}/runs.tar.xz); {' '.join(COMMON)}.", ""]
     for regime in found["regime"].unique():
         lines.append(f"- *{regime}*: `{' '.join(REGIMES[regime].overrides)}`")
     figures_at = path.with_suffix("")
@@ -224,6 +234,17 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
         lines += ["", f"## {t.title}", "", "| " + " | ".join(t.columns) + " |", "|---" * len(t.columns) + "|",
                   *("| " + " | ".join(row) + " |" for row in t.rows), "", t.caption]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def pack(found: pd.DataFrame, runs: Path, path: Path) -> None:
+    """The raw records of the runs found, without this machine's paths; unpacked, `holmes report` reads them."""
+    with tarfile.open(path, "w:xz") as packed:
+        for name in sorted(found["name"]):
+            for file in ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json"):
+                text = (runs / name / file).read_text(encoding="utf-8").replace(str(runs.absolute()), runs.name)
+                entry = tarfile.TarInfo(f"{runs.name}/{name}/{file}")
+                entry.size = len(data := text.encode())
+                packed.addfile(entry, io.BytesIO(data))
 
 
 def main() -> None:
@@ -251,6 +272,7 @@ def main() -> None:
         table(*t)
     if given.page:
         write_page(found, made, given.part, given.page)
+        pack(found, given.runs, given.page.with_suffix("") / "runs.tar.xz")
 
 
 if __name__ == "__main__":

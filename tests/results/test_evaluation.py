@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 from made_runs import make_run
 
 from holmes_hpc import config
+from holmes_hpc.results import load_runs
 from holmes_hpc.testbed.topology import read
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -35,7 +37,9 @@ def test_runs_have_names_of_their_own_and_the_same_batch_per_pipeline() -> None:
     for cell in {c for _, c in parts["full"]}:
         settings = config.load(cell.overrides)
         batch, dp = settings["batch"], cell.nodes // settings["plan"]["pp"]
-        assert batch["global_size"] / batch["micro_size"] / dp == evaluation.MICRO_BATCHES
+        micro_batches = evaluation.REGIMES[cell.regime].micro_batches
+        assert batch["global_size"] / batch["micro_size"] / dp == micro_batches
+        assert (settings["train"]["pace_layer_ms"] is None) == (cell.regime == "unpaced")
 
 
 def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> None:
@@ -57,3 +61,8 @@ def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> No
     text = (tmp_path / "evaluation.md").read_text()
     assert all(f"| {c.environment} | {c.system} |" in text for c in cells)
     assert (tmp_path / "evaluation" / "paper-like-4.svg").stat().st_size > 1000
+    evaluation.pack(found, tmp_path / "runs", tmp_path / "runs.tar.xz")
+    with tarfile.open(tmp_path / "runs.tar.xz") as packed:
+        packed.extractall(tmp_path / "again", filter="data")
+    again, before = (load_runs(path / "runs")["samples_per_s"] for path in (tmp_path / "again", tmp_path))
+    assert list(again) == list(before)

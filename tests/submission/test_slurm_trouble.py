@@ -31,7 +31,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.follow import follow
 from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.states import WATCHER
-from holmes_hpc.submission.track import job_of, status
+from holmes_hpc.submission.track import cancel, job_of, status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.timeout(240),
               pytest.mark.usefixtures("testbed", "whole_again")]
@@ -168,6 +168,19 @@ def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:  
     subprocess.run(["scancel", "--signal=USR2", job_of(run).id], check=False)
     assert follow(run, job_of(run)) == 1
     assert run.attempt == 2 and [m["step"] for m in run.metrics()] == [3, 6]
+
+
+def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:  # noqa: F811
+    """Nobody sends a signal but Slurm, some time before two minutes are over."""
+    run = start(folder, plans.until_told, {"timeout_min": 2}, steps_per_attempt=3, wait_s=200,
+                train={"steps": 9, "max_restarts": 1})
+    began = time.monotonic()
+    until(lambda: run.attempt == 2 and status(run).state == "running", 150)
+    assert time.monotonic() - began > 20
+    assert [m["step"] for m in run.metrics()] == [3, 6]
+    cancel(run)
+    assert follow(run, job_of(run)) == 1
+    until(lambda: status(run).state == "cancelled")
 
 
 def test_a_full_log_disk_is_named(folder: Path) -> None:  # noqa: F811
