@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from holmes_hpc.console import note, table
@@ -38,13 +39,16 @@ from holmes_hpc.results import load_runs
 from holmes_hpc.results.columns import PARTS
 from holmes_hpc.results.compare import compare
 from holmes_hpc.results.figures import svg, throughput
-from holmes_hpc.results.statistics import fraction_of_homogeneous, mape, median_interval, paired_ratios
+from holmes_hpc.results.statistics import fraction_of_homogeneous, median_interval, paired_ratios, percentage_errors
 from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
+from holmes_hpc.testbed.topology import read
 
 MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
-COMMON = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none", "batch.sequence_length=16",
-          "model.max_positions=16", "model.layers=18", "model.heads=2", "model.kv_heads=2", "model.swiglu=false",
-          "model.vocab=128", f"train.steps={STEPS}", "slurm.exclusive=true")
+LAYERS, SEQUENCE, ETHERNET_MBIT = 18, 16, read("evaluation").ethernet_mbit
+LAYOUT = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none")
+COMMON = (f"batch.sequence_length={SEQUENCE}", f"model.max_positions={SEQUENCE}", f"model.layers={LAYERS}",
+          "model.heads=2", "model.kv_heads=2", "model.swiglu=false", "model.vocab=128", f"train.steps={STEPS}",
+          "slurm.exclusive=true")
 PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forward, twice that backward"
 
 
@@ -61,19 +65,21 @@ class Regime:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return (f"model.hidden={self.hidden}", f"model.ffn={4 * self.hidden}", f"batch.micro_size={self.micro_size}",
-                f"model.name={self.name}", f"train.pace_layer_ms={self.pace_ms or 'null'}")
+        return (f"model.hidden={self.hidden}", f"model.ffn={4 * self.hidden}", f"model.name={self.name}",
+                f"train.pace_layer_ms={self.pace_ms or 'null'}")
 
 
 REGIMES = {r.name: r for r in (
-    Regime("paper-like", 48, 11), Regime("light", 24, 5), Regime("paper-like-12", 48, 11, micro_batches=12),
-    Regime("paper-like-6", 48, 11, micro_batches=6), Regime("unpaced", 48, 11, pace_ms=None))}
+    Regime("paper-like", 48, 11), Regime("light", 24, 5), Regime("heavy", 60, 18),
+    Regime("paper-like-12", 48, 11, micro_batches=12), Regime("paper-like-6", 48, 11, micro_batches=6),
+    Regime("unpaced", 48, 11, pace_ms=None))}
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "holmes": (),
     "Megatron-LM": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b",
                     "train.overlap_grad_reduce=false", "train.overlap_param_gather=false"),
     "Megatron-LM, overlap": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b"),
     "proportional layers": ("plan.partition=proportional", "plan.schedule=1f1b"),
+    "without running ahead": ("plan.schedule=1f1b",),
     "without uneven layers": ("plan.partition=uniform",),
     "without own transports": ("plan.transport=single",),
     "without overlap": ("train.overlap_grad_reduce=false", "train.overlap_param_gather=false"),
@@ -103,17 +109,26 @@ class Cell:
         mixed = self.environment in ("hybrid", "two IB", "three")
         stages = 3 if self.environment == "three" else 2
         regime = REGIMES[self.regime]
-        batch = regime.micro_batches * regime.micro_size * self.nodes // stages
-        return [*COMMON, *regime.overrides, f"plan.nodes={nodes_of(self.environment, self.nodes)}",
-                f"plan.pp={stages}",
-                f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", f"batch.global_size={batch}",
-                *SYSTEMS[self.system]]
+        micro_size = round(regime.micro_size * 2 / stages)  # the same hop ratio: a third stage computes less
+        batch = regime.micro_batches * micro_size * self.nodes // stages
+        layout = (f"plan.pp={stages}", f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", *LAYOUT)
+        return [*COMMON, *regime.overrides, f"batch.micro_size={micro_size}", f"batch.global_size={batch}",
+                f"plan.nodes={nodes_of(self.environment, self.nodes)}", *(layout if self.system != FREE else ()),
+                *SYSTEMS.get(self.system, ())]
+
+    @property
+    def hop_ratio(self) -> float:
+        """Of even stages; 4% of headers."""
+        regime, stages = REGIMES[self.regime], 3 if self.environment == "three" else 2
+        sent = 1.044 * 4 * regime.hidden * SEQUENCE * round(regime.micro_size * 2 / stages)
+        return sent * 8 / (ETHERNET_MBIT * 1e6) / (3 * (regime.pace_ms or np.nan) / 1000 * LAYERS / stages)
 
     def run_name(self, repeat: int) -> str:
         words = (self.regime, self.environment, str(self.nodes), self.system, str(repeat))
         return "-".join(words).lower().replace("'", "").replace(",", "").replace(" ", "-")
 
 
+FREE = "the planner's free choice"  # of all but nodes, batch and pace
 ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
 BOTH = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ by the schedule: the faster one is compared with
 
@@ -129,9 +144,12 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
     """Part -> its (repeat, cell), in the order in which they are run: repeat by repeat."""
     headline = [*grid("paper-like", 4), *grid("paper-like", 8)]
     pairs = [Cell("paper-like", environment, 4, system) for environment in ENVIRONMENTS for system in BOTH]
-    targets = [c for at in (("paper-like", 6), ("light", 4), ("light", 6), ("light", 8)) for c in grid(*at)]
+    settings = (("paper-like", 6), ("light", 4), ("light", 6), ("light", 8), ("heavy", 4))
+    targets = [c for at in settings for c in grid(*at)]
+    targets += [Cell(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
     others = [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
               for system in ("holmes", "proportional layers", "Megatron-LM, overlap")]
+    others += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
     for nodes in (4, 8):
         others += [Cell("paper-like", "hybrid", nodes, system)
                    for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))]
@@ -145,21 +163,25 @@ def _repeated(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
     return [(repeat, cell) for repeat in range(repeats) for cell in cells]
 
 
-def run(cell: Cell, repeat: int, runs: Path, session: str) -> None:
-    """One job, unless it is there complete."""
+HOLMES = str(Path(sys.executable).with_name("holmes"))
+
+
+def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
+    """One job, unless it is there complete. `at`: how far we are."""
     name = cell.run_name(repeat)
     there = RunDirectory(runs / name)
     if there.exists():
         if (there.read_result() or {}).get("state") == "completed":
             return
+        subprocess.run([HOLMES, "cancel", str(there.path)], capture_output=True, check=False)
         shutil.rmtree(there.path)
     began = time.monotonic()
-    words = [str(Path(sys.executable).with_name("holmes")), "run", f"name={name}", *cell.overrides,
-             f"+labels.system='{cell.system}'", f"+labels.session={session}"]
+    words = [HOLMES, "run", f"name={name}", *cell.overrides, f'+labels.system="{cell.system}"',
+             f"+labels.session={repeat}"]
     env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     said = "" if done.returncode == 0 else f": exit {done.returncode}, {done.stderr.strip().splitlines()[-1:]}"
-    note(f"{name}: {time.monotonic() - began:.0f} s{said}")
+    note(f"{at} {name}: {time.monotonic() - began:.0f} s{said}")
 
 
 def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
@@ -195,10 +217,10 @@ def tables(found: pd.DataFrame) -> list[Table]:
             if overlap and "Megatron-LM, overlap" in at.get("IB", {}):
                 plain.append([f"{regime}, {nodes}", where, f"{overlap / at['IB']['Megatron-LM, overlap']:.2f}"])
         for (where, system), one in group.groupby(["where", "system"], sort=False):
-            error = mape(one["predicted_samples_per_s"], one["samples_per_s"])
+            error = float(np.median(percentage_errors(one["predicted_samples_per_s"], one["samples_per_s"])))
             cell = [f"{regime}, {nodes}", where, system]
             cells.append([*cell, one["layers_per_stage"].iloc[0], str(len(one)), number(one["samples_per_s"].median()),
-                          number(one["predicted_samples_per_s"].median()), f"{error:.1f}%"])
+                          number(one["predicted_samples_per_s"].median()), f"{error:+.1f}%"])
             breakdowns.append([*cell, *(number(one[part].median()) for part in PARTS)])
     return [
         Table("Samples/s by NIC environment", ["regime, nodes", "where", "holmes", "proportional layers",
@@ -219,10 +241,12 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
     lines = ["# The paper's evaluation, on shaped NICs", "",
              "Made by `make evaluation` (`benchmarks/evaluation.py` says how); the numbers are of network namespaces "
              "and veth pairs on one machine, not of InfiniBand or RoCE hardware.", "",
-             f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs; commit {commits}; part: {part}; "
-             f"{len(found)} runs, their raw records in [runs.tar.xz]({path.stem}/runs.tar.xz); {' '.join(COMMON)}.", ""]
+             f"{machine()}; commit {commits}; part: {part}, their raw records in "
+             f"[runs.tar.xz]({path.stem}/runs.tar.xz); `{' '.join((*COMMON, *LAYOUT))}`.", ""]
     for regime in found["regime"].unique():
-        lines.append(f"- *{regime}*: `{' '.join(REGIMES[regime].overrides)}`")
+        hop = f"hop ratio {Cell(regime, 'hybrid', 4, 'holmes').hop_ratio:.3f}; " if REGIMES[regime].pace_ms else ""
+        lines.append(f"- *{regime}*: {hop}micro-batches of {REGIMES[regime].micro_size}; "
+                     f"`{' '.join(REGIMES[regime].overrides)}`")
     figures_at = path.with_suffix("")
     figures_at.mkdir(parents=True, exist_ok=True)
     for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
@@ -230,6 +254,10 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
         name = f"{regime}-{nodes}.svg"
         (figures_at / name).write_text(svg(figure), encoding="utf-8")
         lines += ["", f"![Throughput, {regime}, {nodes} nodes]({figures_at.name}/{name})"]
+    lines += ["", "Predictions are the planner's before the run, from declared rates and the pace alone: nothing was fitted "
+              "to these runs. Plain Megatron-LM is slower than predicted because gloo serves both directions of a pair of "
+              "ranks over one connection, where its point-to-point messages wait for each other; on connections of their "
+              "own (proportional layers) the same 1F1B takes what is predicted. Judge the method by that row as well."]
     for t in made:
         lines += ["", f"## {t.title}", "", "| " + " | ".join(t.columns) + " |", "|---" * len(t.columns) + "|",
                   *("| " + " | ".join(row) + " |" for row in t.rows), "", t.caption]
@@ -247,6 +275,14 @@ def pack(found: pd.DataFrame, runs: Path, path: Path) -> None:
                 packed.addfile(entry, io.BytesIO(data))
 
 
+def machine() -> str:
+    """What the runs were made on."""
+    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")), platform.machine())
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{platform.system()} {platform.release()}, {os.cpu_count()} cores of {cpu}, {gib:.0f} GiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(parts()), default="headline")
@@ -261,18 +297,23 @@ def main() -> None:
         print(f"{regime.name}: {' '.join(regime.overrides)}")
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} CPUs, load average {os.getloadavg()[0]:.1f}", flush=True)
     until = time.monotonic() + 60 * given.minutes
-    for repeat, cell in planned:
+    for nth, (repeat, cell) in enumerate(planned, 1):
         if time.monotonic() < until:
-            run(cell, repeat, given.runs, session=f"{repeat}")
+            run(cell, repeat, given.runs, f"[{nth}/{len(planned)}]")
     found = measured(planned, given.runs)
-    if not len(found):
-        return
+    there = set(found.get("name", ()))
+    missing = [name for name in (cell.run_name(repeat) for repeat, cell in planned) if name not in there]
+    if missing:
+        note(f"{len(missing)} of {len(planned)} runs are missing: {', '.join(missing[:5])} ...; start it again")
+    if len(found) == 0:
+        sys.exit(1)
     made = tables(found)
     for t in made:
         table(*t)
     if given.page:
-        write_page(found, made, given.part, given.page)
+        write_page(found, made, f"{given.part}, {len(found)} of its {len(planned)} runs", given.page)
         pack(found, given.runs, given.page.with_suffix("") / "runs.tar.xz")
+    sys.exit(1 if missing else 0)
 
 
 if __name__ == "__main__":
