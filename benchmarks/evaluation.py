@@ -51,6 +51,12 @@ COMMON = (f"batch.sequence_length={SEQUENCE}", f"model.max_positions={SEQUENCE}"
           "slurm.exclusive=true")
 PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forward, twice that backward"
 
+READING = """\
+Predictions are the planner's before the run, from declared rates and the pace alone: nothing was fitted to these runs.
+Plain Megatron-LM is slower than predicted because gloo serves both directions of a pair of ranks over one connection,
+where point-to-point messages wait for each other; on connections of their own (proportional layers) the same 1F1B takes
+what is predicted. Judge the method by that row as well."""
+
 
 @dataclass(frozen=True)
 class Regime:
@@ -254,10 +260,7 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
         name = f"{regime}-{nodes}.svg"
         (figures_at / name).write_text(svg(figure), encoding="utf-8")
         lines += ["", f"![Throughput, {regime}, {nodes} nodes]({figures_at.name}/{name})"]
-    lines += ["", "Predictions are the planner's before the run, from declared rates and the pace alone: nothing was fitted "
-              "to these runs. Plain Megatron-LM is slower than predicted because gloo serves both directions of a pair of "
-              "ranks over one connection, where its point-to-point messages wait for each other; on connections of their "
-              "own (proportional layers) the same 1F1B takes what is predicted. Judge the method by that row as well."]
+    lines += ["", READING]
     for t in made:
         lines += ["", f"## {t.title}", "", "| " + " | ".join(t.columns) + " |", "|---" * len(t.columns) + "|",
                   *("| " + " | ".join(row) + " |" for row in t.rows), "", t.caption]
