@@ -55,6 +55,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "nodes": ("Int64", "nodes used"),
     "ranks": ("Int64", "ranks, one per GPU"),
     "model": ("string", "the model's name"),
+    "model_spec": ("string", "JSON: all of the model, its sizes too, as the plan has it"),
     "global_batch": ("Int64", "samples a step"),
     "micro_batch": ("Int64", "samples a micro-batch"),
     "sequence_length": ("Int64", "tokens a sample"),

@@ -28,12 +28,12 @@ from holmes_hpc.results.tables import (
 )
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
-CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "model", "sequence_length",
-        "global_batch", "micro_batch", "nodes", "tp", "pp", "dp", "virtual_stages", "edge_dtype", "recompute",
-        "pace_layer_ms", "device"]
-SAME_WORK = ["model", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
+CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "transport", "overlap",
+        "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp", "pp", "dp",
+        "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
+SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
-TOLD = ("name", "run_dir", "plan_file", "site_file", "labels", "hydra", "launcher", "slurm", "model", "batch",
+TOLD = ("name", "run_dir", "plan_file", "site_file", "labels", "hydra", "launcher", "slurm", "model.name", "batch",
         "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
         "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
         "train.net_timeout_s", "train.pace_layer_ms", "train.overlap_grad_reduce", "train.overlap_param_gather",
@@ -67,7 +67,7 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
     words = [word.lstrip("+~").partition("=") for word in unpacked(run, "overrides") or []]
     return {key: value for key, _, value in words
-            if not any(key == told or key.startswith((f"{told}.", f"{told}/")) for told in TOLD)}
+            if key != "model" and not any(key == told or key.startswith((f"{told}.", f"{told}/")) for told in TOLD)}
 
 
 def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
@@ -150,10 +150,10 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _baseline(cells: pd.DataFrame, cell: Mapping[str, Any]) -> int | None:
-    """The cell to compare with: one transport on the same nodes (plain Megatron-LM's behaviour); else the slowest on
-    as many nodes. None when nothing did the same work."""
+    """The cell to compare with: one transport on the same nodes (plain Megatron-LM's behaviour), whatever its label;
+    else the slowest on as many nodes. None when nothing did the same work."""
     same = cells[_equal(cells, cell, SAME_WORK)]
-    plain = same[_equal(same, cell, ["placement"]) & same["system"].str.startswith("one transport")]
+    plain = same[_equal(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):
         return int(plain.index[plain["samples_per_s"].argmax()])
     return int(same.index[same["samples_per_s"].argmin()]) if len(same) > 1 else None

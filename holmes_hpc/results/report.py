@@ -174,5 +174,5 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-_JSON = {"labels", "config", "overrides", "planned_bytes_per_step", "stage_breakdown", "tx_bytes_per_step",
-         "rx_bytes_per_step", "setup_tx_bytes", "header_factors"}
+_JSON = {"labels", "config", "overrides", "model_spec", "planned_bytes_per_step", "stage_breakdown",
+         "tx_bytes_per_step", "rx_bytes_per_step", "setup_tx_bytes", "header_factors"}

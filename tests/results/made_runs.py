@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ SHARES = {"compute_s": 0.7, "pipeline_wait_s": 0.15, "grad_sync_s": 0.08, "param
 
 
 @cache
-def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: float) -> Plan:
+def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: float, hidden: int) -> Plan:
     site = Site("made-up", tuple(
         Fabric(name, nic, str(nic), 8, 1, ethernet_gbps=0.05, gpu=CPU, gres=False,
                rdma_gbps=None if nic is NicType.ETHERNET else 0.4) for name, nic in NICS.items()))
@@ -39,14 +40,15 @@ def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: f
     nic_bytes = {f: 4e6 * n for f, n in placement if NICS[f] is not NicType.ETHERNET}
     predicted = Predicted(step_time_s * 0.97, 8 * dp / (step_time_s * 0.97), 0.02, 0.02, (10**8,) * stages,
                           {**nic_bytes, "ethernet": 1e6}, {"compute_s": 0.7 * step_time_s, "sync_s": 0.1 * step_time_s})
-    return Plan("one-fabric" if alone else "pipeline", MODEL, batch, Parallel(pp=stages, dp=dp), "none",
-                Schedule("1f1b", tuple(range(stages, 0, -1))), components,
+    return Plan("one-fabric" if alone else "pipeline", replace(MODEL, hidden=hidden), batch,
+                Parallel(pp=stages, dp=dp), "none", Schedule("1f1b", tuple(range(stages, 0, -1))), components,
                 tuple(Stage(f, n) for f, n in zip(fabrics, per, strict=True)), site, transport_mode=transport,
                 predicted=predicted)
 
 
-def make_plan(placement: Mapping[str, int], transport: str = "holmes", step_time_s: float = 1.0) -> Plan:
-    return _plan(tuple(placement.items()), transport, step_time_s)
+def make_plan(placement: Mapping[str, int], transport: str = "holmes", step_time_s: float = 1.0,
+              hidden: int = MODEL.hidden) -> Plan:
+    return _plan(tuple(placement.items()), transport, step_time_s, hidden)
 
 
 def make_line(plan: Plan, step: int, step_time_s: float, rng: random.Random, attempt: int = 1) -> dict[str, Any]:
@@ -67,9 +69,10 @@ def make_line(plan: Plan, step: int, step_time_s: float, rng: random.Random, att
 def make_run(path: Path, placement: Mapping[str, int] | None = None, *, transport: str = "holmes", steps: int = 20,
              step_time_s: float = 1.0, spread: float = 0.02, seed: int = 0, state: str | None = "completed",
              started: str = "2025-01-01T12:00:10+00:00", labels: Mapping[str, Any] | None = None, job_id: int = 41,
-             pace_layer_ms: float | None = 30.0, config: Mapping[str, Any] | None = None) -> RunDirectory:
+             pace_layer_ms: float | None = 30.0, config: Mapping[str, Any] | None = None,
+             hidden: int = MODEL.hidden) -> RunDirectory:
     """A whole run. `state` None: it was cut off without a result. The first two steps take three times as long."""
-    plan = make_plan(placement or {"ib-a": 2, "roce-a": 2}, transport, step_time_s)
+    plan = make_plan(placement or {"ib-a": 2, "roce-a": 2}, transport, step_time_s, hidden)
     rng = random.Random(seed)
     run = RunDirectory.create(
         path, plan_text=plan.to_yaml(), plan_id=plan.id, pace_layer_ms=pace_layer_ms, device="cpu",

@@ -165,6 +165,40 @@ def test_runs_that_differ_in_an_override_are_no_repeats(tmp_path: Path) -> None:
     assert {row["system"] for row in cells_of(made, "Settings")} == {"holmes, train.lr=0.1", "holmes, train.lr=0.2"}
 
 
+def test_a_label_does_not_hide_what_the_baseline_is(tmp_path: Path) -> None:
+    for i, (label, transport, placement, seconds) in enumerate((
+            ("holmes", "holmes", None, 1.0), ("Megatron-LM, overlap", "single", None, 1.5),
+            ("without uneven layers", "holmes", None, 2.0), ("holmes", "holmes", {"eth-a": 4}, 3.0))):
+        make_run(tmp_path / str(i), placement, transport=transport, step_time_s=seconds, spread=0.0,
+                 labels={"system": label})
+    rows = {(row["system"], row["environment: nodes"]): row
+            for row in cells_of(report.report([tmp_path]), "Settings by throughput")}
+    hybrid = "hybrid: ib-a:2 roce-a:2"
+    assert rows["holmes", hybrid]["speed-up"] == "1.50x" and rows["holmes", hybrid]["over"] == "2"
+    assert rows["Megatron-LM, overlap", hybrid]["#"] == "2" and rows["without uneven layers", hybrid]["over"] == "2"
+
+
+def test_models_of_one_name_and_different_sizes_are_neither_repeats_nor_compared(tmp_path: Path) -> None:
+    for i, hidden in enumerate((64, 128, 128)):
+        run = make_run(tmp_path / str(i), hidden=hidden, seed=i)
+        run.update_run(overrides=[f"model.hidden={hidden}", "model=gpt_tiny", f"name=run-{i}"])
+    made = report.report([tmp_path])
+    cells = made.comparison.cells
+    assert sorted(zip(cells["varied"], cells["repeats"], strict=True)) == [("model.hidden=128", 2),
+                                                                          ("model.hidden=64", 1)]
+    assert cells["baseline"].isna().all()
+    for run in range(3):  # and when a plan file brought the sizes
+        RunDirectory(tmp_path / str(run)).update_run(overrides=[f"plan_file={run}.yaml"])
+    assert sorted(report.report([tmp_path]).comparison.cells["repeats"]) == [1, 2]
+
+
+def test_what_a_label_does_not_say_still_makes_a_setting(tmp_path: Path) -> None:
+    for i in range(2):
+        make_run(tmp_path / str(i), labels={"system": "mine"}, config={"train": {
+            "overlap_grad_reduce": bool(i), "overlap_param_gather": True}})
+    assert list(report.report([tmp_path]).comparison.cells["repeats"]) == [1, 1]
+
+
 def test_intervals_over_runs_and_steps(sweep: Path) -> None:
     runs, steps = load_runs(sweep), load_steps(sweep)
     cells = compare.compare(runs, steps).cells
