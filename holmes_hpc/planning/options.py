@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holmes_hpc.errors import ConfigError, nearest
-from holmes_hpc.planning.plan import EDGE_DTYPES, RECOMPUTE, SCHEDULES, STRATEGIES, TRANSPORT_MODES
+from holmes_hpc.planning.plan import EDGE_DTYPES, RECOMPUTE, SCHEDULES, STRATEGIES, TRANSPORT_MODES, edges_ignored
 
 PARTITIONS = ("exact", "proportional", "uniform")
 
@@ -52,6 +52,8 @@ class PlanOptions:
         for name in ("gpus_per_node", "tp", "pp", "dp", "virtual_stages", "bucket_bytes",
                      "edge_connections"):
             _whole(f"plan.{name}", getattr(self, name))
+        if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):
+            raise ConfigError(ignored, where="plan", cure="leave it out, or use transport=holmes or schedule=ahead")
         for name in ("distributed_optimizer", "search_micro_size"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", where="plan", cure="use true or false")

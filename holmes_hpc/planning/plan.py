@@ -28,6 +28,14 @@ MODEL_TRAFFIC = ("tp", "dp", "intra_dp", "inter_dp")  # groups whose fabric deci
 T = TypeVar("T")
 
 
+def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
+    """Why Megatron-Core's own exchange between stages would ignore what is said of edges; empty if nothing is."""
+    if transport != "single" or schedule == "ahead" or (edge_dtype == "same" and edge_connections == 1):
+        return ""
+    said = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
+    return f"{said} does nothing with transport=single under Megatron-Core's own schedules"
+
+
 @dataclass(frozen=True)
 class Schedule:
     """`kind`: one of SCHEDULES. `in_flight`: per stage, the most micro-batches (chunk passes when interleaved) whose
@@ -144,6 +152,8 @@ class Plan:
         if self.version != VERSION:
             raise PlanError(f"plan version {self.version}, this release reads {VERSION}", where="plan",
                             cure="make the plan again with `holmes plan`")
+        if ignored := edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections):
+            raise PlanError(ignored, where="plan", cure="leave it out, or use transport_mode holmes or schedule ahead")
         self._check_sizes()
         self._check_model()
         self._check_fabrics()
