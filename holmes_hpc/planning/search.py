@@ -92,7 +92,7 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
         improved.append(bench.better(trial))
     rest = trials[len(improved):]
     improved.sort(key=Trial.key)
-    return [bench.plainer(improved[0]), *improved[1:], *rest]
+    return [bench.plainer(bench.noted(improved[0])), *improved[1:], *rest]
 
 
 def _tried(bench: Bench, placements: list[Placement], small: bool) -> list[Trial]:

@@ -151,18 +151,28 @@ class Bench:
     def _deepest(self, trial: Trial, passes: int) -> Trial:
         """Deep enough to hide the hops, as far as memory allows: twice a hop's time, in passes of the slowest stage,
         more than the stage below."""
-        wanted = extra_depth(trial.setting, trial.layers)
-        for most in sorted(set(wanted) | {*range(min(max(wanted), 8)), 0}, reverse=True):
-            setting = deepened(trial.setting, [min(e, most) for e in wanted])
-            if most and not fits(setting, trial.layers, self.options.max_memory_gib)[0]:
-                continue
-            notes = () if most == max(wanted) else (
-                f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",)
+        for _, setting in self._depths(trial, extra_depth(trial.setting, trial.layers)):
             try:
-                return self._timed(replace(trial, setting=setting, notes=notes), passes)
+                return self._timed(replace(trial, setting=setting), passes)
             except PlanError:  # virtual stages that would lock up at this depth
                 continue
         return trial
+
+    def _depths(self, trial: Trial, wanted: list[int]) -> Iterator[tuple[int, Setting]]:
+        """(most passes more than at the stage below, the setting) for which there is memory, down from `wanted`."""
+        for most in sorted(set(wanted) | {*range(min(max(wanted), 8)), 0}, reverse=True):
+            setting = deepened(trial.setting, [min(e, most) for e in wanted])
+            if not most or fits(setting, trial.layers, self.options.max_memory_gib)[0]:
+                yield most, setting
+
+    def noted(self, trial: Trial) -> Trial:
+        """The trial, saying which depth it lacks the memory for with the layers it has now."""
+        if trial.setting.schedule.kind != "ahead":
+            return trial
+        wanted = extra_depth(trial.setting, trial.layers)
+        most, _ = next(self._depths(trial, wanted))
+        return trial if most == max(wanted) else replace(trial, notes=(
+            f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",))
 
     def better(self, trial: Trial) -> Trial:
         """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest."""
@@ -209,14 +219,15 @@ class Bench:
         return trial if np.array_equal(layers, trial.layers) else self._timed(replace(trial, layers=layers))
 
     def plainer(self, trial: Trial) -> Trial:
-        """Megatron-Core's own schedule in place of the one that runs ahead, if that is hardly slower."""
+        """Megatron-Core's own schedule in place of the one that runs ahead, if that is hardly slower; what memory
+        lacks for running ahead is still said."""
         s = trial.setting
         if self.options.schedule != "auto" or s.schedule.kind != "ahead":
             return trial
         chunks, p = s.parallel.virtual_stages, trial.placement
         kind = "1f1b" if chunks == 1 else "interleaved"
         depths = in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(trial, setting=replace(s, schedule=Schedule(kind, depths)), notes=()))
+        other = self._timed(replace(trial, setting=replace(s, schedule=Schedule(kind, depths))))
         return other if other.seconds <= trial.seconds * (1 + PLAINER) else trial
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:

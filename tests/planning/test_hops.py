@@ -7,23 +7,28 @@ from dataclasses import replace
 import pytest
 from sites import small_testbed
 
+from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.costs import Costs
 from holmes_hpc.planning.hops import HopCost, hop_cost
-from holmes_hpc.planning.memory import SLACK
+from holmes_hpc.planning.memory import SLACK, fits, memory
 from holmes_hpc.planning.model import Batch
 from holmes_hpc.planning.models import named
 from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.plan import Plan, Schedule
+from holmes_hpc.planning.predict import layer_array
 from holmes_hpc.planning.search import best_plan
+from holmes_hpc.planning.setting import Setting
+from holmes_hpc.planning.trial import deepened, extra_depth
 
 COSTS = Costs(pace_layer_ms=10)
 
 
-def plan(schedule: str = "ahead", **more: object) -> Plan:
+def plan(schedule: str = "ahead", layers: tuple[int, int] | None = (4, 4), site: Site = small_testbed(),
+         batch: Batch = Batch(64, 2, 256), **more: object) -> Plan:
     options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, virtual_stages=1,
-                          layers_per_stage=(4, 4), recompute="none", schedule=schedule, **more)  # type: ignore[arg-type]
-    return best_plan(named("gpt_tiny"), Batch(64, 2, 256), small_testbed(), options, COSTS)
+                          layers_per_stage=layers, recompute="none", schedule=schedule, **more)  # type: ignore[arg-type]
+    return best_plan(named("gpt_tiny"), batch, site, options, COSTS)
 
 
 def cost(made: Plan) -> HopCost:
@@ -60,3 +65,39 @@ def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
     assert shallow.schedule.in_flight[0] == held - 1
     assert any("memory allows" in a and "would hide it" in a for a in shallow.assumptions)
     assert shallow.predicted is not None and shallow.predicted.step_time_s > deep.predicted.step_time_s
+
+
+def gib(made: Plan, in_flight: tuple[int, int]) -> float:
+    """GiB of a GPU that `made` needs just about, when it runs ahead with so many in flight."""
+    setting = Setting.of(replace(made, schedule=Schedule("ahead", in_flight), predicted=None), COSTS)
+    return (float(memory(setting, layer_array(made)).total().max()) + 1) / 2**30 / SLACK
+
+
+def test_a_plainer_schedule_for_lack_of_memory_says_so_too() -> None:
+    """Hops that take next to nothing, and memory for 1F1B's depth only: there running ahead gains too little."""
+    slow = small_testbed()
+    site = replace(slow, fabrics=tuple(replace(f, ethernet_gbps=100, rdma_gbps=20) for f in slow.fabrics[:2]))
+    deep = plan("auto", (5, 3), site, Batch(256, 2, 256))
+    assert deep.schedule == Schedule("ahead", (3, 1))
+    shallow = plan("auto", (5, 3), site, Batch(256, 2, 256), max_memory_gib=gib(deep, (2, 1)))
+    assert shallow.schedule == Schedule("1f1b", (2, 1))
+    assert any("memory allows 0 more" in a and "would hide it" in a for a in shallow.assumptions)
+
+
+@pytest.mark.parametrize(("ethernet_gbps", "depth"), [(0.05, 2), (0.05, 6), (0.02, 2), (0.02, 3), (0.02, 5)])
+def test_the_depth_that_is_said_to_be_lacking_is_that_of_the_final_layers(ethernet_gbps: float, depth: int) -> None:
+    """Little memory is first met by fewer passes in flight, and then by fewer layers on the stage that holds many."""
+    fabrics = tuple(replace(f, ethernet_gbps=ethernet_gbps) for f in small_testbed().fabrics)
+    site = replace(small_testbed(), fabrics=fabrics)
+    most = gib(plan(site=site), (depth, 1))
+    made = plan(layers=None, site=site, max_memory_gib=most)
+    setting, layers = Setting.of(made, COSTS), layer_array(made)
+    wanted = extra_depth(setting, layers)
+    said = [a for a in made.assumptions if "memory allows" in a]
+    enough = fits(deepened(setting, wanted), layers, most)[0]
+    assert len(said) == (not enough), said
+    if said:
+        allowed = int(said[0].split()[2])
+        assert f"{max(wanted)} would hide it" in said[0] and allowed < max(wanted)
+        assert fits(deepened(setting, [allowed, 0]), layers, most)[0]
+        assert not fits(deepened(setting, [allowed + 1, 0]), layers, most)[0]
