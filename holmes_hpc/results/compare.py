@@ -13,7 +13,15 @@ import numpy as np
 import pandas as pd
 
 from holmes_hpc.results.columns import PARTS
-from holmes_hpc.results.statistics import Estimate, mape, median_interval, paired_ratios, repeats_interval
+from holmes_hpc.results.statistics import (
+    Estimate,
+    fraction_of_homogeneous,
+    mape,
+    median_interval,
+    paired_ratios,
+    repeats_interval,
+    scaling_efficiency,
+)
 from holmes_hpc.results.tables import (
     NONE,
     PART_NAMES,
@@ -45,8 +53,8 @@ SHOWN = 40  # rows of a table in a terminal
 @dataclass(frozen=True)
 class Comparison:
     """`cells`: one row per setting, fastest first, with its repeats' medians, `baseline` (index of the cell it is
-    compared with), `speedup`, `speedup_low`, `speedup_high`, `pairs`. `runs`: all runs, with their `system` and `cell`
-    (-1: no figures)."""
+    compared with), `speedup`, `speedup_low`, `speedup_high`, `pairs`, `of_linear` and `of_mean` (see with_shares).
+    `runs`: all runs, with their `system` and `cell` (-1: no figures)."""
 
     cells: pd.DataFrame
     runs: pd.DataFrame
@@ -105,7 +113,7 @@ def compare(runs: pd.DataFrame, steps: pd.DataFrame | None = None) -> Comparison
                                         "step_time_high_s", "samples_per_s", "predicted_samples_per_s", "mape", *PARTS,
                                         "stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step"])
     cells = cells.sort_values("samples_per_s", ascending=False, kind="stable").set_index("cell")
-    return Comparison(_with_speedups(cells, runs), runs)
+    return Comparison(with_shares(_with_speedups(cells, runs)), runs)
 
 
 def _figures(group: pd.DataFrame, steps: pd.DataFrame | None) -> dict[str, Any]:
@@ -157,6 +165,25 @@ def _baseline(cells: pd.DataFrame, cell: Mapping[str, Any]) -> int | None:
     if len(plain):
         return int(plain.index[plain["samples_per_s"].argmax()])
     return int(same.index[same["samples_per_s"].argmin()]) if len(same) > 1 else None
+
+
+def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
+    """`cells` with two more columns, NaN where they cannot be told. `of_linear`: throughput per node over that of the
+    same system in the same environment on the fewest nodes. `of_mean`: of a hybrid cell, throughput over the mean of
+    the fastest IB and the fastest RoCE cell that did the same work on as many nodes."""
+    linear, mean = (pd.Series(math.nan, index=cells.index) for _ in range(2))
+    alike = ["system", "varied", "environment", *(name for name in SAME_WORK if name != "nodes")]
+    for _, group in cells[cells["nodes"].notna()].groupby(alike, dropna=False, observed=True):
+        if group["nodes"].nunique() > 1:
+            linear[group.index] = scaling_efficiency(group["samples_per_s"], group["nodes"])
+    for index, cell in entries(cells):
+        if not known(cell["environment"]) or cell["environment"] != "hybrid":
+            continue
+        rates = [float(cells["samples_per_s"][_equal(cells, {**cell, "environment": kind}, ["environment", *SAME_WORK])]
+                       .max()) for kind in ("IB", "RoCE")]
+        if all(map(known, rates)):
+            mean[index] = fraction_of_homogeneous(float(cell["samples_per_s"]), rates)
+    return cells.assign(of_linear=linear, of_mean=mean)
 
 
 def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str]) -> Any:
@@ -223,8 +250,10 @@ def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 
 def cell_table(comparison: Comparison) -> Table:
-    """Throughput of every cell, its speed-up, and the prediction beside it."""
+    """Throughput of every cell, its speed-up, the prediction beside it, and its shares where one can be told."""
     cells = comparison.cells
+    shares = {name: column for column, name in (("of_linear", "of linear"), ("of_mean", "of mean(IB, RoCE)"))
+              if cells.head(SHOWN)[column].notna().any()}
     numbers = {index: str(i + 1) for i, index in enumerate(cells.index)}
     rows = []
     for index, c in entries(cells.head(SHOWN)):
@@ -234,12 +263,19 @@ def cell_table(comparison: Comparison) -> Table:
         system = f"{c['system']}, {c['varied']}" if c["varied"] else str(c["system"])
         rows.append([numbers[index], system, f"{c['environment']}: {c['placement']}",
                      str(c["layers_per_stage"]), str(c["repeats"]), number(c["samples_per_s"]),
-                     number(c["step_time_s"]) + bounds, _times(c), base, percent(error)])
-    more = f"; {len(cells) - SHOWN} more not shown" if len(cells) > SHOWN else ""
+                     number(c["step_time_s"]) + bounds, _times(c), base, percent(error),
+                     *(f"{c[column]:.1%}" if known(c[column]) else NONE for column in shares.values())])
     columns = ["#", "system", "environment: nodes", "layers", "runs", "samples/s", "step, s (95%)", "speed-up", "over",
-               "predicted"]
+               "predicted", *shares]
+    said = {"of_linear": "; of linear: per node, of that on the fewest nodes",
+            "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes"}
     return Table("Settings by throughput", columns, rows,
-                 f"medians after warm-up; {_paces(cells)}; predicted: error of predicted samples/s{more}")
+                 f"medians after warm-up; {_paces(cells)}; predicted: error of predicted samples/s"
+                 f"{''.join(said[column] for column in shares.values())}{_not_shown(cells)}")
+
+
+def _not_shown(cells: pd.DataFrame) -> str:
+    return f"; {len(cells) - SHOWN} more not shown" if len(cells) > SHOWN else ""
 
 
 def _times(cell: Mapping[str, Any]) -> str:
@@ -256,23 +292,26 @@ def _paces(cells: pd.DataFrame) -> str:
 
 def breakdown_table(comparison: Comparison) -> Table:
     """Where a step goes in every cell, mean over stages."""
-    cells = comparison.cells.head(SHOWN)
+    whole = comparison.cells
+    cells = whole.head(SHOWN)
     rows = [[str(i), str(c["system"]), str(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
             for i, (_, c) in enumerate(entries(cells), 1)]
     return Table("Where a step goes: seconds, mean over stages",
-                 ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows, f"medians; {_paces(cells)}")
+                 ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows,
+                 f"medians; {_paces(cells)}{_not_shown(whole)}")
 
 
 def bytes_table(comparison: Comparison) -> Table:
     """Bytes that the NICs of all nodes sent in a step."""
-    cells = comparison.cells.head(SHOWN)
+    whole = comparison.cells
+    cells = whole.head(SHOWN)
     sent = [json.loads(c["tx_bytes_per_step"]) if isinstance(c["tx_bytes_per_step"], str) else {}
             for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
     rows = [[str(i), str(c["system"]), str(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
             for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]
     return Table("Bytes sent per step, all nodes together, as counted", ["#", "system", "nodes", *kinds], rows,
-                 f"medians, headers included; {_paces(cells)}")
+                 f"medians, headers included; {_paces(cells)}{_not_shown(whole)}")
 
 
 def ended_table(comparison: Comparison) -> Table | None:

@@ -27,6 +27,7 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 4.6  # inches
+MOST = 12  # bars of a figure
 STYLE: Any = {
     "font.family": "sans-serif", "font.size": 11, "axes.titlesize": 11, "axes.titleweight": "bold",
     "legend.fontsize": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
@@ -99,15 +100,23 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def throughput(cells: pd.DataFrame, most: int = 12) -> Figure:
-    """Samples/s by NIC environment and system, with the interval of the step time (of `compare`'s cells)."""
+def fastest(cells: pd.DataFrame, most: int = MOST) -> str:
+    """What of `cells` a figure leaves out, in words; empty where it shows all."""
+    return f"the fastest {most} of {len(cells)} settings" if len(cells) > most else ""
+
+
+def throughput(cells: pd.DataFrame, most: int = MOST) -> Figure:
+    """Samples/s by NIC environment and system, with the interval of the step time (of `compare`'s cells): of the
+    fastest `most`, which the title says where there are more."""
     rows = _rows(cells.head(most))
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
     batches = [float(c["global_batch"]) if known(c["global_batch"]) else np.nan for c in rows]
     _bars(axes, [_name(c) for c in rows], [[c["samples_per_s"]] for c in rows], ["samples/s"],
           [f"{c['samples_per_s']:.3g}" for c in rows],
           [(b / c["step_time_high_s"], b / c["step_time_low_s"]) for b, c in zip(batches, rows, strict=True)])
-    axes.set(xlabel="throughput, samples/s", title="Throughput by NIC environment")
+    left_out = fastest(cells, most)
+    axes.set(xlabel="throughput, samples/s",
+             title="Throughput by NIC environment" + (f"\n{left_out}" if left_out else ""))
     return figure
 
 

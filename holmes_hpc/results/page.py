@@ -57,10 +57,11 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
         made.append((tables.pace(report.run), figures.step_times(report.steps)))
     else:
         pace = " / ".join(dict.fromkeys(tables.pace(c) for _, c in compare.entries(cells)))
-        made.append((f"medians; bars: 95% intervals; {pace}", figures.throughput(cells)))
-        shown = compare.entries(cells.head(12))
-        made.append((pace, figures.breakdown([compare.label(c) for _, c in shown],
-                                             [{part: c[part] for part in PARTS} for _, c in shown])))
+        left_out = "; ".join(filter(None, [figures.fastest(cells), pace]))
+        made.append((f"medians; bars: 95% intervals; {left_out}", figures.throughput(cells)))
+        shown = compare.entries(cells.head(figures.MOST))
+        made.append((left_out, figures.breakdown([compare.label(c) for _, c in shown],
+                                                 [{part: c[part] for part in PARTS} for _, c in shown])))
         if (cells.groupby(["environment", "system"])["nodes"].nunique() > 1).any():
             made.append((pace, figures.scaling(cells)))
         if runs["predicted_step_time_s"].notna().any():

@@ -76,6 +76,19 @@ def test_bars_are_as_long_as_their_figures(made: report.Report) -> None:
     assert bars(figures.nic_bytes([{"kind": "ib-a", "planned_bytes": 8e6, "counted_bytes": 8.4e6}])) == [8.0, 8.4]
 
 
+def test_bars_that_are_left_out_are_said(made: report.Report, tmp_path: Path) -> None:
+    cells = made.comparison.cells
+    assert len(bars(figures.throughput(cells, most=3))) == 3
+    assert "the fastest 3 of 4 settings" in figures.throughput(cells, most=3).axes[0].get_title()
+    assert "fastest" not in figures.throughput(cells).axes[0].get_title()
+    for i in range(13):
+        run = make_run(tmp_path / str(i), step_time_s=1 + 0.1 * i, steps=4)
+        run.update_run(overrides=[f"train.lr={i}"])
+    report.report([tmp_path]).write_html(tmp_path / "page.html")
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", (tmp_path / "page.html").read_text())
+    assert len([c for c in captions if "the fastest 12 of 13 settings" in c]) == 2
+
+
 def test_scaling_shows_only_what_ran_on_several_node_counts(made: report.Report) -> None:
     lines = figures.scaling(made.comparison.cells).axes[0].get_lines()
     assert len(lines) == 2 and list(lines[0].get_xdata()) == [4.0, 8.0]  # measured and linear

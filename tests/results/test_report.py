@@ -199,6 +199,26 @@ def test_what_a_label_does_not_say_still_makes_a_setting(tmp_path: Path) -> None
     assert list(report.report([tmp_path]).comparison.cells["repeats"]) == [1, 1]
 
 
+def test_shares_of_the_homogeneous_mean_and_of_linear_scaling(tmp_path: Path) -> None:
+    """Twice the nodes have twice the batch here: the same step time would be linear."""
+    for i, (placement, seconds) in enumerate((({"ib-a": 4}, 1.0), ({"roce-a": 4}, 2.0), ({"ib-a": 2, "roce-a": 2}, 1.6),
+                                              ({"ib-a": 8}, 1.25), ({"ib-a": 4, "roce-a": 4}, 2.0))):
+        make_run(tmp_path / str(i), placement, step_time_s=seconds, spread=0.0)
+    rows = {row["environment: nodes"]: row for row in cells_of(report.report([tmp_path]), "Settings by throughput")}
+    assert rows["hybrid: ib-a:2 roce-a:2"]["of mean(IB, RoCE)"] == "83.3%"  # 1/1.6 against the mean of 1 and 1/2
+    assert rows["hybrid: ib-a:4 roce-a:4"]["of mean(IB, RoCE)"] == "–"  # no RoCE on 8 nodes
+    assert rows["IB: ib-a:8"]["of linear"] == "80.0%" and rows["IB: ib-a:4"]["of linear"] == "100.0%"
+    assert rows["RoCE: roce-a:4"]["of linear"] == "–" == rows["IB: ib-a:4"]["of mean(IB, RoCE)"]
+    data = report.report([tmp_path]).to_dict()
+    assert [c["of_mean"] for c in data["cells"] if c["placement"] == "ib-a:2 roce-a:2"] == [pytest.approx(5 / 6)]
+
+
+def test_shares_that_cannot_be_told_have_no_column(tmp_path: Path) -> None:
+    for i in range(2):
+        make_run(tmp_path / str(i), {"ib-a": 2 + 2 * i}, pace_layer_ms=10.0 * (1 + i))
+    assert not {"of linear", "of mean(IB, RoCE)"} & set(cells_of(report.report([tmp_path]), "Settings by")[0])
+
+
 def test_intervals_over_runs_and_steps(sweep: Path) -> None:
     runs, steps = load_runs(sweep), load_steps(sweep)
     cells = compare.compare(runs, steps).cells
