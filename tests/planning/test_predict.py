@@ -22,6 +22,7 @@ from holmes_hpc.planning.plan import Plan
 from holmes_hpc.planning.predict import chrome_trace, layer_array, predict, timeline
 from holmes_hpc.planning.search import best_plan, given_plan
 from holmes_hpc.planning.setting import Setting
+from holmes_hpc.planning.timing import timing
 
 TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
 
@@ -187,6 +188,34 @@ def test_faster_ethernet_never_slows_a_pipeline_over_it() -> None:
         assert made.predicted is not None
         times.append(made.predicted.step_time_s)
     assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[-1]
+
+
+@pytest.mark.parametrize("first", ["ib-a", "roce-a"])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+@pytest.mark.parametrize("rdma_gbps", [0.25, 0.05])
+def test_the_stage_that_ends_last_has_not_the_longest_reduction(rdma_gbps: float, schedule: str, first: str) -> None:
+    """The first stage does the last backward pass. Gradients of the slower fabric go on while it does: that fabric gets
+    the last stage, whichever the site names first, and the step is shorter than the other way round."""
+    fabrics = [replace(f, rdma_gbps={"ib-a": 0.4, "roce-a": rdma_gbps}[f.name]) for f in small_testbed().fabrics[:2]]
+    site = replace(small_testbed(), fabrics=tuple(sorted(fabrics, key=lambda f: f.name != first)))
+    options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, schedule=schedule)
+    costs, batch = Costs(pace_layer_ms=10), Batch(64, 2, 64)
+    made = best_plan(TINY, batch, site, options, costs)
+    assert [stage.fabric for stage in made.stages] == ["ib-a", "roce-a"]
+    reduce = timing(Setting.of(made, costs), layer_array(made)).lanes[0].reduce[0].sum(axis=1)
+    events = timeline(made, costs)
+    ends = [max(e["end_s"] for e in events if e["stage"] == s and e["kind"] == "backward") for s in (0, 1)]
+    assert ends[0] > ends[1] and reduce[0] < reduce[1]
+    turned = best_plan(TINY, batch, site, replace(options, fabric_order=("roce-a", "ib-a")), costs)
+    assert [stage.fabric for stage in turned.stages] == ["roce-a", "ib-a"]
+    assert made.predicted and turned.predicted and made.predicted.step_time_s < 0.99 * turned.predicted.step_time_s
+
+
+def test_hops_wait_for_gradients_only_where_both_take_one_nic() -> None:
+    for transport in ("holmes", "single"):
+        setting = Setting.of(pipeline(transport=transport), Costs())
+        d = timing(setting, layer_array(pipeline())).lanes[0]
+        assert (d.last_up[0, 1] > d.up[0, 1]) == (transport == "single")
 
 
 def test_the_timeline_holds_every_pass_and_ends_with_the_gradients() -> None:

@@ -47,3 +47,16 @@ def test_a_plan_of_the_search_runs(name: str, tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", plan, {"train": {"steps": 2}})
     assert set(ended.codes) == {0}, ended.output
     assert len(ended.column("loss")) == 2
+
+
+def test_an_activation_over_several_connections_is_the_same(tmp_path: Path) -> None:
+    losses = []
+    for connections in (1, 2):
+        plan = best_plan(spawn.MODEL, spawn.BATCH, site(), PlanOptions(
+            nodes=BOTH, strategy="pipeline", pp=2, dp=2, schedule="ahead", edge_connections=connections), Costs())
+        ended = spawn.train(tmp_path / str(connections), plan, {"train": {"steps": 2}})
+        assert set(ended.codes) == {0}, ended.output
+        made = [group for group in ended.run.read_run()["nics"] if group["kind"] == "edge 0-1"]  # of the first rank
+        assert len(made) == 2 * connections  # one for each direction and connection
+        losses.append(ended.column("loss"))
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
