@@ -44,15 +44,20 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
             chosen = config.make_plan(settings, on)
     if output:
         chosen.write(output)
+    costs = config.costs(settings, chosen)
     if json:
-        console.as_json({**chosen.to_dict(), **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
+        from holmes_hpc.planning.hops import hop_cost
+
+        hop = hop_cost(chosen, costs)
+        console.as_json({**chosen.to_dict(), "hop": hop.to_dict() if hop else None,
+                         **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
         return
     if ends:
         show_ends(ends, settings["train"]["steps"])
         console.text()
     from holmes_hpc.planning.narrative import explain
 
-    for line in explain(chosen, config.costs(settings, chosen)):
+    for line in explain(chosen, costs):
         console.text(line)
     if output:
         console.note(f"written: {output}")

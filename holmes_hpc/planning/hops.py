@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,10 @@ class HopCost:
     def hidden(self) -> float:
         """Share of the time on the wire that the step does not notice."""
         return max(0.0, 1 - self.exposed_s / self.wire_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, `hidden` included."""
+        return {**asdict(self), "stages": list(self.stages), "hidden": self.hidden}
 
 
 def hop_cost(plan: Plan, costs: Costs) -> HopCost | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 
 import pytest
 from sites import small_testbed
 
+from holmes_hpc import cli
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.costs import Costs
 from holmes_hpc.planning.hops import HopCost, hop_cost
@@ -53,6 +56,19 @@ def test_the_plan_says_so_in_words() -> None:
     text = " ".join(explain(made, COSTS))
     assert "from stage 0 to 1 by tcp over ethernet" in text and f"{cost(made).hidden:.0%} of that is hidden" in text
     assert "(Megatron's 1F1B: " in text
+
+
+def test_the_json_of_a_plan_has_it_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes, hops in ((("plan.pp=2", "plan.dp=1"), True), (("plan.pp=1", "plan.dp=2"), False)):
+        monkeypatch.setattr(sys, "argv", ["holmes", "plan", "launcher=local", *sizes, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        hop = json.loads(capsys.readouterr().out)["hop"]
+        assert (hop is not None) == hops
+        if hop:
+            assert hop["stages"] == [0, 1] and 0 <= hop["hidden"] <= 1 and hop["ratio"] > 0
+            assert {"transport", "one_way_s", "wire_s", "exposed_s", "waiting_s"} <= hop.keys()
 
 
 def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
