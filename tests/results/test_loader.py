@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import make_line, make_plan, make_run
 
@@ -249,6 +249,7 @@ def test_a_nic_kind_that_comes_later_is_not_lost(tmp_path: Path) -> None:
     assert steps["tx_bytes_ib-a"].sum() == 5 and steps["rx_bytes_ethernet"].sum() == 8
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # how long it takes is the machine's business
 @given(lines)
 def test_arrows_reading_is_the_records_own(tmp_path_factory: pytest.TempPathFactory,
                                            entries: list[dict[str, Any]]) -> None:
