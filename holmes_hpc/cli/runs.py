@@ -42,7 +42,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         from holmes_hpc.submission.plan_job import script_for_plan
 
         settings["run_dir"] = settings["run_dir"] or str(config.new_run_path(settings, chosen))
-        console.text(script_for_plan(chosen, settings["run_dir"], settings, settings["slurm"]))
+        console.text(script_for_plan(chosen, settings["run_dir"], settings["slurm"]))
         return
     run, job = start(chosen, settings, overrides)
     if json:

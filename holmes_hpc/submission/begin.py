@@ -1,6 +1,7 @@
 """What a batch script written by hand runs first: ``python -m holmes_hpc.submission.begin RUN_DIR PLAN [RESTARTS]``.
 
 It makes the run directory of a plan, or leaves one alone that is there (the job was requeued), and notes the job's id.
+A requeued job may be told here not to go on: see :func:`holmes_hpc.submission.finish.again`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.finish import again
 
 
 def begin(directory: Path, plan_path: Path, restarts: int = 0) -> RunDirectory:
@@ -30,11 +32,12 @@ def begin(directory: Path, plan_path: Path, restarts: int = 0) -> RunDirectory:
 
 def main(words: list[str]) -> int:
     try:
-        begin(Path(words[0]), Path(words[1]), int(words[2]) if words[2:] else 0)
+        run = begin(Path(words[0]), Path(words[1]), int(words[2]) if words[2:] else 0)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return again(run, os.environ.get("SLURM_JOB_ID", ""), restarts) if restarts else 0
     except (HolmesError, OSError) as e:
         print(f"holmes: {e}", file=sys.stderr, flush=True)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

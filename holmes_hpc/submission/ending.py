@@ -17,7 +17,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.hostlist import expand
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.environment import component_nodes
+from holmes_hpc.submission.environment import LEADER, component_nodes
 from holmes_hpc.submission.states import JobState
 
 TAIL_LINES = 20
@@ -198,7 +198,8 @@ def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slu
     found = Culprit()
     if state == "failed":
         found = culprit(exits, list(srun), len(list(run.logs.glob("rank-*.txt"))))
-        if found.rank is None and slurm is not None and slurm.ended and slurm.state != "FAILED":
+        if found.rank is None and slurm is not None and slurm.ended and (
+                slurm.state != "FAILED" or slurm.source == "nobody"):
             found = Culprit(None, None, f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
                                         f"{f' on {slurm.nodes}' if slurm.nodes else ''}")
     code = 0 if state == "completed" else status or 1
@@ -238,12 +239,26 @@ def final_figures(run: RunDirectory) -> dict[str, Any]:
     return {k: metrics[-1][k] for k in keys if k in metrics[-1]} if metrics else {}
 
 
-def gained(run: RunDirectory) -> bool:
-    """Whether the latest attempt did a step that none before it did."""
-    attempt = run.attempt
-    steps = [int(m["step"]) for m in run.metrics() if int(m.get("attempt") or 1) >= attempt]
-    before = [int(a["last_step"]) for a in run.read_run()["attempts"][:-1] if str(a.get("last_step", "")).isdigit()]
+def start_of(environ: Mapping[str, str]) -> str:
+    """Which start of which job this is: ``JOB_ID/RESTARTS``."""
+    return f"{environ.get(LEADER) or environ.get('SLURM_JOB_ID') or 'local'}/{environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def gained(run: RunDirectory, start: str) -> bool:
+    """Whether the start `start` did a step that none before it did; one that made no attempt did none."""
+    attempts = run.read_run()["attempts"]
+    if not attempts or attempts[-1].get("start", start) != start:
+        return False
+    steps = [int(m["step"]) for m in run.metrics() if int(m.get("attempt") or 1) >= len(attempts)]
+    before = [int(a["last_step"]) for a in attempts[:-1] if str(a.get("last_step", "")).isdigit()]
     return bool(steps) and max(steps) > max(before, default=-1)
+
+
+def failures(run: RunDirectory, start: str) -> int:
+    """How many earlier starts of the same job failed."""
+    job_id = start.partition("/")[0]
+    return sum(a.get("ended") == "failed" and str(a.get("start", "")).partition("/")[0] == job_id
+               for a in run.read_run()["attempts"])
 
 
 def last_step(run: RunDirectory) -> int | None:
@@ -251,10 +266,15 @@ def last_step(run: RunDirectory) -> int | None:
     return int(metrics[-1]["step"]) if metrics else None
 
 
-def note_progress(run: RunDirectory) -> None:
-    """Write the last step into the attempt, so that the next one's gain can be told."""
+def noted(run: RunDirectory, start: str) -> bool:
+    """Whether `start` was noted to have ended, and so is to be requeued."""
+    return any(a.get("start") == start for a in run.read_run()["attempts"][-1:])
+
+
+def note_progress(run: RunDirectory, start: str, ended: str) -> None:
+    """Before a requeue: write into the attempt its last step, so that the next one's gain can be told, and its end."""
     attempts = run.read_run()["attempts"]
-    step = last_step(run)
-    if attempts and step is not None:
-        attempts[-1]["last_step"] = step
+    if attempts and "start" not in attempts[-1]:
+        step = last_step(run)
+        attempts[-1] |= {"start": start, "ended": ended, **({} if step is None else {"last_step": step})}
         run.update_run(attempts=attempts)

@@ -8,7 +8,6 @@ whole, SLURMD_NODENAME, and the node list of every component. So a task finds it
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from submitit.core import job_environment, logger, utils
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.fabric.hostlist import expand
+from holmes_hpc.submission.commands import patient
 
 LEADER = "HOLMES_LEADER_JOB_ID"  # exported by the batch script
 MAX_REQUEUES = "HOLMES_MAX_REQUEUES"
@@ -94,7 +94,11 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
             message = f"Job not requeued because: it was requeued {restarts} times already"
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)
-        subprocess.run(["scontrol", "requeue", self.job_id], check=True, timeout=60)
+        answer = patient(["scontrol", "requeue", self.job_id], patience_s=60, timeout_s=30)
+        if not answer.ok and "pending execution" not in answer.err:  # that one: it is queued again already
+            message = f"Job not requeued because: scontrol requeue: {answer.reason}"
+            logger.get_logger().warning(message)
+            raise utils.UncompletedJobError(message)
         logger.get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.component import ComponentRequest, component
-from holmes_hpc.submission.ending import START_MARK, gained, note_progress
+from holmes_hpc.submission.ending import START_MARK, gained, note_progress, start_of
 from holmes_hpc.submission.executor import SlurmHetExecutor
 from holmes_hpc.submission.job import SlurmHetJob
 from holmes_hpc.submission.preflight import check_components
@@ -27,6 +28,7 @@ from holmes_hpc.submission.script import JobRequest, script_text, words
 COMPONENT_SETTINGS = ("account", "qos", "reservation", "mem", "cpus_per_task", "gres", "exclusive", "additional",
                       "nodelist", "exclude")
 JOB_SETTINGS = ("timeout_min", "setup", "container")
+WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
 SETTINGS = (*COMPONENT_SETTINGS, *JOB_SETTINGS, "fabrics")
 
 
@@ -44,10 +46,10 @@ class RankTask:
 
     def checkpoint(self) -> utils.DelayedSubmission | None:
         """Called in rank 0 when the job is preempted or out of time, if the function did not handle that itself."""
-        run = RunDirectory(self.config["run_dir"])
-        if not gained(run):
+        run, start = RunDirectory(self.config["run_dir"]), start_of(os.environ)
+        if not gained(run, start):
             return None
-        note_progress(run)
+        note_progress(run, start, "preempted")
         return utils.DelayedSubmission(self)
 
 
@@ -84,15 +86,15 @@ class PlanExecutor(SlurmHetExecutor):
     """The executor, arranged around a run directory: logs/rank-N.txt, and result.json at the end."""
 
     def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: Mapping[str, Any],
-                 *, restarts: int = 0, dependency: str | None = None) -> None:
+                 *, dependency: str | None = None) -> None:
         self.run_path = Path(run.path).expanduser().absolute()
         self.container = settings.get("container")
         python = "python3" if self.container else None  # the image's own
         super().__init__(self.run_path / "submission", components=list(parts), python=python,  # type: ignore[arg-type]
-                         max_num_timeout=restarts, max_requeues=restarts)
+                         max_num_timeout=WHILE_IT_GAINS)
         self._internal_update_parameters(
             job_name=name, time=settings.get("timeout_min") or 60, setup=list(settings.get("setup") or []),
-            container=self.container, requeue=restarts > 0, dependency=dependency)
+            container=self.container, requeue=True, dependency=dependency)
 
     @classmethod
     def name(cls) -> str:
@@ -114,7 +116,8 @@ class PlanExecutor(SlurmHetExecutor):
 
     def _text(self, request: JobRequest, command: str) -> str:
         judge = finish_command(self.run_path)
-        begin = [f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}"]
+        begin = [f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
+                 f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {finish_command(self.run_path, "1", "")} --again || exit']
         return script_text(request, command, begin=begin, interrupted=[f"{judge} --so-far"],
                            finish=[f"{judge}; status=$?"])
 
@@ -128,23 +131,21 @@ def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
                    directories=(*request.directories, str(logs)))
 
 
-def finish_command(run_path: Path) -> str:
+def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Words of shell that judge the run's end; their exit status is what the job's should be."""
     python = shlex.quote(sys.executable)  # the batch script runs outside any container
-    return f'{python} -m holmes_hpc.submission.finish {words([str(run_path)])} "$status" "$signalled"'
+    return f'{python} -m holmes_hpc.submission.finish {words([str(run_path)])} "{status}" "{signalled}"'
 
 
-def _executor(plan: Plan, run_dir: str | Path, config: Mapping[str, Any], settings: Mapping[str, Any],
+def _executor(plan: Plan, run_dir: str | Path, settings: Mapping[str, Any],
               dependency: str | None = None) -> PlanExecutor:
-    restarts = int((config.get("train") or {}).get("max_restarts") or 0)
     run = RunDirectory(run_dir)
-    return PlanExecutor(run, plan_components(plan, settings), f"holmes-{run.name}", settings, restarts=restarts,
-                        dependency=dependency)
+    return PlanExecutor(run, plan_components(plan, settings), f"holmes-{run.name}", settings, dependency=dependency)
 
 
-def script_for_plan(plan: Plan, run_dir: str | Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def script_for_plan(plan: Plan, run_dir: str | Path, settings: Mapping[str, Any]) -> str:
     """The batch script that :func:`submit_plan` hands to Slurm (``holmes submit --dry-run``)."""
-    return _executor(plan, run_dir, config, settings).text()
+    return _executor(plan, run_dir, settings).text()
 
 
 def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any],
@@ -155,7 +156,7 @@ def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, A
     component is impossible or Slurm refuses; nothing is submitted then.
     """
     run = RunDirectory(Path(run_dir).absolute())
-    executor = _executor(plan, run.path, config, settings, dependency)
+    executor = _executor(plan, run.path, settings, dependency)
     check_components(executor.request().components)  # also a single one: a refused sbatch leaves a failed job behind
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
     job: SlurmHetJob = executor.submit(task)

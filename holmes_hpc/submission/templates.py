@@ -34,7 +34,7 @@ def _template(name: str, what: str, parts: tuple[ComponentRequest, ...], *, rest
     per_node = [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
     job = JobRequest(
         parts, name="holmes", timeout_min=60, output="holmes-%j.txt", rank_output=f"{RUN}/logs/rank-%t.txt",
-        step_errors=f"{RUN}/logs/srun.txt", requeue=restarts > 0, environment=((LEADER, "%j"), *per_node),
+        step_errors=f"{RUN}/logs/srun.txt", requeue=True, environment=((LEADER, "%j"), *per_node),
         container=container)
     judge = f'{PYTHON} -m holmes_hpc.submission.finish {RUN} "$status" "$signalled"'
     inner = "python3" if container else PYTHON
@@ -58,8 +58,8 @@ def templates() -> dict[str, str]:
         "three_components.sbatch": _template(
             "three_components.sbatch", "A plan over three fabrics: one heterogeneous job, one step.", (IB, ROCE, ETH)),
         "requeue.sbatch": _template(
-            "requeue.sbatch", "As two_components, and it goes on after preemption, time-out or a failed rank: at most 3"
-            "\n# times, while it gains steps.", (IB, ROCE), restarts=3),
+            "requeue.sbatch", "As two_components, and it goes on after a failed rank or node too, at most 3 times,"
+            "\n# while it gains steps (after preemption and time-outs they all do).", (IB, ROCE), restarts=3),
         "container_pyxis.sbatch": _template(
             "container_pyxis.sbatch", "As two_components, in a container of pyxis (srun --container-image).",
             (IB, ROCE), container="holmes_hpc:latest"),

@@ -62,7 +62,8 @@ def until_told(config: dict[str, Any]) -> dict[str, Any]:
     if rank == 0:
         number = run.start_attempt({"job_id": os.environ["SLURM_JOB_ID"]})
         if config.get("steps_per_attempt"):
-            run.append_metrics({"step": config["steps_per_attempt"] * number, "loss": 1.0, "attempt": number})
+            gaining = min(number, config.get("gaining_attempts", number))
+            run.append_metrics({"step": config["steps_per_attempt"] * gaining, "loss": 1.0, "attempt": number})
     here.mkdir(exist_ok=True)
     (here / f"{attempt}-{rank}").touch()
     while len(list(here.glob(f"{attempt}-*"))) < count:

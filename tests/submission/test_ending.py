@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from submitit.core.utils import UncompletedJobError
 
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission import finish as finishing
 from holmes_hpc.submission.ending import Part, complaints, culprit, gained, judge, note_progress, tail, told_to_end
+from holmes_hpc.submission.environment import SlurmHetJobEnvironment
 from holmes_hpc.submission.finish import finish, should_restart
 from holmes_hpc.submission.states import JobState
 
+AWAY_TWICE = """
+[ "$1" = requeue ] || exit 1
+n=$(cat "$0.count" 2>/dev/null || echo 0); n=$((n+1)); echo $n > "$0.count"
+[ $n -gt 2 ] || { echo "slurm_requeue error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }"""
 KILLED = """\
 srun: error: roce1: task 2: Killed
 srun: launch/slurm: _step_signal: Terminating StepId=8.0
@@ -126,18 +132,97 @@ def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
     assert tail(run.log_path(77)) == []
 
 
+NO_GAIN = "no step was gained since the last start"
+
+
 def test_restarts_stop_without_gain(run: RunDirectory) -> None:
-    assert should_restart(run, "failed", 0) == "no step was gained since the last start"
+    assert [should_restart(run, state, "7/0") for state in ("failed", "preempted", "timeout")] == [NO_GAIN] * 3
+    assert should_restart(run, "preempted", "7/0", blameless=True) is None  # Slurm requeues it itself
     run.append_metrics({"step": 5, "attempt": 1})
-    assert should_restart(run, "failed", 0) is None
-    assert "2 times" in str(should_restart(run, "failed", 2))
-    assert should_restart(run, "cancelled", 0) == "cancelled"
-    note_progress(run)
+    assert should_restart(run, "failed", "7/0") is None
+    assert should_restart(run, "cancelled", "7/0") == "cancelled"
+    note_progress(run, "7/0", "failed")
+    assert not gained(run, "7/1")  # a start that ended before it made an attempt
     run.start_attempt({})
     run.append_metrics({"step": 5, "attempt": 2})  # the same step again: nothing gained
-    assert not gained(run)
+    assert not gained(run, "7/1")
     run.append_metrics({"step": 6, "attempt": 2})
-    assert gained(run)
+    assert gained(run, "7/1")
+
+
+def test_failures_alone_count_against_max_restarts(run: RunDirectory) -> None:
+    """Of one job: `holmes resume` begins to count anew."""
+    for number, ended in enumerate(["preempted", "failed", "timeout", "failed", "preempted"]):
+        run.append_metrics({"step": number, "attempt": number + 1})
+        assert should_restart(run, ended, f"7/{number}") is None
+        note_progress(run, f"7/{number}", ended)
+        run.start_attempt({})
+    run.append_metrics({"step": 9, "attempt": 6})
+    assert should_restart(run, "failed", "7/5") == "restarted after 2 failures already"
+    assert should_restart(run, "timeout", "7/5") is None and should_restart(run, "failed", "8/0") is None
+
+
+@pytest.mark.parametrize("state, on", [("preempted", True), ("timeout", True), ("failed", False)])
+def test_without_restarts_only_failures_end_the_run(tmp_path: Path, state: str, on: bool) -> None:
+    run = RunDirectory.create(tmp_path / "none", config={"train": {"max_restarts": 0}})
+    run.start_attempt({})
+    run.append_metrics({"step": 1, "attempt": 1})
+    assert should_restart(run, state, "7/0") == (None if on else "train.max_restarts is 0")
+
+
+@pytest.mark.parametrize("restarts, code", [(0, 1), (2, 0)])
+def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: int, code: int,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run = RunDirectory.create(tmp_path / "run", config={"train": {"max_restarts": restarts}})
+    words = [str(run.path), "1", "", "--again"]
+    assert finishing.main(words) == 0  # nothing ran yet
+    run.start_attempt({})
+    run.append_metrics({"step": 1, "attempt": 1})
+    assert finishing.main(words) == code
+    result = run.read_result()
+    assert (result is not None) == bool(code) and (not code or "without a word" in result["error"])  # type: ignore[index]
+    assert finishing.main(words) == 0  # judged: what starts it now is somebody's will
+    if not code:
+        assert run.read_run()["attempts"][0]["start"] == "7/0" and not gained(run, "7/1")
+
+
+def test_a_requeue_that_rank_0_asked_for_is_no_failure(run: RunDirectory, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", 'echo "scontrol: error: Job is pending execution" >&2; exit 1')
+    run.append_metrics({"step": 1, "attempt": 1})
+    note_progress(run, "23/0", "preempted")
+    finish(run, 255, False, "23", 0)
+    assert run.read_result() is None and run.read_run()["attempts"][0]["ended"] == "preempted"
+
+
+def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirectory, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", AWAY_TWICE)
+    run.append_metrics({"step": 1, "attempt": 1})
+    assert finish(run, 1, False, "23", 0) == 1
+    assert fake_slurm.calls("scontrol").count(["requeue", "23"]) == 3 and run.read_result() is None
+
+
+@pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "2 times already")])
+def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
+        most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
+    monkeypatch.setenv("HOLMES_MAX_REQUEUES", str(most))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    fake_slurm.answer("scontrol", AWAY_TWICE)
+    if error:
+        with pytest.raises(UncompletedJobError, match=error):
+            SlurmHetJobEnvironment()._requeue(3)
+    else:
+        SlurmHetJobEnvironment()._requeue(3)
+    assert fake_slurm.calls("scontrol") == [["requeue", "23"]] * (0 if error else 3)
+
+
+def test_a_requeue_that_slurm_refuses_is_said(fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
+    fake_slurm.answer("scontrol", 'echo "Requested operation is presently disabled" >&2; exit 1')
+    with pytest.raises(UncompletedJobError, match="presently disabled"):
+        SlurmHetJobEnvironment()._requeue(3)
 
 
 def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, fake_slurm: Any) -> None:
@@ -145,11 +230,14 @@ def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, f
     run.append_metrics({"step": 1, "attempt": 1, "loss": 2.5})
     assert finish(run, 1, False, "23", 0) == 1
     assert ["requeue", "23"] in fake_slurm.calls("scontrol") and run.read_result() is None
-    assert finish(run, 1, False, "23", 2) == 1
+    for restart in (1, 2):
+        run.start_attempt({})
+        run.append_metrics({"step": 1 + restart, "attempt": 1 + restart, "loss": 2.5})
+        assert finish(run, 1, False, "23", restart) == 1
     result = run.read_result()
     assert result is not None and result["state"] == "failed" and result["writer"] == "batch"
     assert result["final"]["loss"] == 2.5
-    assert len([c for c in fake_slurm.calls("scontrol") if c[0] == "requeue"]) == 1
+    assert len([c for c in fake_slurm.calls("scontrol") if c[0] == "requeue"]) == 2
 
 
 def test_finish_says_when_the_directory_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -187,9 +187,9 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
     ib, eth = plan_components(plan, settings)
     assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
     assert dict(eth.additional) == {"switches": 1, "licenses": "x:1"} and ib.exclusive is True
-    text = script_for_plan(plan, tmp_path / "x", plans.CONFIG, settings)
-    assert "--time=90" in text and "module load x" in text and "--no-requeue" in text
-    assert text == script_for_plan(plan, tmp_path / "x", plans.CONFIG, settings)  # --dry-run is reproducible
+    text = script_for_plan(plan, tmp_path / "x", settings)
+    assert "--time=90" in text and "module load x" in text and "#SBATCH --requeue" in text
+    assert text == script_for_plan(plan, tmp_path / "x", settings)  # --dry-run is reproducible
 
 
 @pytest.mark.parametrize("settings, error", [
