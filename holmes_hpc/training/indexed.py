@@ -7,9 +7,11 @@ all ranks, and its order depends on how many steps were asked for. Its blending 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import struct
@@ -35,7 +37,7 @@ from holmes_hpc.training.data import Samples, check_vocabulary, shuffled
 
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document bounds
 _MAGIC = b"MMIDIDX\x00\x00"
-_SCANNED_BYTES = 64 << 20  # of each .bin, for token ids at the start; the rest is checked as it is read
+_SCAN_BYTES = 4 << 20  # of a .bin at a time
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
 _REMAKE = "make it with `holmes data prepare FILES -o PREFIX`"
 _WAIT = timedelta(minutes=30)  # of the other ranks for rank 0's index of a very large data set
@@ -89,17 +91,23 @@ class Prefix:
             pointer = struct.unpack("<q", f.read(8))[0]
         return pointer // self.dtype().itemsize + length
 
-    def scan(self, vocab: int) -> None:
-        """Check the first tokens against a vocabulary."""
-        itemsize = self.dtype().itemsize
-        block = 4 << 20
+    def check_tokens(self, vocab: int) -> None:
+        """All tokens against a vocabulary. Where `holmes data prepare` says that it wrote this file with one that is no
+        larger, nothing is read. Raises DataError."""
+        if self._prepared_with() <= vocab:
+            return
         with open(f"{self.path}.bin", "rb") as f:
-            for _ in range(_SCANNED_BYTES // block):
-                raw = f.read(block)
-                whole = raw[:len(raw) // itemsize * itemsize]
-                check_vocabulary(np.frombuffer(whole, self.dtype), vocab, f"{self.path}.bin")
-                if len(raw) < block:
-                    return
+            while len(tokens := np.fromfile(f, self.dtype, _SCAN_BYTES // self.dtype().itemsize)):
+                check_vocabulary(tokens, vocab, f"{self.path}.bin")
+
+    def _prepared_with(self) -> float:
+        """The vocabulary that PREFIX.json names, if it belongs to this PREFIX.bin; else infinity."""
+        try:
+            said = json.loads(Path(f"{self.path}.json").read_text(encoding="utf-8"))
+            same = said["tokens"] * self.dtype().itemsize == self.bin_bytes and said["sequences"] == self.sequences
+            return int(said["vocab"]) if same else math.inf
+        except (OSError, ValueError, KeyError, TypeError):
+            return math.inf
 
 
 def _whole(file: Path, size: int, expected: int, says: str) -> None:
@@ -227,10 +235,14 @@ def build(data: Mapping[str, Any], run_dir: str | None, seed: int, plan: Plan, e
         prefixes, cache = open_all()
         for part, what in zip(parts, ("training", "validation"), strict=False):
             _check_length(prefixes, part, what, plan, each=weights is not None)
-        for prefix in prefixes:
-            prefix.scan(plan.model.vocab)
+        checked = cache / f"vocabulary-{plan.model.vocab}"  # an earlier start has read all tokens of these files
+        if not checked.exists():
+            for prefix in prefixes:
+                prefix.check_tokens(plan.model.vocab)
         if not cache.is_dir():
             _make_cache(cache, lambda directory: make(prefixes, directory))
+        with contextlib.suppress(OSError):
+            checked.touch()
 
     logging.getLogger("megatron.core.datasets").setLevel(logging.WARNING)
     _first_on_rank0(f"holmes/data/{_digest(wanted)}", prepare)

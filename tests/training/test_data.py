@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import struct
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.grid import Parallel
 from holmes_hpc.planning.model import Batch, ModelSpec
 from holmes_hpc.planning.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.training import indexed, prepare
 from holmes_hpc.training.data import Synthetic, batches, build_datasets, sample_indices, shuffled
 
 VOCAB = 257
@@ -212,6 +214,37 @@ def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path:
     with pytest.raises(DataError, match=says) as e:
         build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
     assert "\n" not in str(e.value) and e.value.cure and e.value.exit_code == 2
+
+
+@pytest.mark.parametrize("prepared", [None, 100, VOCAB + 1])
+def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without PREFIX.json, beside one of other data, and beside one that names a larger vocabulary."""
+    monkeypatch.setattr(indexed, "_SCAN_BYTES", 64)
+    documents = random_documents(40)
+    name = write_prefix(tmp_path / "text", [*documents, [VOCAB]])
+    tokens = sum(map(len, documents)) + 1
+    if prepared is not None:
+        said = {"vocab": prepared, "tokens": tokens - (prepared < VOCAB), "sequences": 41}
+        Path(f"{name}.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match=f"token id {VOCAB} is not in the model's vocabulary of {VOCAB}"):
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+    build_datasets(config(tmp_path, kind="indexed", prefix=name), plan(vocab=VOCAB + 1))
+    with pytest.raises(DataError, match="token id"):  # what was checked for another vocabulary is checked again
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+
+
+def test_tokens_are_read_once_and_prepared_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(indexed, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
+    name = write_prefix(tmp_path / "text", random_documents(40))
+    for count in (1, 1):
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        assert len(read) == count
+    (tmp_path / "words.txt").write_text("some words " * 500)
+    prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
+    build_datasets(config(tmp_path / "other", kind="indexed", prefix=str(tmp_path / "words")), plan())
+    assert len(read) == 1
 
 
 def test_a_wrong_token_far_inside_is_found_when_it_is_read() -> None:
