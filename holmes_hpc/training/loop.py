@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from holmes_hpc.errors import HolmesError, RunFailed
+from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.orders import Order
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -188,9 +188,7 @@ class Trainer:
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
         losses = [float(loss) for loss in stored]
-        if updated and (norm is None or not norm < float("inf")):
-            raise RunFailed(f"the gradient norm is {norm}", where=f"step {self.step}",
-                            cure="lower train.lr, or resume from an earlier checkpoint with other data")
+        optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
         figures = {"grad_norm": norm, "learning_rate": rate, **({} if updated else {"skipped": True})}
         if self._pause_s:
             figures["pause_before_s"], self._pause_s = round(self._pause_s, 6), 0.0

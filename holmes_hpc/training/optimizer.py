@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.training.breakdown import Breakdown
 
@@ -92,6 +92,26 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
 def set_learning_rate(optimizer: Any, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
+
+
+def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:
+    """Raise RunFailed when a step's numbers are no numbers. In fp16 a step may be skipped (not `updated`) because its
+    gradients overflowed, which halves the loss scale; not at the least scale, where nothing is left to halve."""
+    wrong = ""
+    if updated and norm is not None and not math.isfinite(norm):
+        wrong = f"the gradient norm is {norm}"
+    elif not updated and _least_scale(optimizer):
+        wrong = "the gradients are no numbers at the least loss scale"
+    elif not all(map(math.isfinite, losses)):
+        wrong = f"the loss is {next(loss for loss in losses if not math.isfinite(loss))}"
+    if wrong:
+        raise RunFailed(wrong, where=f"step {step}",
+                        cure="lower train.lr, or resume from an earlier checkpoint with other data")
+
+
+def _least_scale(optimizer: Any) -> bool:
+    scalers = [getattr(inner, "grad_scaler", None) for inner in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return all(s is None or float(s.scale) <= float(getattr(s, "min_scale", s.scale)) for s in scalers)
 
 
 def watch_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.training import breakdown, metrics, optimizer, pace, watch
+from holmes_hpc.errors import ConfigError, RunFailed
+from holmes_hpc.training import breakdown, cpu, metrics, optimizer, pace, watch
 from holmes_hpc.training.traffic import sample_pairs, sum_by_kind
 
 
@@ -193,6 +194,41 @@ def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int 
 def test_rates_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         optimizer.check_schedule({**RATES, **wrong})
+
+
+@pytest.mark.parametrize(("losses", "updated", "norm", "scale", "says"), [
+    ([2.0], True, 1.0, 8.0, None), ([], True, 0.0, 8.0, None), ([2.0], True, None, 8.0, None),
+    ([2.0], True, math.nan, 8.0, "the gradient norm is nan"), ([2.0], True, math.inf, 8.0, "the gradient norm is inf"),
+    ([2.0, math.nan], True, 1.0, 8.0, "the loss is nan"), ([math.inf], False, None, 8.0, "the loss is inf"),
+    ([2.0], False, None, 8.0, None), ([2.0], False, None, 1.0, "least loss scale"),
+    ([], False, None, 1.0, "least loss scale"),
+])
+def test_a_step_whose_numbers_are_none_ends_the_run(losses: list[float], updated: bool, norm: float | None,
+                                                    scale: float, says: str | None) -> None:
+    scaler = SimpleNamespace(scale=torch.tensor([scale]), min_scale=torch.tensor([1.0]))
+    for made in (SimpleNamespace(grad_scaler=scaler),
+                 SimpleNamespace(chained_optimizers=[SimpleNamespace(grad_scaler=scaler)])):
+        if says is None:
+            optimizer.check_numbers(made, 7, losses, updated, norm)
+        else:
+            with pytest.raises(RunFailed, match=f"step 7: .*{says}"):
+                optimizer.check_numbers(made, 7, losses, updated, norm)
+
+
+def test_fp16_ends_when_the_loss_scale_has_fallen_as_far_as_it_can() -> None:
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    with cpu._CudaMeansCpu():
+        scaler = DynamicGradScaler(2.0**6, 1.0, 2.0, 0.5, 1000, 2)
+    made, ended = SimpleNamespace(grad_scaler=scaler), 0
+    for step in range(1, 20):
+        scaler.update(found_inf=True)
+        try:
+            optimizer.check_numbers(made, step, [3.0], False, None)
+        except RunFailed:
+            ended = step
+            break
+    assert ended == 7  # the first is let pass (hysteresis), then six halvings
 
 
 class Told:
