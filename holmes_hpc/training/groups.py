@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.transport import TCP, Transport
 from holmes_hpc.planning.plan import GroupTransport, Plan
@@ -165,5 +166,22 @@ def device(local_rank: int, cuda: bool) -> torch.device:
     """This rank's device, made current."""
     if not cuda:
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    number = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Sequence[NodeTransports]) -> None:
+    """No two ranks have the same GPU. PlanError on every rank, for NCCL would refuse in words of its own."""
+    if device.type != "cuda":
+        return
+    store.set(f"device/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    keys = [f"device/{other}" for other in range(len(nodes))]
+    store.wait(keys)
+    owners: dict[tuple[str, str], int] = {}
+    for other, (node, uuid) in enumerate(zip(nodes, store.multi_get(keys), strict=True)):
+        first = owners.setdefault((node.node, uuid.decode()), other)
+        if first != other:
+            raise PlanError(f"ranks {first} and {other} have the same GPU", where=f"node {node.node}",
+                            cure="start no more tasks on a node than it has GPUs (--gpus-per-node), or give each its "
+                                 "own (--gpus-per-task=1)")

@@ -98,6 +98,7 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
         exits.guard(audit.nic_check(node))
     made = groups.Groups(plan, node, own.rank, cuda, timeout_s)
     device = groups.device(own.local_rank, cuda)
+    groups.check_devices(device, own.rank, store, nodes)
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:

@@ -4,11 +4,13 @@ and that NCCL takes it is not shown."""
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.fabric.transport import LOCAL, TCP, Transport
-from holmes_hpc.training.groups import nccl_options
+from holmes_hpc.training.groups import check_devices, device, nccl_options
 
 NAMES = [(TCP, "Socket"), (Transport("rdma", NicType.IB, "a"), "IB"), (Transport("rdma", NicType.ROCE, "b"), "IB")]
 
@@ -31,3 +33,28 @@ def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
     assert one.config.net_name == name and one is not two
     two.config.net_name = "other"
     assert one.config.net_name == name
+
+
+@pytest.mark.parametrize(("shown", "numbers"), [(4, [0, 1, 2, 3]), (1, [0, 0, 0, 0])])
+def test_a_rank_takes_its_own_gpu_also_where_it_is_shown_no_other(shown: int, numbers: list[int],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: shown)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert [device(local, cuda=True).index for local in range(4)] == numbers == made
+    assert device(3, cuda=False).type == "cpu"
+
+
+def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [SimpleNamespace(node=name) for name in ("a", "a", "b", "b")]
+
+    def meet(uuids: list[str]) -> None:
+        store = dist.HashStore()
+        for rank, uuid in enumerate(uuids):
+            store.set(f"device/{rank}", uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[3]))
+        check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
+
+    meet(["x", "y", "x", "y"])
+    with pytest.raises(PlanError, match="node b: ranks 2 and 3 have the same GPU"):
+        meet(["x", "y", "z", "z"])
