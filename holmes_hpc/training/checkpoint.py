@@ -79,8 +79,6 @@ class Checkpoints:
         self._calls = AsyncCallsQueue()
         self._began = 0.0
         filesystem_async._results_queue = _Results()
-        if self._rank == 0:
-            saves.sweep(folder)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -149,30 +147,51 @@ class Checkpoints:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, chosen: Path | None = None) -> int:
-        """Load `chosen`, or the latest checkpoint that is whole; its step comes back, 0 when there is none.
+        """Load the latest checkpoint of this run that is whole, or `chosen` where it has none yet; its step comes back,
+        0 when there is neither.
 
         DataError for a checkpoint of another model, and when none of those there are is whole.
         """
-        found = [saves.at(chosen)] if chosen is not None else saves.complete(self.folder)
+        found = self._found(chosen)
         problem = ""
-        for save in found:
+        for path in found:
+            save = saves.seen(path)
             damage = self._damage(save)
             if damage is None:
+                assert save is not None
                 check_model(save, self.plan)
                 self._load(save)
                 return save.step
-            problem = problem or f"{save.path.name}: {damage}"
+            problem = problem or f"{path.name}: {damage}"
             if self._rank == 0:
-                say(f"warning: checkpoint {save.path} is damaged ({damage}); looking for an earlier one")
+                say(f"warning: checkpoint {path} is damaged ({damage}); looking for an earlier one")
         if found:
             raise DataError(f"no checkpoint is whole ({problem})", where=str(self.folder),
                             cure="restore one from a copy, or remove them and start again")
         return 0
 
-    def _damage(self, save: saves.Save) -> str | None:
+    def _found(self, chosen: Path | None) -> list[Path]:
+        """What to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a file
+        system that shows changes late each rank might see something else."""
+        said: list[Any] = [None, None]
+        if self._rank == 0:
+            saves.sweep(self.folder)
+            said[0] = [str(save.path) for save in saves.complete(self.folder)]
+            if chosen is not None and not said[0]:
+                try:
+                    said[0] = [str(saves.at(chosen.absolute()).path)]
+                except DataError as e:
+                    said[1] = (e.what, e.where, e.cure)
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        if said[1] is not None:
+            what, where, cure = said[1]
+            raise DataError(what, where=where, cure=cure)
+        return [Path(path) for path in said[0]]
+
+    def _damage(self, save: saves.Save | None) -> str | None:
         """What any rank found wrong; every rank reads its share of the files."""
         size = dist.get_world_size()
-        own = saves.damage(save, self._rank, size)
+        own = saves.damage(save, self._rank, size) if save is not None else f"not to be seen by rank {self._rank}"
         said: list[Any] = [None] * size
         dist.all_gather_object(said, own, group=self._group)
         return next((text for text in said if text is not None), None)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,17 @@ def at(path: Path) -> Save:
         raise DataError("not a complete checkpoint", where=str(path),
                         cure="give a directory checkpoints/step-… of a run, with its holmes.json")
     return Save(int(match[1]), path, about)
+
+
+def seen(path: Path, patience_s: float = 30) -> Save | None:
+    """The checkpoint that is `path`, which another node sees; None when it does not show here in time."""
+    until = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(DataError):
+            return at(path)
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.2)
 
 
 def _describe(path: Path) -> dict[str, Any] | None:

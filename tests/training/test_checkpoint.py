@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import spawn
 
-from holmes_hpc.training import saves
+from holmes_hpc.training import checkpoint, saves
 
 STEPS = {"steps": 10, "checkpoint_interval": 4, "lr_decay_steps": 10}
 
@@ -165,6 +166,57 @@ def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.En
     assert "no checkpoint is whole" in ended.output[0] and "Traceback" not in "".join(ended.output)
 
 
+def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(whole: spawn.Ended, tmp_path: Path) -> None:
+    chosen = {"checkpoint": str(whole.run.checkpoints / "step-00000008")}
+    first = spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": STEPS, **chosen})
+    assert set(first.codes) == {0} and sorted(losses(first)) == [9, 10], first.output
+    again = spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {**STEPS, "steps": 12}, **chosen})
+    assert set(again.codes) == {0}, again.output
+    assert [line["attempt"] for line in again.run.metrics()] == [1, 1, 2, 2]
+    none = spawn.train(tmp_path / "none", spawn.plan(dp=2), {"train": STEPS, "checkpoint": "/nowhere/step-00000008"})
+    assert set(none.codes) == {2} and "not a complete checkpoint" in none.output[0], none.output
+
+
+def complete(folder: Path, step: int) -> Path:
+    path = folder / saves.name_of(step)
+    path.mkdir()
+    (path / saves.DESCRIPTION).write_text(json.dumps({"files": {}}))
+    return path
+
+
+def test_all_ranks_take_what_rank_0_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete(tmp_path, 4)
+    complete(tmp_path, 8).rename(tmp_path / ".old-step-00000008")  # killed between two renames
+    (tmp_path / ".saving-step-00000012-1").mkdir()
+    sent: list[Any] = []
+
+    def broadcast(said: list[Any], src: int, group: object) -> None:
+        sent[:] = sent or said
+        said[:] = sent
+
+    def of_rank(number: int) -> checkpoint.Checkpoints:
+        made = checkpoint.Checkpoints.__new__(checkpoint.Checkpoints)
+        made.folder, made._rank, made._group = tmp_path, number, None
+        return made
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    seen = of_rank(0)._found(None)
+    assert [p.name for p in seen] == ["step-00000008", "step-00000004"] and len(list(tmp_path.iterdir())) == 2
+    complete(tmp_path, 16)
+    (tmp_path / "step-00000004").rename(tmp_path / ".old-step-00000004")
+    assert of_rank(1)._found(tmp_path / "step-00000016") == seen
+    assert (tmp_path / ".old-step-00000004").exists()
+
+
+def test_a_checkpoint_that_shows_late_is_waited_for(tmp_path: Path) -> None:
+    late = threading.Timer(0.3, complete, (tmp_path, 4))
+    late.start()
+    save = saves.seen(tmp_path / "step-00000004", 20)
+    late.join()
+    assert save is not None and save.step == 4
+    assert saves.seen(tmp_path / "step-00000008", 0.1) is None
+
+
 def test_a_checkpoint_of_another_model_is_refused(whole: spawn.Ended, tmp_path: Path) -> None:
     plan = spawn.plan(dp=2, model=replace(spawn.MODEL, hidden=64))
     ended = spawn.train(tmp_path / "run", plan, {
@@ -190,9 +242,7 @@ def test_half_a_save_never_counts(tmp_path: Path) -> None:
 
 def test_old_ones_are_removed_but_not_the_latest(tmp_path: Path) -> None:
     for step in (2, 4, 6):
-        path = tmp_path / saves.name_of(step)
-        path.mkdir()
-        (path / saves.DESCRIPTION).write_text(json.dumps({"files": {}}))
+        complete(tmp_path, step)
     assert saves.prune(tmp_path, keep=1, but=[2]) == [4]
     assert [s.step for s in saves.complete(tmp_path)] == [6, 2]
 
