@@ -37,6 +37,7 @@ from holmes_hpc.training.output import say
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
             "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
 RESULT_WAIT_S = 30  # after the writer has ended
+LOOK_S = 0.05  # while a save is waited for
 _ERRORS = (CheckpointingException, CheckpointException)
 # A model's identity: what its weights' shapes and their use depend on.
 _IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
@@ -125,10 +126,17 @@ class Checkpoints:
         """Wait for the save that is under way, and make it count."""
         if not self.unsettled:
             return
+        while self._anywhere(self.writing()):  # in turns: one disk may be slower than a collective's time-out
+            time.sleep(LOOK_S)
         try:
             self._calls.maybe_finalize_async_calls(blocking=True)
         except (OSError, RuntimeError, *_ERRORS) as e:
             raise _as_failure(self.folder, e) from e
+
+    def _anywhere(self, said: bool) -> bool:
+        word = torch.tensor(int(said))
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
+        return bool(word)
 
     def _finish(self, path: Path, step: int, about: Mapping[str, Any]) -> None:
         """Runs on all ranks when all have written."""

@@ -50,13 +50,15 @@ def nccl_options(transport: Transport) -> Any:
 
 @dataclass
 class Groups:
-    """Makes process groups, each on its transport. `made`: what was made, for the run's record."""
+    """Makes process groups, each on its transport. `timeout_s`: of their set-up and of gloo's collectives; NCCL's own
+    is longer than `watchdog_s`, for it ends the process without a word. `made`: for the run's record."""
 
     plan: Plan
     node: NodeTransports
     rank: int
     cuda: bool
     timeout_s: float
+    watchdog_s: float
     made: list[dict[str, Any]] = field(default_factory=list)
     _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
@@ -70,13 +72,17 @@ class Groups:
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
+            # what ends a process when a driver's call hangs: after the watchdog as well
+            os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(self._nccl_timeout_s)))
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its flight recorder, off in older versions
             backend, options = "nccl", nccl_options(transport)
         else:
             backend, options = GLOO, {"interface": interface}
         try:
             # never device_id=: torch would then split communicators, which refuses another network's name
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.world_size,
-                                    timeout=timedelta(seconds=self.timeout_s), pg_options=options)
+                                    timeout=timedelta(seconds=self._nccl_timeout_s if self.cuda else self.timeout_s),
+                                    pg_options=options)
         except Exception as e:
             raise transports.as_network_error(e, "world", everyone, transport, self.node.node, interface) from e
         self._note("world", everyone, transport, interface)
@@ -90,19 +96,22 @@ class Groups:
             transport = TCP  # an RDMA port may have no kernel interface
         member = self.rank in ranks  # the others may have no such interface, and need none
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
-        timeout = timedelta(seconds=self.timeout_s)
         try:
             if self.cuda and not gloo:
-                group = dist.new_group(list(ranks), timeout=timeout, backend="nccl", pg_options=nccl_options(transport),
-                                       group_desc=kind)
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._nccl_timeout_s), backend="nccl",
+                                       pg_options=nccl_options(transport), group_desc=kind)
             else:
-                group = dist.new_group(list(ranks), timeout=timeout, backend=GLOO, pg_options={"interface": interface},
-                                       group_desc=kind)
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=GLOO,
+                                       pg_options={"interface": interface}, group_desc=kind)
         except Exception as e:
             raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
         if member:
             self._note(kind, ranks, transport, interface)
         return group
+
+    @property
+    def _nccl_timeout_s(self) -> float:
+        return max(self.timeout_s, 2 * self.watchdog_s)
 
     def edge(self, edge: GroupTransport) -> Any:
         """A group of an edge's two ranks; None on the other ranks."""
@@ -163,7 +172,7 @@ def close() -> None:
 
 
 def device(local_rank: int, cuda: bool) -> torch.device:
-    """This rank's device, made current."""
+    """This rank's device, made current. Where Slurm shows each task its own GPU only, each one's is number 0."""
     if not cuda:
         return torch.device("cpu")
     number = local_rank % torch.cuda.device_count()

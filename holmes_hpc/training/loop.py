@@ -30,7 +30,7 @@ from holmes_hpc.training.schedule import run_ahead
 from holmes_hpc.training.session import Session
 from holmes_hpc.training.signals import Said, Signals, Word
 from holmes_hpc.training.trace import Trace, TracedTimers
-from holmes_hpc.training.watch import Stragglers, Watchdog, dump_stacks
+from holmes_hpc.training.watch import LONG, Stragglers, Watchdog, dump_stacks, work_of_stages
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,10 +74,10 @@ class Trainer:
 
     def __init__(self, config: dict[str, Any], here: Session, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
-        self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
-                                     [n.node for n in here.nodes])
         self.here, self.plan = here, here.plan
         pace_layer_ms = config["train"]["pace_layer_ms"] or here.plan.pace_layer_ms
+        self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
+                                     [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
         self.config = {**config["train"], "pace_layer_ms": pace_layer_ms}
         train, plan = self.config, here.plan
         self.breakdown = Breakdown(here.cuda)
@@ -142,7 +142,7 @@ class Trainer:
             began = self._between_steps(said, ended)
         self._finish_record()
         self.word.finish()
-        self.checkpoints.settle()
+        self._settle()
         return self.final
 
     def _between_steps(self, said: Said, ended: float) -> float:
@@ -153,7 +153,7 @@ class Trainer:
         if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
             self._evaluate()
         if self.checkpoints.unsettled and not said.writing:
-            self.checkpoints.settle()
+            self._settle()
         if interval and (self.step % interval == 0 or self.step == self.config["steps"]):
             self._save()
         self._pause_s = time.perf_counter() - began
@@ -166,7 +166,14 @@ class Trainer:
     def _save(self, wait: bool = False) -> None:
         """Save the state after this step. Its line of the metrics comes first: a resumed run starts after it."""
         self._finish_record()
+        self.watchdog.alive(f"saving the state after step {self.step}", LONG)
         self.checkpoints.save(self.step, {"loss": self.final.get("loss")}, wait)
+        self.watchdog.alive(f"what follows step {self.step}")
+
+    def _settle(self) -> None:
+        self.watchdog.alive("the end of saving", LONG)
+        self.checkpoints.settle()
+        self.watchdog.alive(f"what follows step {self.step}")
 
     def _stop_early(self) -> dict[str, Any]:
         """A signal asked for the end: save, so that the run can go on from here."""
@@ -223,8 +230,10 @@ class Trainer:
         for chunk in self.models:
             chunk.eval()
         with torch.no_grad():
-            for _ in range(self.config["eval_steps"]):
+            for number in range(self.config["eval_steps"]):
+                self.watchdog.alive(f"validation {number + 1} after step {self.step}")
                 losses += [float(loss) for loss in self._forward_backward(batches, forward_only=True)]
+        self.watchdog.alive(f"what follows step {self.step}")
         for chunk in self.models:
             chunk.train()
         if self.trace is not None:

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from holmes_hpc.training.launch import Launch
 _FAILED = "holmes/failed"
 LOOK_S = 1.0
 _TELL_S = 2.0  # to tell the store, which may be behind the very network that failed
+_TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's words
 
 
 class Both:
@@ -100,6 +102,11 @@ def one_line(error: BaseException) -> str:
     """An error as a line. Errors of our own tell what to do; others tell their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, HolmesError) else f"{type(error).__name__}: {text}"[:500]
+
+
+def _broken(error: BaseException) -> RuntimeError | None:
+    """What torch raised where `error` came from below: a connection that broke, a collective that timed out."""
+    return next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
 
 
 class Exits:
@@ -185,18 +192,21 @@ class Exits:
             teller.join(_TELL_S)
 
     def _word_of_another(self) -> dict[str, Any] | None:
-        """What another rank said of its failure, if the store answers soon."""
+        """What another rank says of its failure, if it and the store do so soon."""
         words: list[dict[str, Any]] = []
+        end = time.monotonic() + _TELL_S
 
         def ask() -> None:
             with contextlib.suppress(Exception):
+                while not self._store.check([_FAILED]) and time.monotonic() < end:
+                    time.sleep(0.1)
                 if self._store.check([_FAILED]):
                     words.append(json.loads(self._store.get(_FAILED)))
 
         if self._store is not None:
             asker = threading.Thread(target=ask, name="word of another rank", daemon=True)
             asker.start()
-            asker.join(_TELL_S)
+            asker.join(_TELL_S + 0.5)
         return next((word for word in words if word["rank"] != self._launch.rank), None)
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -217,12 +227,20 @@ class Exits:
     def failed(self, error: BaseException, hung: bool = False) -> int:
         """Record a failure, tell the others (`hung`: they show their stacks too); the exit code comes back."""
         error = self._explained(error)
-        word = self._word_of_another() if isinstance(error, RuntimeError) else None
+        below = _broken(error)
+        hang = self._as_hang(below) if below is not None else None
+        if hang is not None:
+            error, hung = hang, True
+        word = self._word_of_another() if below is not None and hang is None else None
+        if word is not None and not word.get("hung") and isinstance(error, HolmesError):
+            word = None  # this rank knows better
         if not self._once.acquire(blocking=False):
             time.sleep(5)  # the other thread is ending this process
         self._stop.set()
         if word is not None:  # a connection that broke because the rank at its other end failed
             code, line = int(word["code"]), _echo(word)
+            if word.get("hung") and below is not None:
+                self._show(below)
             say(line)
         else:
             code, line = error.exit_code if isinstance(error, HolmesError) else 1, one_line(error)
@@ -233,6 +251,22 @@ class Exits:
         self._write("failed", line)
         self._let_others_hear(hung)
         return code
+
+    def _as_hang(self, error: RuntimeError) -> RunFailed | None:
+        """A collective that ran into its time-out, after this rank has shown where it stands; else None."""
+        text = one_line(error)
+        if not _TIMED_OUT.search(text):
+            return None
+        self._show(error)
+        return RunFailed(f"another rank gave no answer within train.net_timeout_s ({text[:200]})",
+                         where=f"rank {self.rank} on {self.node}",
+                         cure="every rank's log holds its stacks: the one that is not in a collective is the cause; "
+                              "was it only slow, raise train.net_timeout_s")
+
+    def _show(self, error: RuntimeError) -> None:
+        traceback.print_exception(error)
+        if self.before_exit is not None:
+            self.before_exit()
 
     def _let_others_hear(self, hung: bool = False) -> None:
         """Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang all

@@ -96,7 +96,7 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
         say(str(finding))
     if own.local_rank == 0 and not own.one_host:
         exits.guard(audit.nic_check(node))
-    made = groups.Groups(plan, node, own.rank, cuda, timeout_s)
+    made = groups.Groups(plan, node, own.rank, cuda, timeout_s, float(train["watchdog_s"]))
     device = groups.device(own.local_rank, cuda)
     groups.check_devices(device, own.rank, store, nodes)
     made.start(dist.PrefixStore("world", store))

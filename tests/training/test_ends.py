@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import spawn
@@ -44,6 +48,54 @@ def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     assert any(re.search(r"step \d+ takes longer than 3 s", e["error"]) for e in ended.run.read_exits())
     for rank in (0, 1, 3):
         assert "stacks of all threads" in ended.log(rank) and "_one_step" in ended.log(rank)
+
+
+def stick(path: Path) -> int:
+    """Make `path` a file whose next writer never comes back: a pipe that is full."""
+    pipe = path.with_suffix(".pipe")
+    os.mkfifo(pipe)
+    handle = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(handle, bytes(4096))
+    pipe.replace(path)
+    return handle
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "dp": 2}, {"pp": 3, "schedule": "ahead"}])
+def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: dict[str, Any], tmp_path: Path) -> None:
+    """As shipped: a collective's time-out is a fifth of the watchdog's."""
+    run = spawn.begin(tmp_path / "run", spawn.plan(**layout), {
+        "train": {**SLOW, "trace": True, "watchdog_s": 25, "net_timeout_s": 5}})
+    run.wait_for_step(2)
+    handle = stick(run.run.trace_path(1))
+    ended = run.finish(30)
+    os.close(handle)
+    assert set(ended.codes) == {1}, ended.output
+    errors = [e["error"] for e in ended.run.read_exits()]
+    assert any("gave no answer within train.net_timeout_s" in e for e in errors), errors
+    for rank in range(len(ended.codes)):
+        assert "stacks of all threads" in ended.log(rank), ended.log(rank)
+    assert "append_line" in ended.log(1) and "append_line" not in ended.log(0)  # the one that is stuck, and where
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}])
+def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any], tmp_path: Path) -> None:
+    """It gets a fifth of its time, as beside other processes; alone in its stage, and beside another rank."""
+    run = spawn.begin(tmp_path / "run", spawn.plan(**layout, model=replace(spawn.MODEL, hidden=128)),
+                      {"train": {"steps": 60}})
+    run.wait_for_step(1)
+    warning = f"warning: node {socket.gethostname()}: rank 1 computes"
+    end = time.monotonic() + 60
+    while time.monotonic() < end and warning not in run.outputs[0].read_text() and len(run.run.metrics()) < 45:
+        run.kill(1, signal.SIGSTOP)
+        time.sleep(0.04)
+        run.kill(1, signal.SIGCONT)
+        time.sleep(0.01)
+    ended = run.finish(60)
+    assert set(ended.codes) == {0}, ended.output
+    assert warning in ended.output[0], ended.output[0]
+    assert "computes" not in ended.output[0].partition(warning)[0]  # nobody else before it
 
 
 def one_line_and_2(ended: spawn.Ended, pattern: str) -> None:

@@ -248,6 +248,11 @@ def test_a_step_that_takes_too_long_is_a_hang() -> None:
     assert dog.hung() is None
     clock.pass_(2)
     assert dog.hung() == "step 2 takes longer than 10 s"
+    dog.alive("saving", watch.LONG)
+    clock.pass_(99)
+    assert dog.hung() is None
+    clock.pass_(2)
+    assert dog.hung() == "saving takes longer than 100 s"
 
 
 def test_the_slow_node_is_named_and_no_other() -> None:
@@ -257,6 +262,23 @@ def test_the_slow_node_is_named_and_no_other() -> None:
     slow = [[1.0, 1.1, 1.6, 3.0, 3.1], [1.0, 1.1, 0.9, 9.0, 3.1], [1.0, 1.1, 1.6, 3.0, 3.1]]  # one hiccup is none
     found = [judge.step(s) for s in slow][-1]
     assert len(found) == 1 and "node c: rank 2 computes 1.45 times" in found[0]
+
+
+def test_a_stage_with_nobody_to_compare_with_is_compared_by_its_layers() -> None:
+    nodes, stages = ["a", "b", "c", "d"], [[0], [1], [2], [3]]
+    judge = watch.Stragglers(stages, nodes, [2, 4, 4, 3.5], ["h", "h", "h", "v"], every=1)
+    assert judge.step([0.2, 0.4, 0.5, 3.5]) == []  # another GPU is no slow node
+    found = judge.step([0.2, 0.4, 0.7, 3.5])
+    assert len(found) == 1 and "node c: rank 2 computes 1.75 times as long for a layer of stage 2" in found[0]
+    assert len(judge.step([0.4, 0.4, 0.4, 0.1])) == 1
+
+
+def test_the_work_of_stages() -> None:
+    plan = spawn.plan(pp=3, layers=[[3], [2], [1]])
+    work, alike = watch.work_of_stages(plan, paced=False)
+    assert work[:2] == [3, 2] and 1.2 < work[2] < 3 and alike == [plan.site.fabrics[0].gpu] * 3
+    assert watch.work_of_stages(plan, paced=True)[0] == [3, 2, 1]
+    assert watch.work_of_stages(spawn.plan(pp=2, dp=2), paced=False) == ([], [])
 
 
 def test_a_line_of_the_metrics_adds_up() -> None:
