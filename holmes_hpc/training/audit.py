@@ -15,7 +15,7 @@ from holmes_hpc.planning.setting import Setting
 from holmes_hpc.planning.timing import activation_bytes, parameters
 from holmes_hpc.training.transports import NodeTransports, short
 
-FIRST_STEPS, EVERY_STEPS = 10, 50  # steps until the first comparison, and between later ones
+EVERY_STEPS = 10  # between comparisons: a NIC that goes wrong anywhere between two is seen within 20
 
 
 def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
@@ -87,12 +87,12 @@ class Audit:
         self._names = {n.node: {kind: n.interfaces[of][0] for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
                                 if of in n.interfaces} for n, rdma in zip(nodes, self._kinds, strict=True)}
         self._sums: dict[str, dict[str, float]] = {}
-        self._warm, self._steps, self._until = False, 0, FIRST_STEPS
+        self._warm, self._steps = False, 0
         self._said: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Sequence[float]], alone: bool = True) -> list[Finding]:
-        """One step's counters of every rank (see :meth:`Traffic.take`). What is wrong comes back when enough steps have
-        been added, once for each NIC. `alone`: nothing but the step happened since the step before."""
+        """One step's counters of every rank (see :meth:`Traffic.take`). What is wrong comes back with every tenth step,
+        once for each NIC. `alone`: nothing but the step happened since the step before; other steps are not counted."""
         if not self._warm or not alone:
             self._warm = True  # connections are made in the first step
             return []
@@ -101,11 +101,11 @@ class Audit:
             sums = self._sums.setdefault(self._nodes[rank], {})
             for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma)):
                 sums[kind] = sums.get(kind, 0.0) + sent
-        if self._steps < self._until:
+        if self._steps < EVERY_STEPS:
             return []
         found = audit_bytes({node: {kind: sent / self._steps for kind, sent in kinds.items()}
                              for node, kinds in self._sums.items()}, self._loads, names=self._names)
-        self._sums, self._steps, self._until = {}, 0, EVERY_STEPS
+        self._sums, self._steps = {}, 0
         new = [f for f in found if (f.node, f.nic) not in self._said]
         self._said.update((f.node, f.nic) for f in new)
         return new

@@ -15,7 +15,7 @@ from holmes_hpc.planning.plan import Plan
 from holmes_hpc.planning.search import best_plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import audit
-from holmes_hpc.training.audit import EVERY_STEPS, FIRST_STEPS, Audit, loads
+from holmes_hpc.training.audit import EVERY_STEPS, Audit, loads
 from holmes_hpc.training.transports import NodeTransports
 
 MODEL = ModelSpec("m", layers=12, hidden=256, heads=8, vocab=512, ffn=1024, kv_heads=8)
@@ -71,15 +71,18 @@ def rows_of(plan: Plan, factor: float) -> list[list[float]]:
 def test_as_planned_nothing_is_said() -> None:
     plan = make(TWO, pp=2)
     watched = Audit(plan, nodes_of(plan), {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
-    assert not any(watched.add(rows_of(plan, 1.05)) for _ in range(FIRST_STEPS + 2 * EVERY_STEPS))
+    assert not any(watched.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
 
 
-def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps() -> None:
+@pytest.mark.parametrize("wrong_from", [1, 2, 13, 30, 35, 100])
+def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps(wrong_from) -> None:
     plan = make(TWO, pp=2)
-    watched, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0)
+    watched, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
     rows[1][0], rows[1][2] = rows[1][0] + rows[1][2], 0.0
-    said = [(step, f) for step in range(1, 20) for f in watched.add(rows)]
-    (_, found), = said
+    said = [(step, f) for step in range(1, wrong_from + 20)
+            for f in watched.add(rows if step >= wrong_from else planned)]
+    (step, found), = said
+    assert wrong_from < step < wrong_from + 20
     assert (found.level, found.node, found.nic) == ("error", plan.places[1].node, "eth0")
     assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
     assert not any(watched.add(rows) for _ in range(2 * EVERY_STEPS))  # and not again
