@@ -254,7 +254,7 @@ class Trainer:
         here, plan = self.here, self.plan
         setup = self._gather_all(here.traffic.take())
         factors = {} if here.nodes[0].one_host else traffic.header_factors(
-            plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all)
+            plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda)
         calibration = self._gather_all(here.traffic.take())
         if here.launch.rank > 0:
             return
@@ -264,9 +264,11 @@ class Trainer:
         here.run.update_run(**session.describe(here), pace_layer_ms=self.config["pace_layer_ms"],
                             traffic={"setup": setup_bytes, "header_factor": mean,
                                      "header_factors": {k: round(v, 4) for k, v in factors.items()}})
-        self._audit = audit.Audit(plan, here.nodes, factors, self.config["dtype"]) if factors else None
+        if not here.nodes[0].one_host:
+            self._audit = audit.Audit(plan, here.nodes, factors, self.config["dtype"])
         for kind, factor in factors.items():
-            say(f"{kind}: {factor:.3f} bytes on the wire per byte sent")
+            say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
+                + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
         paced = self.config["pace_layer_ms"]
         say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.training import breakdown, cpu, metrics, optimizer, pace, watch
-from holmes_hpc.training.traffic import sample_pairs, sum_by_kind
+from holmes_hpc.training.traffic import header_factors, sample_pairs, sum_by_kind
 
 
 class Clock:
@@ -310,3 +310,24 @@ def test_nothing_counted_is_nothing_recorded() -> None:
 def test_samples_are_sent_between_nodes_of_every_kind_of_nic() -> None:
     assert sample_pairs(spawn.plan(pp=3, dp=2)) == {"ib-0": (0, 1), "roce-1": (2, 3), "ethernet": (4, 5)}
     assert sample_pairs(spawn.plan()) == {}
+
+
+class Counted:
+    """A NIC that carries what others send beside the sample, too."""
+
+    def take(self) -> tuple[float, float, float, float]:
+        return 3e6, 3e6, 5e6, 5e6
+
+
+def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkeypatch) -> None:
+    plan, made = spawn.plan(pp=3, dp=2), []
+    monkeypatch.setattr("holmes_hpc.training.traffic._send", lambda ranks, rank, group, data: None)
+
+    def new_group(ranks, kind):
+        made.append(kind)
+
+    found = header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size, cuda=True)
+    assert found.pop("ethernet") > 1
+    assert found == {"ib-0": 1.0, "roce-1": 1.0} and made == ["sample ethernet"]
+    assert set(header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size)) == {
+        "ib-0", "roce-1", "ethernet"}
