@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import slurm
@@ -20,6 +21,7 @@ NOT_PERMANENT = ("scontrol's changes last until slurmctld restarts or reads slur
 _FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # what neither slurm.conf nor a constraint gives a meaning of its own
 _OWN = (re.compile(r"nic_(ib|roce|ethernet)\Z"), re.compile(r"nic_[\d.]+g\Z"), re.compile(r"eth_[\d.]+g\Z"),
         re.compile(r"fabric_.+\Z"))
+_What = TypeVar("_What", bound=Hashable)
 _SAME_RATE = 0.02  # the kernel rounds FDR's 54.5 to 56
 
 
@@ -88,19 +90,27 @@ def _compare(nic: NicType, said: float | None, measured: float | None, label: st
 
 @dataclass(frozen=True)
 class Change:
-    """A node's features now, and as they should be."""
+    """A node's available features now, and as they should be; and the same of the active ones, of which a site that
+    switches features (node_features plugins) has fewer. Nobody else's feature is switched on."""
 
     node: str
     present: tuple[str, ...]
     wanted: tuple[str, ...]
+    active: tuple[str, ...]
+    active_wanted: tuple[str, ...]
 
     @property
     def added(self) -> tuple[str, ...]:
-        return tuple(f for f in self.wanted if f not in self.present)
+        """New, or only now active."""
+        return tuple(f for f in self.wanted if f not in self.present or f in set(self.active_wanted) - set(self.active))
 
     @property
     def removed(self) -> tuple[str, ...]:
         return tuple(f for f in self.present if f not in self.wanted)
+
+    @property
+    def needed(self) -> bool:
+        return (self.present, self.active) != (self.wanted, self.active_wanted)
 
 
 def merge(present: Sequence[str], deserved: Sequence[str]) -> tuple[str, ...]:
@@ -125,15 +135,16 @@ def changes(nodes: Iterable[Node], deserved: Mapping[str, Sequence[str]],
     result = []
     for name in dict.fromkeys([*deserved, *fabrics]):
         labels = [*deserved.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]
-        result.append(Change(name, known[name].available, merge(known[name].available, labels)))
+        available, active = known[name].available, known[name].features
+        result.append(Change(name, available, merge(available, labels), active, merge(active, labels)))
     return result
 
 
-def _alike(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for node, features in pairs:
-        groups.setdefault(features, []).append(node)
-    return [(compress(nodes), features) for features, nodes in groups.items()]
+def _alike(pairs: Iterable[tuple[str, _What]]) -> list[tuple[str, _What]]:
+    groups: dict[_What, list[str]] = {}
+    for node, what in pairs:
+        groups.setdefault(what, []).append(node)
+    return [(compress(nodes), what) for what, nodes in groups.items()]
 
 
 def slurm_conf_lines(wanted: Iterable[Change]) -> list[str]:
@@ -144,9 +155,9 @@ def slurm_conf_lines(wanted: Iterable[Change]) -> list[str]:
 
 def update_commands(wanted: Iterable[Change]) -> list[list[str]]:
     """`scontrol update` for the nodes that change. It replaces all features of a node, so all are given."""
-    pairs = ((c.node, c.wanted) for c in wanted if c.wanted != c.present)
-    return [["scontrol", "update", f"NodeName={nodes}", f"AvailableFeatures={','.join(features)}",
-             f"ActiveFeatures={','.join(features)}"] for nodes, features in _alike(pairs)]
+    pairs = ((c.node, (c.wanted, c.active_wanted)) for c in wanted if c.needed)
+    return [["scontrol", "update", f"NodeName={nodes}", f"AvailableFeatures={','.join(available)}",
+             f"ActiveFeatures={','.join(active)}"] for nodes, (available, active) in _alike(pairs)]
 
 
 def difference_lines(wanted: Iterable[Change]) -> list[str]:

@@ -100,6 +100,18 @@ def test_lines_and_commands() -> None:
     assert difference_lines(changed) == ["r1: + nic_roce  - nic_ib"]
 
 
+def test_features_that_are_available_and_not_active_stay_so() -> None:
+    knl = node("k1", "intel,flat,cache", active="intel,cache")
+    change, = changes([knl], {"k1": ["nic_ib"]})
+    assert update_commands([change]) == [["scontrol", "update", "NodeName=k1",
+                                          "AvailableFeatures=intel,flat,cache,nic_ib",
+                                          "ActiveFeatures=intel,cache,nic_ib"]]
+    asleep = changes([node("k2", "intel,nic_ib", active="intel")], {"k2": ["nic_ib"]})
+    assert difference_lines(asleep) == ["k2: + nic_ib"]
+    assert update_commands(asleep)[0][-1] == "ActiveFeatures=intel,nic_ib"
+    assert update_commands(changes([node("k3", "a,nic_ib", active="nic_ib")], {"k3": ["nic_ib"]})) == []
+
+
 def test_unknown_nodes_are_refused() -> None:
     with pytest.raises(SiteError, match="no node 'x1'"):
         changes([node("ib1")], {"x1": ["nic_ib"]})
