@@ -75,31 +75,37 @@ def facts_of(node: str, nics: NodeNics, features: Sequence[str] | None, env: Map
 
 def gather(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`; and a finding for those that were busy or gave no answer. Needs this Python on the nodes,
-    as training does."""
-    asked = [n for n in nodes if n.usable and n.partitions]
+    as training does. A node that fails or hangs takes no other's answer with it."""
+    up = {p.name for p in slurm.read_partitions() if p.up}
     facts: list[Facts] = []
     silent: list[Finding] = []
-    by_partition: dict[str, list[Node]] = {}
-    for n in asked:
-        by_partition.setdefault(n.partitions[0], []).append(n)
+    by_partition: dict[str | None, list[Node]] = {}
+    for n in nodes:
+        if n.usable and n.partitions:
+            by_partition.setdefault(next((p for p in n.partitions if p in up), None), []).append(n)
     for partition, members in by_partition.items():
+        if partition is None:
+            silent.append(_silent("info", members, "in closed partitions only, so not asked"))
+            continue
         idle = [n for n in members if "IDLE" in n.states]
         busy = [n for n in members if n not in idle]
         if busy:
-            silent.append(_silent(busy, "busy, so not asked"))
+            silent.append(_silent("info", busy, "busy, so not asked"))
         if not idle:
             continue
-        try:
-            lines = slurm.command(*_srun(partition, idle, vocabulary)).splitlines()
-        except SiteError as e:
-            silent.append(_silent(idle, f"not asked: {e.what}"))
-            continue
-        found = [f for f in map(_understand, lines) if f is not None]
+        limit_s = limit(len(idle))
+        out, trouble = slurm.answers(*_srun(partition, idle, vocabulary), timeout_s=limit_s)
+        found = [f for f in map(_understand, out.splitlines()) if f is not None]
         facts += found
         missing = [n for n in idle if n.name not in {f.node for f in found}]
         if missing:
-            silent.append(_silent(missing, "gave no answer"))
+            silent.append(_silent("warning", missing, "gave no answer" + (f" ({trouble})" if trouble else "")))
     return facts, silent
+
+
+def limit(nodes: int) -> int:
+    """Seconds in which so many nodes must answer: Python starts from a file system that all of them share."""
+    return 30 + nodes // 10
 
 
 def propose(names: Sequence[str] | None = None, fabric: str | None = None,
@@ -122,16 +128,18 @@ def propose(names: Sequence[str] | None = None, fabric: str | None = None,
     return changes(nodes, {f.node: f.deserves for f in facts}, labels), silent
 
 
-def _silent(nodes: Sequence[Node], why: str) -> Finding:
+def _silent(level: str, nodes: Sequence[Node], why: str) -> Finding:
     names = compress(n.name for n in nodes)
-    return Finding("info", f"nodes {names}", why, "ask them with `holmes probe --check` on the node itself")
+    return Finding(level, f"nodes {names}", why, "ask them with `holmes probe --check` on the node itself")
 
 
 def _srun(partition: str, nodes: Sequence[Node], vocabulary: str | None) -> list[str]:
     own = ["--vocabulary", os.path.abspath(vocabulary)] if vocabulary else []
     names, count = compress(n.name for n in nodes), len(nodes)
+    limit_s = limit(count)
     return ["srun", f"--partition={partition}", f"--nodelist={names}", f"--nodes={count}", f"--ntasks={count}",
-            "--ntasks-per-node=1", f"--immediate={WAIT_S}", "--time=2", "--quiet",
+            "--ntasks-per-node=1", f"--immediate={WAIT_S}", f"--time={2 + limit_s // 60}", "--quiet", "--no-kill",
+            "--kill-on-bad-exit=0", f"--wait={limit_s // 2}",  # some may fail, or hang
             "--job-name=holmes-facts", sys.executable, "-m", "holmes_hpc.fabric.gather", *own]
 
 

@@ -10,7 +10,8 @@ from holmes_hpc.fabric.grouping import NodeSettings, group
 from holmes_hpc.fabric.scontrol import Config, Node, Partition, lines, parse_config, parse_node, parse_partition
 from holmes_hpc.fabric.site import Site
 
-__all__ = ["NodeSettings", "command", "read_config", "read_node", "read_nodes", "read_partitions", "read_site"]
+__all__ = ["NodeSettings", "answers", "command", "read_config", "read_node", "read_nodes", "read_partitions",
+           "read_site"]
 
 TIMEOUT_S = 30
 
@@ -30,6 +31,20 @@ def command(*words: str) -> str:
         raise SiteError(text, where=" ".join(words),
                         cure="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right")
     return done.stdout
+
+
+def answers(*words: str, timeout_s: float) -> tuple[str, str]:
+    """What a command printed, whatever became of it; and what went wrong, empty where nothing did. For commands that
+    ask many nodes, of which some may fail."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except OSError as e:
+        return "", f"{words[0]}: {e.strerror}"
+    except subprocess.TimeoutExpired as e:
+        return (e.stdout or b"").decode(errors="replace"), f"no answer in {timeout_s:.0f} s"
+    if not done.returncode:
+        return done.stdout, ""
+    return done.stdout, (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
 
 
 def read_nodes(vocabulary: str | None = None) -> list[Node]:

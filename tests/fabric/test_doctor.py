@@ -1,15 +1,17 @@
+import json
+import time
 from dataclasses import replace
 
 import pytest
 import trees
-from slurm_text import node, partition
+from slurm_text import node, partition, partition_line
 from trees import Tree
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import slurm
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.gather import MARK, Facts, _understand, check_here, facts_of, gather, propose
+from holmes_hpc.fabric.gather import MARK, Facts, _understand, check_here, facts_of, gather, limit, propose
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.scontrol import Config
 from holmes_hpc.fabric.site import NicType
@@ -155,21 +157,47 @@ def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> N
         propose(None, "x")
 
 
-def test_gather_asks_idle_nodes_and_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-    import time
+@pytest.fixture
+def srun(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """A site of which partition ib is open and old is closed; what srun does there is a shell script's body."""
+    text = "\n".join((partition_line("old", "a[1-4]", state="DOWN"), partition_line("ib", "a[1-4]")))
+    monkeypatch.setattr(slurm, "command", lambda *words: text)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
-    asked: list[tuple[str, ...]] = []
+    def does(body: str) -> None:
+        (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n{body}\n')
+        (tmp_path / "srun").chmod(0o755)
 
-    def answer(*words: str) -> str:
-        asked.append(words)
-        line = MARK + json.dumps({**facts("a1").to_dict(), "clock": time.time() + 100})
-        return f"noise\n{line}\n{MARK}not json\n"
+    return does, lambda: (tmp_path / "asked").read_text().split()
 
-    monkeypatch.setattr(slurm, "command", answer)
-    nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN")]
+
+def answer(name: str, late_s: float = 0.0) -> str:
+    return f"echo '{MARK}" + json.dumps({**facts(name).to_dict(), "clock": time.time() + late_s}) + "'"
+
+
+def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
+    does, asked = srun
+    does(f"echo noise\n{answer('a1', 100)}\necho '{MARK}not json'")
+    nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN"),
+             node("a5", IB, "old")]
     found, silent = gather(nodes)
     assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
-    assert [f.where for f in silent] == ["nodes a3", "nodes a2"]
-    assert "--nodelist=a[1-2]" in asked[0] and "--partition=ib" in asked[0] and len(asked) == 1
+    assert [(f.level, f.where) for f in silent] == [("info", "nodes a3"), ("warning", "nodes a2"), ("info", "nodes a5")]
+    assert "--nodelist=a[1-2]" in asked() and "--partition=ib" in asked()
     assert _understand("holmes-facts {}") is None
+
+
+@pytest.mark.parametrize(("ending", "why"), [
+    ("echo 'srun: error: a2: task 1: Exited with exit code 1' >&2; exit 1", "a2: task 1: Exited with exit code 1"),
+    ("exec sleep 30", "no answer in 1 s")])
+def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeypatch, ending: str, why: str) -> None:
+    does, asked = srun
+    does(f"{answer('a1')}\n{ending}")
+    monkeypatch.setattr("holmes_hpc.fabric.gather.limit", lambda nodes: 1)
+    found, silent = gather([node(n.name, IB, "old,ib") for n in NODES])
+    assert [f.node for f in found] == ["a1"] and "--partition=ib" in asked()
+    assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what
+
+
+def test_a_large_site_has_more_time() -> None:
+    assert limit(4) == 30 and limit(2000) == 230
