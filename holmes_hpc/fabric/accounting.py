@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,8 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
     that sends about as much less on another kind of NIC of that node.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
-    -> interface, for messages. A NIC that sends less than planned, with no other that sends more, is a warning.
+    -> interface, for messages. A NIC that sends less than planned, with no other that sends more, is a warning. NICs
+    of kind ``other`` (storage, management) have users of their own: they count only where another kind lacks as much.
     """
     loads, names = list(loads), names or {}
     planned = expected(loads, header_factor)
@@ -49,6 +51,8 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
                    if sent - plan.get(k, 0.0) > tolerance * plan.get(k, 0.0) + floor_bytes}
         lacking = {k: want - kinds.get(k, 0.0) for k, want in plan.items()
                    if want - kinds.get(k, 0.0) > tolerance * want + floor_bytes}
+        if surplus.get("other", 0.0) < 0.5 * min(lacking.values(), default=math.inf):
+            surplus.pop("other", None)
         for kind, extra in surplus.items():
             nic = names.get(node, {}).get(kind, kind)
             group = _culprit(node, extra, lacking, loads, header_factor)

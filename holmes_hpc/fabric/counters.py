@@ -46,22 +46,27 @@ def difference(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[
 
 
 def by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str, tuple[int, int]]:
-    """Sum counters into ``ib``, ``roce``, ``ethernet`` and ``other`` (management, containers).
+    """Sum counters into ``ib``, ``roce``, ``ethernet`` and ``other`` (management, containers, storage: RDMA ports that
+    NCCL is not given).
 
     Nothing is counted twice: IPoIB is left to its port where ports are counted, members of a bond to the bond.
     """
+    ports = [p for p in nics.ports if p.kind in ("ib", "roce")]
+    compute = {p.name for nic in (NicType.IB, NicType.ROCE) for p in nics.compute_ports(nic)}
+    owners = {p.interface for p in ports if p.name in compute}
     kinds: dict[str, str] = {}
     for nic in nics.interfaces:
         if nic.name == "lo" or nic.member_of is not None:
             continue
-        if nic.type is NicType.IB and any(p.kind == "ib" and p.name in counters for p in nics.ports):
+        if nic.type is NicType.IB and any(p.kind == "ib" and p.name in counters for p in ports):
             continue
-        kinds[nic.name] = str(nic.type) if nic.role == "data" else "other"
-    if "ethernet" not in kinds.values():  # a node whose only way out is a management port
+        storage = nic.type is NicType.ROCE and bool(ports) and nic.name not in owners
+        kinds[nic.name] = str(nic.type) if nic.role == "data" and not storage else "other"
+    if "ethernet" not in kinds.values():  # a node whose only way out is a management port, or a RoCE NIC
         best = candidates(nics, NicType.ETHERNET)
-        if best and kinds.get(best[0].name) == "other":
-            kinds[best[0].name] = "ethernet"
-    kinds.update({p.name: p.kind for p in nics.ports if p.kind in ("ib", "roce")})
+        if best and (kinds.get(best[0].name) == "other" or any(p.name in counters for p in ports)):
+            kinds[best[0].name] = "ethernet"  # a RoCE port counts RDMA, its interface what the kernel sends
+    kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
     totals: dict[str, tuple[int, int]] = {}
     for name, kind in kinds.items():
         if name in counters:

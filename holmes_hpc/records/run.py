@@ -2,7 +2,8 @@
 
 `run.yaml`
     What was run: `version, name, created, plan_id, config{}, overrides[], slurm{job_id, …}, components[], hosts[],
-    nics{}, versions{}, git_commit, attempts[], traffic{setup{kind: {tx, rx}}, header_factor}, pace_layer_ms, device`.
+    nics[]{kind, ranks, transport, interfaces{NIC: nodes}}, versions{}, git_commit, attempts[],
+    traffic{setup{kind: {tx, rx}}, header_factor}, pace_layer_ms, device`.
     `attempts` has one entry per start: `{attempt, started, …}`.
 `plan.yaml`
     The Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan.py).
@@ -11,6 +12,8 @@
     model_tflops_per_gpu, hardware_tflops_per_gpu, breakdown[stage]{compute_s, pipeline_wait_s, grad_sync_s,
     param_sync_s, optimizer_s}, nic_bytes{fabric|ethernet: {tx, rx}}, peak_memory_bytes[rank], attempt`.
     `time` is Unix seconds at the step's end; bytes are sums over all nodes for that step. Times and rates: 7 digits.
+`nics/NODE.jsonl`
+    One line per step, by each node: `step, attempt, node, nics{interface or device:port: {tx, rx}}`, bytes.
 `logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`
 `exits/rank-N.json`
     How a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`.
@@ -96,6 +99,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def nics(self) -> Path:
+        return self.path / "nics"
 
     @property
     def exits(self) -> Path:

@@ -84,8 +84,9 @@ class Audit:
         fabrics = dict(zip(self._nodes, (n.fabric for n in nodes), strict=True))
         self._loads = [Load(x.node, x.kind, x.label, x.bytes * factors.get(
             "ethernet" if x.kind == "ethernet" else fabrics[x.node], 1.0)) for x in loads(plan, self._nodes, dtype)]
-        self._names = {n.node: {kind: n.interfaces[of][0] for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
-                                if of in n.interfaces} for n, rdma in zip(nodes, self._kinds, strict=True)}
+        self._names = {n.node: {"other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
+                                **{kind: n.interfaces[of][0] for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
+                                   if of in n.interfaces}} for n, rdma in zip(nodes, self._kinds, strict=True)}
         self._sums: dict[str, dict[str, float]] = {}
         self._warm, self._steps = False, 0
         self._said: set[tuple[str, str]] = set()
@@ -97,9 +98,9 @@ class Audit:
             self._warm = True  # connections are made in the first step
             return []
         self._steps += 1
-        for rank, (ethernet, _, rdma, _) in enumerate(rows):
+        for rank, (ethernet, _, rdma, _, other) in enumerate(rows):
             sums = self._sums.setdefault(self._nodes[rank], {})
-            for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma)):
+            for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma), ("other", other)):
                 sums[kind] = sums.get(kind, 0.0) + sent
         if self._steps < EVERY_STEPS:
             return []

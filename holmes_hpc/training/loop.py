@@ -112,6 +112,7 @@ class Trainer:
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
         self.word = Word(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
+        self.nic_log = traffic.NicLog(here.run.nics, here.launch.node, here.attempt)
         self.final: dict[str, Any] = {}
         self._gathering: metrics.Gathering | None = None
         self._audit: audit.Audit | None = None
@@ -287,6 +288,7 @@ class Trainer:
         here = self.here
         row = metrics.row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
                           metrics.peak_memory_bytes(here.cuda))
+        self.nic_log.add(self.step, here.traffic.by_nic)
         self._gathering = metrics.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
                                             figures)
         self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
@@ -322,6 +324,7 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for what the edges still carry, and for the loggers."""
+        self.nic_log.write()
         if isinstance(self.edges, edges.EdgeCommunicator):
             self.edges.close()
         if self.loggers is not None:

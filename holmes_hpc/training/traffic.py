@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_hpc.fabric.counters import by_kind, difference, read_counters
-from holmes_hpc.fabric.nics import NodeNics
+from holmes_hpc.fabric.counters import Counters, by_kind, difference, read_counters
+from holmes_hpc.fabric.nics import NodeNics, role_of
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.files import append_line, to_json
 from holmes_hpc.training.launch import Launch
 
 SAMPLE_BYTES = 1 << 20
@@ -18,7 +22,7 @@ SAMPLE_BYTES = 1 << 20
 
 class Traffic:
     """Counters of this node. On every rank but the first of a node, and where all ranks share one host, nothing is
-    counted (zeros), so that sums over ranks are sums over nodes."""
+    counted (zeros), so that sums over ranks are sums over nodes. `by_nic`: what the last call of `take` found."""
 
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
         self.fabric = plan.site.fabric(plan.places[min(launch.rank, plan.world_size - 1)].fabric)
@@ -26,23 +30,56 @@ class Traffic:
         self.counts = first and not launch.one_host
         self._nics = nics
         self._last = read_counters() if self.counts else {}
+        self.by_nic: Counters = {}
 
-    def take(self) -> tuple[float, float, float, float]:
-        """Bytes since the last call: Ethernet sent and received, RDMA sent and received."""
+    def take(self) -> tuple[float, float, float, float, float]:
+        """Bytes since the last call: Ethernet sent and received, RDMA sent and received; sent over NICs that the plan
+        does not use."""
         if not self.counts:
-            return 0.0, 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0, 0.0
         now = read_counters()
-        kinds = by_kind(difference(self._last, now), self._nics)
-        self._last = now
-        ethernet = kinds.get("ethernet", (0, 0))
-        rdma = kinds.get(str(self.fabric.nic), (0, 0)) if self.fabric.nic is not NicType.ETHERNET else (0, 0)
-        return float(ethernet[0]), float(ethernet[1]), float(rdma[0]), float(rdma[1])
+        self.by_nic, self._last = difference(self._last, now), now
+        kinds = by_kind(self.by_nic, self._nics)
+        ethernet = kinds.pop("ethernet", (0, 0))
+        rdma = kinds.pop(str(self.fabric.nic), (0, 0)) if self.fabric.nic is not NicType.ETHERNET else (0, 0)
+        other = sum(sent for sent, _ in kinds.values())
+        return float(ethernet[0]), float(ethernet[1]), float(rdma[0]), float(rdma[1]), float(other)
+
+
+class NicLog:
+    """``nics/NODE.jsonl`` of the run: what every NIC of this node carried, a line a step, by the node's first rank.
+
+    Lines are written together, once a second at most: a shared file system has one small write a second and node.
+    """
+
+    def __init__(self, folder: Path, node: str, attempt: int) -> None:
+        self._path, self._node, self._attempt = folder / f"{node}.jsonl", node, attempt
+        self._lines: list[str] = []
+        self._wrote = 0.0
+
+    def add(self, step: int, counted: Counters) -> None:
+        """One step's bytes of each NIC; those that carried nothing, and virtual ones, are left out."""
+        nics = {name: {"tx": tx, "rx": rx} for name, (tx, rx) in sorted(counted.items())
+                if (tx or rx) and role_of(name) != "virtual"}
+        if not nics:
+            return
+        self._lines.append(to_json({"step": step, "attempt": self._attempt, "node": self._node, "nics": nics}))
+        if time.monotonic() - self._wrote > 1:
+            self.write()
+
+    def write(self) -> None:
+        """What was held back. RunFailed when the disk is full."""
+        if self._lines:
+            with contextlib.suppress(OSError):  # append_line says what is wrong
+                self._path.parent.mkdir(exist_ok=True)
+            append_line(self._path, "\n".join(self._lines))
+        self._lines, self._wrote = [], time.monotonic()
 
 
 def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
     """Every rank's :meth:`Traffic.take` as sums over nodes: fabric name or ``ethernet`` -> {tx, rx}."""
     total: dict[str, dict[str, int]] = {}
-    for rank, (tx, rx, rdma_tx, rdma_rx) in enumerate(rows):
+    for rank, (tx, rx, rdma_tx, rdma_rx, _) in enumerate(rows):
         for kind, sent, received in (("ethernet", tx, rx), (plan.places[rank].fabric, rdma_tx, rdma_rx)):
             if sent or received:
                 entry = total.setdefault(kind, {"tx": 0, "rx": 0})

@@ -199,6 +199,17 @@ def test_counters_of_a_bond_are_counted_once(tmp_path: Path) -> None:
     assert by_kind(read_counters(tree.root), probe(tree.root, {}, tree.read))["roce"] == (10, 0)
 
 
+def test_storage_ports_are_none_of_the_fabrics(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    trees.a_slow_cable(tree)
+    kinds = by_kind({**{f"mlx5_{i}:1": (1, 10) for i in range(4)}, "eth0": (5, 6)}, probe(tree.root, {}, tree.read))
+    assert kinds == {"ib": (3, 30), "other": (1, 10), "ethernet": (5, 6)}
+    tree = Tree(tmp_path / "converged")
+    trees.converged_roce(tree)
+    kinds = by_kind({"eth0": (5, 6), "mlx5_0:1": (70, 80)}, probe(tree.root, {}, tree.read))
+    assert kinds == {"ethernet": (5, 6), "roce": (70, 80)}  # TCP, and RDMA beside it
+
+
 def test_counters_of_a_a_node() -> None:
     counters = {"eth0": (1, 2), "ib0": (3, 4), "mgmt0": (5, 6), "lo": (9, 9), "docker0": (7, 8)}
     assert by_kind(counters, a_node("ib")) == {"ethernet": (1, 2), "ib": (3, 4), "other": (12, 14)}

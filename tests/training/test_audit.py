@@ -61,7 +61,7 @@ def nodes_of(plan: Plan) -> list[NodeTransports]:
 
 def rows_of(plan: Plan, factor: float) -> list[list[float]]:
     """Every rank's counters when all goes as planned."""
-    rows = [[0.0, 0.0, 0.0, 0.0] for _ in plan.places]
+    rows = [[0.0] * 5 for _ in plan.places]
     names = [p.node for p in plan.places]
     for load in loads(plan, names):
         rows[names.index(load.node)][0 if load.kind == "ethernet" else 2] += load.bytes * factor
@@ -86,6 +86,18 @@ def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps(wrong_from) 
     assert (found.level, found.node, found.nic) == ("error", plan.places[1].node, "eth0")
     assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
     assert not any(watched.add(rows) for _ in range(2 * EVERY_STEPS))  # and not again
+
+
+def test_a_group_on_a_nic_that_the_plan_does_not_use_is_named_and_storage_is_not() -> None:
+    plan = make(TWO, pp=2)
+    node = plan.places[1].node
+    rows = rows_of(plan, 1.0)
+    rows[0][4] = 1e9  # a checkpoint goes to storage over another port
+    rows[1][4], rows[1][2] = rows[1][2], 0.0
+    watched = Audit(plan, nodes_of(plan), {})
+    found, = (f for _ in range(20) for f in watched.add(rows))
+    assert (found.level, found.node) == ("error", node) and f"nics/{node}.jsonl names it" in found.what
+    assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
 
 
 def test_a_checkpoint_between_steps_is_no_groups_traffic() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import ConfigError, RunFailed
+from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
+from holmes_hpc.fabric.site import NicType
 from holmes_hpc.training import breakdown, cpu, metrics, optimizer, pace, watch
-from holmes_hpc.training.traffic import header_factors, sample_pairs, sum_by_kind
+from holmes_hpc.training.launch import Launch
+from holmes_hpc.training.traffic import NicLog, Traffic, header_factors, sample_pairs, sum_by_kind
 
 
 class Clock:
@@ -284,9 +288,10 @@ def test_the_work_of_stages() -> None:
 def test_a_line_of_the_metrics_adds_up() -> None:
     plan = spawn.plan(pp=2, dp=2)
     parts = {p: 0.1 for p in breakdown.PARTS}
-    rows = [metrics.row(0, 0, 0.6, parts, (10, 20, 30, 40), 100), metrics.row(0, 0, 0.7, parts, (1, 2, 3, 4), 200),
-            metrics.row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0), 300),
-            metrics.row(12.0, 4, 0.6, parts, (0, 0, 5, 6), 400)]
+    rows = [metrics.row(0, 0, 0.6, parts, (10, 20, 30, 40, 7), 100),
+            metrics.row(0, 0, 0.7, parts, (1, 2, 3, 4, 0), 200),
+            metrics.row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0), 300),
+            metrics.row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0), 400)]
     line = metrics.line(plan, rows, 7, 123.0, {"grad_norm": 1.0})
     assert (line["step"], line["time"], line["loss"], line["step_time_s"]) == (7, 123.0, 2.5, 0.6)
     assert line["samples_per_s"] == pytest.approx(8 / 0.6, rel=1e-4)
@@ -301,10 +306,10 @@ def test_a_line_of_the_metrics_adds_up() -> None:
 
 def test_nothing_counted_is_nothing_recorded() -> None:
     plan = spawn.plan(dp=2)
-    rows = [metrics.row(0, 0, 1, dict.fromkeys(breakdown.PARTS, 0.0), (0, 0, 0, 0), 1)] * 2
+    rows = [metrics.row(0, 0, 1, dict.fromkeys(breakdown.PARTS, 0.0), (0, 0, 0, 0, 0), 1)] * 2
     line = metrics.line(plan, rows, 1, 0.0, {})
     assert line["nic_bytes"] == {} and math.isnan(line["loss"])
-    assert sum_by_kind(plan, [[0, 0, 0, 0]] * 2) == {}
+    assert sum_by_kind(plan, [[0, 0, 0, 0, 0]] * 2) == {}
 
 
 def test_samples_are_sent_between_nodes_of_every_kind_of_nic() -> None:
@@ -315,8 +320,8 @@ def test_samples_are_sent_between_nodes_of_every_kind_of_nic() -> None:
 class Counted:
     """A NIC that carries what others send beside the sample, too."""
 
-    def take(self) -> tuple[float, float, float, float]:
-        return 3e6, 3e6, 5e6, 5e6
+    def take(self) -> tuple[float, float, float, float, float]:
+        return 3e6, 3e6, 5e6, 5e6, 0.0
 
 
 def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkeypatch) -> None:
@@ -331,3 +336,31 @@ def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkey
     assert found == {"ib-0": 1.0, "roce-1": 1.0} and made == ["sample ethernet"]
     assert set(header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size)) == {
         "ib-0", "roce-1", "ethernet"}
+
+
+IB_NODE = NodeNics((Nic("eth0", NicType.ETHERNET), Nic("mgmt0", NicType.ETHERNET), Nic("docker0", NicType.ETHERNET)), (
+    RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_1", 1, "ib", True, "ACTIVE", 100.0)))
+
+
+def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch) -> None:
+    readings = iter([{n: (0, 0) for n in ("eth0", "mgmt0", "docker0", "mlx5_0:1", "mlx5_1:1")},
+                     {"eth0": (1, 2), "mgmt0": (10, 20), "docker0": (0, 0), "mlx5_0:1": (100, 200),
+                      "mlx5_1:1": (1000, 0)}])
+    monkeypatch.setattr("holmes_hpc.training.traffic.read_counters", lambda: next(readings))
+    counted = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
+    assert counted.take() == (1, 2, 100, 200, 1010)  # mlx5_1 is slower: storage, not one of NCCL's ports
+    assert counted.by_nic["mlx5_1:1"] == (1000, 0)
+
+
+def test_the_log_of_nics_holds_every_step_and_is_written_now_and_then(tmp_path) -> None:
+    log = NicLog(tmp_path / "nics", "ib1", attempt=2)
+    for step in range(1, 40):
+        log.add(step, {"eth0": (step, 0), "mlx5_0:1": (0, 0), "docker0": (5, 5)})
+    path = tmp_path / "nics" / "ib1.jsonl"
+    assert len(path.read_text().splitlines()) < 39
+    log.write()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 40))
+    assert lines[6] == {"step": 7, "attempt": 2, "node": "ib1", "nics": {"eth0": {"tx": 7, "rx": 0}}}
+    NicLog(tmp_path / "none", "ib1", 1).add(1, {})
+    assert not (tmp_path / "none").exists()
