@@ -253,6 +253,7 @@ class Trainer:
     def record_start(self) -> None:
         """Into run.yaml: hosts, NICs, versions, set-up traffic and the header factor."""
         here, plan = self.here, self.plan
+        session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
         factors = {} if here.nodes[0].one_host else traffic.header_factors(
             plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from holmes_hpc import __version__
 from holmes_hpc.errors import ConfigError, HolmesError, NetworkError
+from holmes_hpc.fabric.hostlist import compress
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.transport import TCP
 from holmes_hpc.planning.plan import Plan
@@ -152,6 +153,29 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports) -> list[Node
     return [NodeTransports.from_dict(json.loads(text)) for text in store.multi_get(keys)]
 
 
+def tell_groups(session: Session) -> None:
+    """On all ranks, before rank 0 calls :func:`describe`: the groups of which this rank is its node's first member."""
+    rank, hosts = session.launch.rank, [n.node for n in session.nodes]
+    own = [entry for entry in session.groups.made
+           if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])]
+    session.store.set(f"groups/{rank}", json.dumps(own))
+
+
+def _groups(session: Session) -> list[dict[str, Any]]:
+    """Every group once: its ranks, its transport, and its NIC on each of its nodes (``eth0: ib[1-2],roce1``)."""
+    texts = session.store.multi_get([f"groups/{rank}" for rank in range(session.launch.world_size)])
+    found: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+    for node, text in zip(session.nodes, texts, strict=True):
+        for entry in json.loads(text):
+            nic = node.nic(entry["interface"])
+            nics = found.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
+            if node.node not in nics.setdefault(nic, []):
+                nics[nic].append(node.node)
+    return [{"kind": kind, "ranks": list(ranks), "transport": transport,
+             "interfaces": {nic: compress(nodes) for nic, nodes in nics.items()}}
+            for (kind, ranks, transport), nics in found.items()]
+
+
 def describe(session: Session) -> dict[str, Any]:
     """What run.yaml says about this start: hosts, NICs per group, versions, device."""
     import megatron.core
@@ -160,5 +184,4 @@ def describe(session: Session) -> dict[str, Any]:
                 "megatron-core": megatron.core.__version__}
     device = torch.cuda.get_device_name(session.device) if session.cuda else "cpu"
     return {"hosts": [n.node for n in session.nodes],
-            "nics": [{**entry, "node": session.launch.node} for entry in session.groups.made],
-            "versions": versions, "device": device, "plan_id": session.plan.id}
+            "nics": _groups(session), "versions": versions, "device": device, "plan_id": session.plan.id}

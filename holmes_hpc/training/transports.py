@@ -49,6 +49,12 @@ class NodeTransports:
             raise NetworkError(f"no interface for {transport}", where=f"node {self.node}",
                                cure="compare the plan's fabrics with `holmes probe` on this node") from None
 
+    def nic(self, name: str | None) -> str:
+        """What carries a group here, for the record: an interface stands for itself, one of NCCL's networks for the
+        NICs that this node gives it, none for NVLink and shared memory."""
+        variable = {"IB": "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}.get(name or "", "")
+        return self.environment.get(variable, "").lstrip("=") or name or "local"
+
     @property
     def address(self) -> str:
         """Where the other nodes reach this one by TCP."""
