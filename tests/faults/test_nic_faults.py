@@ -5,6 +5,7 @@ what the runs said when all of them passed with the usual seed.
 """
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -190,6 +191,16 @@ def test_a_healthy_run_says_nothing_and_its_counters_match_the_plan(testbed, run
     for kind, planned in plan.predicted.nic_bytes_per_step.items():
         counted = sum(m["nic_bytes"][kind]["tx"] for m in steps) / len(steps) / factors[kind]
         assert counted == pytest.approx(planned, rel=0.05), kind
+    logs = [[json.loads(line) for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()]
+            for node in NODES]
+    assert all([line["step"] for line in log] == list(range(1, 14)) for log in logs)
+    for step in steps:
+        sums = [log[step["step"] - 1]["nics"]["eth0"] for log in logs]
+        assert step["nic_bytes"]["ethernet"] == {way: sum(nic[way] for nic in sums) for way in ("tx", "rx")}
+    used = {(g["kind"], *g["ranks"]): g["interfaces"] for g in record["nics"]}
+    fabrics = [{"ib0": "ib[1-2]"}, {"roce0": "roce[1-2]"}]
+    ranks = [tuple(r for r, host in enumerate(record["hosts"]) if host.startswith(kind)) for kind in ("ib", "roce")]
+    assert [used[next(g for g in used if g[1:] == members)] for members in ranks] == fabrics
 
 
 @pytest.mark.parametrize("kind", ["RDMA", "Ethernet"])
@@ -303,21 +314,50 @@ def test_variable_that_overrides_the_choice(testbed, runs, name, value) -> None:
     note(f"{name} set in the environment", "stops", line)
 
 
-def test_traffic_on_the_wrong_nic(testbed, runs) -> None:
+@contextlib.contextmanager
+def wrong_route(testbed, node: str, other: str) -> Iterator[None]:
     """A route that sends a node's RDMA traffic out of its Ethernet NIC: connections work, only counters can tell."""
-    node, other = draw("wrong route", [("ib1", "ib2"), ("ib2", "ib1"), ("roce1", "roce2"), ("roce2", "roce1")])
     peer = address(testbed, other, rdma(other))
     with broken(testbed, node, [f"ip route add {peer}/32 dev eth0 src {address(testbed, node, rdma(node))}"],
                 [f"ip route del {peer}/32 dev eth0"]):
-        trial = Trial(runs, "route", *HYBRID, "train.steps=14")
-        trial.started()
-        assert trial.end() == 0, trial.out
-        line = trial.one_line()
+        yield
+
+
+def names_the_route(trial: Trial, node: str, other: str) -> str:
+    line = trial.one_line()
     ranks = [r for r, host in enumerate(trial.run.read_run()["hosts"]) if host in (node, other)]
     for word in ("error", f"node {node}", "NIC eth0 sent", f"probably group dp of ranks {ranks[0]},{ranks[1]}",
                  f"see that the {node.rstrip('12')} NIC"):
         assert word in line
-    note("Route over the wrong NIC", "goes on, with an error line within 20 steps", line)
+    return line
+
+
+PAIRS = [("ib1", "ib2"), ("ib2", "ib1"), ("roce1", "roce2"), ("roce2", "roce1")]
+
+
+def test_traffic_on_the_wrong_nic(testbed, runs) -> None:
+    node, other = draw("wrong route", PAIRS)
+    with wrong_route(testbed, node, other):
+        trial = Trial(runs, "route", *HYBRID, "train.steps=14")
+        trial.started()
+        assert trial.end() == 0, trial.out
+    note("Route over the wrong NIC", "goes on, with an error line within 20 steps", names_the_route(trial, node, other))
+    nics = [json.loads(line)["nics"] for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()]
+    assert len(nics) == 14 and all(step["eth0"]["tx"] > 10 * step.get(rdma(node), {"tx": 0})["tx"] for step in nics)
+
+
+def test_traffic_that_moves_to_the_wrong_nic_in_mid_run(testbed, runs) -> None:
+    node, other = draw("wrong route in mid-run", PAIRS)
+    trial = Trial(runs, "moved", *HYBRID, "train.steps=2000")
+    trial.stepped(draw("mid-run", [30, 35]))
+    with wrong_route(testbed, node, other):
+        moved = len(trial.run.metrics())
+        trial.wait_for(lambda: bool(trial.texts()), IN_TIME_S)
+        must(subprocess.run([HOLMES, "cancel", str(trial.run.path)], capture_output=True, text=True, check=False))
+        trial.end()
+    names_the_route(trial, node, other)
+    before = trial.run.log_path(0).read_text(encoding="utf-8").partition("error: ")[0]
+    assert int(re.findall(r"step (\d+)/", before)[-1]) < moved + 20
 
 
 def test_two_ib_fabrics_with_one_label(testbed, runs, monkeypatch) -> None:
