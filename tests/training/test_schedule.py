@@ -181,8 +181,9 @@ PACE_S = 0.002  # of a layer's forward pass; its backward pass takes twice as lo
 
 
 def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
-    """Each hop takes a random time from none to three stage times, which pacing sets (6 ms a layer); each stage has a
-    depth of its own. Every run comes out as under Megatron's own schedule."""
+    """Each hop takes a random time from none to three stage times; each stage has a depth of its own. Every run comes
+    out as under Megatron's own schedule. A stage's time is 6 ms a layer, by pacing, and some 2 ms that are not paced:
+    three of it are four of what is paced."""
     delayed: list[Case] = []
     theirs: dict[tuple[int, int, int], Case] = {}
     for number in range(200):
@@ -191,13 +192,13 @@ def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
                   else [2 * (stages - s) + 2 for s in range(stages)])
         micro_batches = (2, 4, 6)[number % 3] if chunks > 1 else (1, 3, 5)[number % 3]
         common: dict[str, Any] = {"layers": [[1] * chunks] * stages, "micro_batches": [micro_batches]}
-        delayed.append(Case(schedule="ahead", in_flight=depths, pace_s=PACE_S, delay_s=3 * 3 * PACE_S * chunks,
+        delayed.append(Case(schedule="ahead", in_flight=depths, pace_s=PACE_S, delay_s=4 * 3 * PACE_S * chunks,
                             **common))
         theirs.setdefault((stages, chunks, micro_batches), Case(
             schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common))
     results = play_apart(delayed + list(theirs.values()))
     late, exact = results[:200], dict(zip(theirs, results[200:], strict=True))
-    deeper, hops = 0, []  # hops: in stage times
+    deeper, hops = 0, []  # hops: in paced stage times
     for case, ranks in zip(delayed, late, strict=True):
         stages, chunks, micro_batches = len(case.layers), len(case.layers[0]), case.micro_batches[0]
         assert same(exact[stages, chunks, micro_batches], ranks), case
@@ -208,4 +209,4 @@ def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
         hops += [(end - start) / (3 * PACE_S * chunks) for rank in ranks
                  for kind, _, _, start, end, _ in rank["events"][0] if kind == "send_forward"]
     assert deeper > 80  # than Megatron's schedules
-    assert len(hops) > 1000 and max(hops) > 2  # the delays were there
+    assert len(hops) > 1000 and max(hops) > 3  # the delays were there
