@@ -71,7 +71,8 @@ class Bench:
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
         for chunks in self._chunks(placement):
             for recompute in recomputations:
-                made = self._way(placement, recompute, self._kind(placement, chunks), chunks)
+                made = next(filter(None, (self._way(placement, recompute, kind, chunks)
+                                          for kind in self._kinds(placement, chunks))), None)
                 if made is not None:
                     yield made
                     break
@@ -87,11 +88,14 @@ class Bench:
             possible = range(0)
         return [*possible] if kind == "interleaved" else [1, *possible]
 
-    def _kind(self, placement: Placement, chunks: int) -> str:
-        """The schedule: the one asked for; else the one that runs ahead, which no other is faster than."""
-        if self.options.schedule in ("ahead", "auto") and placement.pp > 1 and self.options.transport == "holmes":
-            return "ahead"
-        return self.options.schedule if self.options.schedule == "ahead" else "1f1b" if chunks == 1 else "interleaved"
+    def _kinds(self, placement: Placement, chunks: int) -> tuple[str, ...]:
+        """The schedules to try: the one asked for; else the one that runs ahead, which no other is faster than, and if
+        there is no memory for its buffers Megatron-Core's own."""
+        own = "1f1b" if chunks == 1 else "interleaved"
+        if self.options.schedule == "ahead":
+            return ("ahead",)
+        free = self.options.schedule == "auto" and placement.pp > 1 and self.options.transport == "holmes"
+        return ("ahead", own) if free else (own,)
 
     def setting(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Setting:
         """The setting with as many passes in flight as Megatron-Core's own schedule has."""
@@ -167,7 +171,7 @@ class Bench:
 
     def noted(self, trial: Trial) -> Trial:
         """The trial, saying which depth it lacks the memory for with the layers it has now."""
-        if trial.setting.schedule.kind != "ahead":
+        if "ahead" not in self._kinds(trial.placement, trial.setting.parallel.virtual_stages):
             return trial
         wanted = extra_depth(trial.setting, trial.layers)
         most, _ = next(self._depths(trial, wanted))

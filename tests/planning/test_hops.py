@@ -83,9 +83,10 @@ def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
     assert shallow.predicted is not None and shallow.predicted.step_time_s > deep.predicted.step_time_s
 
 
-def gib(made: Plan, in_flight: tuple[int, int]) -> float:
-    """GiB of a GPU that `made` needs just about, when it runs ahead with so many in flight."""
-    setting = Setting.of(replace(made, schedule=Schedule("ahead", in_flight), predicted=None), COSTS)
+def gib(made: Plan, in_flight: tuple[int, int] | None) -> float:
+    """GiB of a GPU that `made` needs just about, as it is or when it runs ahead with so many in flight."""
+    schedule = made.schedule if in_flight is None else Schedule("ahead", in_flight)
+    setting = Setting.of(replace(made, schedule=schedule, predicted=None), COSTS)
     return (float(memory(setting, layer_array(made)).total().max()) + 1) / 2**30 / SLACK
 
 
@@ -98,6 +99,16 @@ def test_a_plainer_schedule_for_lack_of_memory_says_so_too() -> None:
     shallow = plan("auto", (5, 3), site, Batch(256, 2, 256), max_memory_gib=gib(deep, (2, 1)))
     assert shallow.schedule == Schedule("1f1b", (2, 1))
     assert any("memory allows 0 more" in a and "would hide it" in a for a in shallow.assumptions)
+
+
+def test_memory_for_nothing_but_megatrons_schedule_is_enough() -> None:
+    """The schedule that runs ahead holds some more buffers, even with no more passes in flight."""
+    own = plan("1f1b")
+    most = gib(own, None)
+    assert most < gib(own, (2, 1))
+    made = plan("auto", max_memory_gib=most)
+    assert made.schedule == own.schedule and made.stages == own.stages
+    assert any("memory allows 0 more" in a and "would hide it" in a for a in made.assumptions)
 
 
 @pytest.mark.parametrize(("ethernet_gbps", "depth"), [(0.05, 2), (0.05, 6), (0.02, 2), (0.02, 3), (0.02, 5)])
