@@ -56,7 +56,5 @@ def test_an_activation_over_several_connections_is_the_same(tmp_path: Path) -> N
             nodes=BOTH, strategy="pipeline", pp=2, dp=2, schedule="ahead", edge_connections=connections), Costs())
         ended = spawn.train(tmp_path / str(connections), plan, {"train": {"steps": 2}})
         assert set(ended.codes) == {0}, ended.output
-        made = [group for group in ended.run.read_run()["nics"] if group["kind"] == "edge 0-1"]  # of the first rank
-        assert len(made) == 2 * connections  # one for each direction and connection
         losses.append(ended.column("loss"))
     assert len(losses[0]) == 2 and losses[0] == losses[1]
