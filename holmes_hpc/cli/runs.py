@@ -101,14 +101,22 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
 
 
 def start(chosen: Any, settings: dict[str, Any], overrides: list[str] | None) -> tuple[Any, Any]:
-    """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind."""
+    """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
+    has a job, or may have one, is kept, whatever happens here."""
     from holmes_hpc import config
+    from holmes_hpc.submission.submit import Unsure
 
     record = config.new_run(settings, chosen, overrides or [])
     try:
         return record, _submit(chosen, record, record.config)
+    except Unsure:
+        raise
     except BaseException:
-        shutil.rmtree(record.path)
+        made = record.read_run()
+        if made["slurm"] or made.get("local"):
+            console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
+        else:
+            shutil.rmtree(record.path)
         raise
 
 

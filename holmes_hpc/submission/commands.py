@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holmes_hpc.errors import SubmissionError
@@ -60,15 +63,46 @@ def clean_environment() -> dict[str, str]:
                      and k not in _KEPT)}
 
 
+_interrupts: list[int] = []  # those that wait
+
+
+def _keep(number: int, _: object) -> None:
+    _interrupts.append(number)
+    os.write(2, b"\nholmes: waiting for Slurm's answer\n")
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C inside takes effect at the end, so that what Slurm was handed is also recorded."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN, _keep):
+        yield
+        return
+    signal.signal(signal.SIGINT, _keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupt_here()
+
+
+def interrupt_here() -> None:
+    """A moment at which nothing is half done: a Ctrl-C that waits takes effect."""
+    if _interrupts:
+        _interrupts.clear()
+        raise KeyboardInterrupt
+
+
 def slurm(*arguments: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
-    """Run one of Slurm's commands; its failure is an answer, its absence an error."""
+    """Run one of Slurm's commands; its failure is an answer, its absence an error. It does not hear Ctrl-C."""
     environment = clean_environment()
     environment["LC_ALL"] = environment.get("LC_ALL", "C.UTF-8")
     if seconds_as_epoch:
         environment["SLURM_TIME_FORMAT"] = "%s"
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=timeout_s,
-                              env=environment, check=False, stdin=subprocess.DEVNULL)
+                              env=environment, check=False, stdin=subprocess.DEVNULL,
+                              start_new_session=True)  # a terminal's Ctrl-C goes to all that was started in it
     except FileNotFoundError as e:
         raise SubmissionError(f"no {arguments[0]} on this machine", where="Slurm",
                               cure="load Slurm's client commands, bring the testbed up, or use launcher=local") from e
@@ -84,5 +118,6 @@ def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: floa
         answer = slurm(*arguments, timeout_s=timeout_s)
         if not answer.away or time.monotonic() + pause > end:
             return answer
+        interrupt_here()
         time.sleep(pause)
         pause = min(2 * pause, 10)

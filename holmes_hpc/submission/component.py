@@ -13,6 +13,12 @@ from holmes_hpc.errors import SubmissionError, nearest
 Value = str | int | bool
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]{}()&|*!^~?<>$;-]+", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# Options of sbatch that a job has once, with its first component; all others are a component's own.
+OF_THE_JOB = frozenset((
+    "array", "begin", "chdir", "clusters", "comment", "deadline", "delay-boot", "dependency", "error", "export",
+    "export-file", "get-user-env", "hold", "input", "job-name", "kill-on-invalid-dep", "mail-type", "mail-user", "nice",
+    "no-requeue", "open-mode", "output", "parsable", "priority", "profile", "propagate", "quiet", "requeue", "signal",
+    "spread-job", "time", "time-min", "uid", "gid", "verbose", "wait", "wait-all-nodes", "wckey"))
 LONGEST = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 
@@ -112,6 +118,13 @@ class ComponentRequest:
         extra = dict(self.additional)
         return [*head, *((k, v) for k, v in given.items() if k not in extra),
                 *((k, v) for k, v in extra.items() if v is not False)]
+
+    def filled(self, job: Mapping[str, Value]) -> ComponentRequest:
+        """With the options that a job gives for all its components (Slurm resets them at each), where this one does
+        not say its own."""
+        own = {key for key, _ in self.options()} | {key for key, _ in self.additional}
+        more = tuple((k, v) for k, v in job.items() if k not in own and k not in OF_THE_JOB)
+        return replace(self, additional=(*self.additional, *more)) if more else self
 
     def arguments(self) -> list[str]:
         """The same options as arguments of a command that no shell reads."""

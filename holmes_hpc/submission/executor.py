@@ -23,13 +23,21 @@ from typing import Any
 from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
-from holmes_hpc.submission.commands import slurm
-from holmes_hpc.submission.component import ALIASES, COMPONENT_KEYS, ComponentRequest, components, memory
+from holmes_hpc.submission.commands import interrupt_here, slurm, uninterrupted
+from holmes_hpc.submission.component import (
+    ALIASES,
+    COMPONENT_KEYS,
+    OF_THE_JOB,
+    ComponentRequest,
+    components,
+    memory,
+    option,
+)
 from holmes_hpc.submission.environment import LEADER, MAX_REQUEUES
 from holmes_hpc.submission.job import SlurmHetJob
 from holmes_hpc.submission.preflight import preflight_aloud
 from holmes_hpc.submission.script import JobRequest, script_text, words
-from holmes_hpc.submission.submit import submit_file
+from holmes_hpc.submission.submit import cancelled_on_error, submit_file
 
 # name here -> name in JobRequest, with submitit's default
 _JOB_KEYS = {"job_name": "name", "time": "timeout_min", "setup": "setup", "teardown": "teardown", "comment": "comment",
@@ -122,7 +130,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         defaults = {k: v for k, v in given.items() if k in COMPONENT_KEYS and k != "additional"}
         parts = components(given.get("components") or [{}], defaults)
         whole = {_JOB_KEYS[k]: v for k, v in given.items() if k in _JOB_KEYS}
-        whole["additional"] = tuple((whole.get("additional") or {}).items())
+        options = {option(k, "job"): v for k, v in (whole.get("additional") or {}).items()}
+        whole["additional"] = tuple((k, v) for k, v in options.items() if k in OF_THE_JOB)
+        parts = tuple(part.filled(options) for part in parts)
         if isinstance(whole.get("srun_args"), str):
             raise SubmissionError("srun_args is a text, must be a list", where="executor slurmhet", cure="split it")
         whole["srun_args"] = tuple(str(a) for a in whole.get("srun_args") or ())
@@ -166,7 +176,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """As submitit's, with preflight, without submitting twice when an answer gets lost, and with a ticket."""
         request = self.request()
         if self.parameters.get("preflight", True) and len(request.components) > 1:
-            preflight_aloud(request.components)
+            preflight_aloud(request.components, timeout_min=request.timeout_min)
+        interrupt_here()
         uid = uuid.uuid4().hex
         static = utils.JobPaths.get_first_id_independent_folder(self.folder)
         static.mkdir(parents=True, exist_ok=True)
@@ -178,9 +189,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        job = self.job_class(folder=self.folder, job_id=job_id, tasks=list(range(request.ranks)))
-        job.paths.move_temporary_file(path, "submission_file")
-        job.write_ticket(request.name, submitted, components=len(request.components))
+        with cancelled_on_error(job_id):
+            job = self.job_class(folder=self.folder, job_id=job_id, tasks=list(range(request.ranks)))
+            job.paths.move_temporary_file(path, "submission_file")
+            job.write_ticket(request.name, submitted, components=len(request.components))
         return job
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
@@ -195,7 +207,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 if index >= most:
                     chain = f"afterany:{jobs[index - most].job_id}"
                     self.parameters["dependency"] = f"{own},{chain}" if own else chain
-                jobs += super()._internal_process_submissions([delayed])
+                with uninterrupted():
+                    jobs += super()._internal_process_submissions([delayed])
         except BaseException:
             for job in reversed(jobs):  # a batch is submitted as a whole or not at all
                 slurm("scancel", job.job_id)

@@ -17,6 +17,7 @@ from submitit.local.local import LocalExecutor
 
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.commands import uninterrupted
 from holmes_hpc.submission.plan_job import RankTask
 from holmes_hpc.submission.track import Job, OnThisMachine
 
@@ -66,15 +67,16 @@ def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str,
                                gpus_per_node=gpus, stderr_to_stdout=True)
     started = time.time()
     task = LocalRankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}, free_port())
-    with deaf_to_ctrl_c():
-        job = executor.submit(task)
-    pid = int(job.job_id)
-    for rank in range(ranks):  # submitit's own logs, under the names that run directories have
-        link = run.log_path(rank)
-        link.unlink(missing_ok=True)
-        link.symlink_to(Path("..") / "submission" / f"{pid}_{rank}_log.out")
     host = socket.gethostname()
-    run.update_run(local={"pid": pid, "host": host, "started": started})
+    with uninterrupted():
+        with deaf_to_ctrl_c():
+            job = executor.submit(task)
+        pid = int(job.job_id)
+        run.update_run(local={"pid": pid, "host": host, "started": started})
+        for rank in range(ranks):  # submitit's own logs, under the names that run directories have
+            link = run.log_path(rank)
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path("..") / "submission" / f"{pid}_{rank}_log.out")
     return _Child(run, pid, host, started, job)
 
 

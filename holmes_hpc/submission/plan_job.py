@@ -18,12 +18,14 @@ from submitit.core import utils
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.commands import uninterrupted
 from holmes_hpc.submission.component import ComponentRequest, component
 from holmes_hpc.submission.ending import START_MARK, gained, note_progress, start_of
 from holmes_hpc.submission.executor import SlurmHetExecutor
 from holmes_hpc.submission.job import SlurmHetJob
 from holmes_hpc.submission.preflight import check_components
 from holmes_hpc.submission.script import JobRequest, script_text, words
+from holmes_hpc.submission.submit import cancelled_on_error
 
 COMPONENT_SETTINGS = ("account", "qos", "reservation", "mem", "cpus_per_task", "gres", "exclusive", "additional",
                       "nodelist", "exclude")
@@ -157,14 +159,17 @@ def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, A
     """
     run = RunDirectory(Path(run_dir).absolute())
     executor = _executor(plan, run.path, settings, dependency)
-    check_components(executor.request().components)  # also a single one: a refused sbatch leaves a failed job behind
+    request = executor.request()  # tested also if it is a single component: a refused sbatch leaves a failed job behind
+    check_components(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
-    job: SlurmHetJob = executor.submit(task)
-    with contextlib.suppress(OSError):  # the job is Slurm's now: nothing may look like a failed submission
-        for rank in range(plan.world_size):  # where submitit looks for a task's output
-            link = job.paths.folder / f"{job.job_id}_{rank}_log.out"
-            link.unlink(missing_ok=True)
-            link.symlink_to(Path("..") / "logs" / f"rank-{rank}.txt")
-    run.update_run(slurm={"job_id": int(job.job_id), "components": len(plan.components),
-                          "name": executor.request().name, "submitted": time.time()})
+    with uninterrupted():
+        job: SlurmHetJob = executor.submit(task)
+        with cancelled_on_error(job.job_id):
+            run.update_run(slurm={"job_id": int(job.job_id), "components": len(plan.components),
+                                  "name": request.name, "submitted": time.time()})
+        with contextlib.suppress(OSError):  # the job is Slurm's now: nothing may look like a failed submission
+            for rank in range(plan.world_size):  # where submitit looks for a task's output
+                link = job.paths.folder / f"{job.job_id}_{rank}_log.out"
+                link.unlink(missing_ok=True)
+                link.symlink_to(Path("..") / "logs" / f"rank-{rank}.txt")
     return job

@@ -48,7 +48,8 @@ def parse_test(code: int, err: str, reason: str = "") -> Test:
 
 
 def test_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Test:
-    """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes."""
+    """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
+    SubmissionError: there is no answer."""
     arguments = request.arguments()
     if timeout_min is not None:
         arguments.append(f"--time={timeout_min}")
@@ -57,10 +58,11 @@ def test_component(request: ComponentRequest, *, timeout_min: object = None, use
     if use_cache and known and time.monotonic() - known[0] < CACHE_S:
         return known[1]
     answer = patient(["sbatch", "--test-only", *arguments, "--wrap=:"])
-    found = parse_test(answer.code, answer.err, answer.reason)
-    if not answer.away:
-        _cache[key] = (time.monotonic(), found)
-    return found
+    if answer.away:  # says nothing about the component
+        raise SubmissionError(answer.reason, where="sbatch --test-only",
+                              cure="wait until the controller answers (`scontrol ping`), then submit again")
+    found = _cache[key] = (time.monotonic(), parse_test(answer.code, answer.err, answer.reason))
+    return found[1]
 
 
 test_component.__test__ = False  # type: ignore[attr-defined]
@@ -85,9 +87,9 @@ def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = Non
     return warnings(requests, _site_nodes(), _kept("config", read_config), _kept("limits", read_limits))
 
 
-def preflight_aloud(requests: Sequence[ComponentRequest]) -> None:
+def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
     """As :func:`preflight`; each warning is logged, once in this process."""
-    for line in preflight(requests):
+    for line in preflight(requests, timeout_min=timeout_min):
         if line not in _said:
             _said.add(line)
             log.warning(f"holmes: warning: {line}")
@@ -125,6 +127,8 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
     def works(candidate: ComponentRequest) -> bool:
         return test_component(candidate, timeout_min=timeout_min).ok
 
+    if timeout_min is not None and test_component(request).ok:
+        return f"it would be possible with a shorter time limit than {timeout_min}"
     low, high = 0, request.nodes
     while high - low > 1:
         middle = (low + high) // 2

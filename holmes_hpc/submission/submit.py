@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from submitit.core.utils import FailedSubmissionError
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.submission.commands import Answer, slurm
+from holmes_hpc.submission.commands import Answer, interrupt_here, slurm
 from holmes_hpc.submission.states import SEPARATOR
 
 _BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavailable", "try again later",
@@ -20,11 +22,16 @@ class Refused(SubmissionError, FailedSubmissionError):
     """Slurm refused a job: ours (one line, exit code 2) and submitit's error at once."""
 
 
+class Unsure(Refused):
+    """Nobody knows whether Slurm took the job."""
+
+
 def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     """Submit a batch script whose comment holds `token` (unique); the leader's job id comes back.
 
-    Raises Refused with Slurm's reason. While the controller is away it waits up to `patience_s`; when it may have taken
-    the job before it went away, the job is looked for by its token first.
+    Raises Refused with Slurm's reason, Unsure where the job may exist all the same. While the controller is away it
+    waits up to `patience_s`; when it may have taken the job before it went away, the job is looked for by its token
+    first.
     """
     end, pause = time.monotonic() + patience_s, 1.0
     while True:
@@ -41,6 +48,7 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
         if time.monotonic() + pause > end:
             raise Refused(f"{answer.reason} (for {patience_s:.0f} s)", where="sbatch",
                           cure="wait until the controller answers (`scontrol ping`), then submit again")
+        interrupt_here()
         time.sleep(pause)
         pause = min(2 * pause, 15)
 
@@ -49,13 +57,13 @@ def parse_id(answer: Answer) -> str:
     """The job id in sbatch's answer (``--parsable``: ``ID`` or ``ID;CLUSTER``)."""
     match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)
     if match is None:
-        raise Refused(f"sbatch answered {answer.out.strip()[:60]!r}", where="sbatch", cure="look with `squeue --me`")
+        raise Unsure(f"sbatch answered {answer.out.strip()[:60]!r}", where="sbatch", cure="look with `squeue --me`")
     return match.group(1)
 
 
 def find_token(token: str, end: float) -> str | None:
     """The id of the job that carries `token` in its comment; None when the controller answers that there is none.
-    Raises Refused when it does not answer until `end`."""
+    Raises Unsure when it does not answer until `end`."""
     pause = 1.0
     while True:
         answer = slurm("squeue", "--me", "--noheader", "--states=all", f"--format=%i{SEPARATOR}%k")
@@ -63,7 +71,17 @@ def find_token(token: str, end: float) -> str | None:
             held = [line for line in answer.out.splitlines() if token in line]
             return held[0].split(SEPARATOR)[0].partition("+")[0].strip() if held else None
         if time.monotonic() + pause > end:
-            raise Refused("the controller went away during the submission, so whether the job exists is unknown",
-                          where="sbatch", cure=f"look for it: squeue --me -o '%i %k' | grep {token}")
+            raise Unsure("the controller went away during the submission, so whether the job exists is unknown",
+                         where="sbatch", cure=f"look for it: squeue --me -o '%i %k' | grep {token}")
         time.sleep(pause)
         pause = min(2 * pause, 15)
+
+
+@contextlib.contextmanager
+def cancelled_on_error(job_id: str) -> Iterator[None]:
+    """Inside, a job is recorded that Slurm has taken; one that cannot be is cancelled: nobody would know of it."""
+    try:
+        yield
+    except BaseException:
+        slurm("scancel", job_id)
+        raise

@@ -6,13 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 import submitit
 from submitit.core import plugins
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission import commands
 from holmes_hpc.submission.executor import SlurmHetExecutor
 from holmes_hpc.submission.job import SlurmHetJob
+from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.states import SEPARATOR
 
 PARTS = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2, "tasks_per_node": 2}, {"partition": "eth", "nodes": 1}]
@@ -54,13 +58,28 @@ def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> N
     first, second = text.split("#SBATCH hetjob")
     for line in ("--job-name=gpt", "--time=90", "--mem=4GB", "--gpus-per-node=8", "--partition=ib", "--switches=1"):
         assert f"#SBATCH {line}\n" in first
-    for line in ("--mem=4GB", "--gpus-per-node=8", "--partition=eth"):
+    for line in ("--mem=4GB", "--gpus-per-node=8", "--partition=eth", "--switches=1"):
         assert f"#SBATCH {line}\n" in second
     assert "fallback" not in text  # each component says its own
     assert "module load x" in text and "--mpi=none" in text and "--error=" not in text
     assert re.search(r'--comment="mine holmes-[0-9a-f]{32}"', text)
     assert job.submission().function is print
     assert job.submission()._timeout_countdown == 7
+
+
+def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(slurm: Any, tmp_path: Path) -> None:
+    parts = [PARTS[0], {**PARTS[1], "gres": "gpu:a:2", "additional": {"exclusive": "user"}}]
+    executor = SlurmHetExecutor(tmp_path / "log", components=parts)
+    executor.update_parameters(additional_parameters={
+        "gres": "gpu:1", "exclusive": True, "nice": 5, "mail_type": "END"})
+    text = executor.submit(print).paths.submission_file.read_text()
+    first, second = ([line[8:] for line in part.splitlines() if line.startswith("#SBATCH --")]
+                     for part in text.split("#SBATCH hetjob"))
+    assert {"--gres=gpu:1", "--exclusive", "--nice=5", "--mail-type=END"} <= set(first)
+    assert {"--gres=gpu:a:2", "--exclusive=user"} <= set(second)
+    assert not {"--gres=gpu:1", "--exclusive", "--nice=5", "--mail-type=END"} & set(second)
+    tested = [call for call in slurm.calls("sbatch") if "--test-only" in call]
+    assert "--gres=gpu:1" in tested[0] and "--gres=gpu:a:2" in tested[1]
 
 
 @pytest.mark.parametrize("parameters, error", [
@@ -145,6 +164,31 @@ echo 50""")
         executor.submit(print)
     assert "component 1 (3 nodes of eth)" in str(caught.value) and "at most 1 node" in str(caught.value)
     assert submissions(slurm) == []
+
+
+def test_a_component_is_tested_with_the_jobs_time_limit(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("sinfo", "printf 'ib\\neth\\n'")
+    slurm.answer("sbatch", """
+for a in "$@"; do [ "$a" = --time=99 ] && {
+  echo "allocation failure: Requested time limit is invalid (missing or exceeds some limit)" >&2; exit 1; }; done
+echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2""")
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
+    executor.update_parameters(time=99)
+    with pytest.raises(SubmissionError, match=r"component 0 .*time limit is invalid.*shorter time limit than 99"):
+        executor.submit(print)
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
+    with pytest.raises(SubmissionError, match="shorter time limit than 99"):
+        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, {"timeout_min": 99})
+    assert submissions(slurm) == []
+
+
+def test_a_controller_that_is_away_makes_no_component_impossible(slurm: Any, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.answer("sbatch", 'echo "allocation failure: Unable to contact slurm controller" >&2; exit 1')
+    monkeypatch.setattr("holmes_hpc.submission.preflight.patient", lambda words: commands.slurm(*words))
+    with pytest.raises(SubmissionError, match=r"Unable to contact slurm controller.*scontrol ping") as caught:
+        SlurmHetExecutor(tmp_path / "log", components=PARTS).submit(print)
+    assert "component" not in str(caught.value)
 
 
 def test_identical_components_are_tested_once(slurm: Any, tmp_path: Path) -> None:
