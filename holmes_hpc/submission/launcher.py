@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmitit
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holmes_hpc.errors import ConfigError, HolmesError, SubmissionError
+from holmes_hpc.records.files import locked
 from holmes_hpc.submission.returns import Launched, interrupted, reattach, task_config, wait
 
 if TYPE_CHECKING:
@@ -82,6 +84,14 @@ class _Wanted:
     config: DictConfig
     planned: Planned | None
     digest: str
+    copy: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What finds it again in the manifest."""
+        from holmes_hpc.submission.manifest import key_of
+
+        return key_of(self.overrides, self.copy)
 
     @property
     def directory(self) -> Path:
@@ -98,8 +108,6 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from holmes_hpc.submission.manifest import open_manifest
-        from holmes_hpc.submission.states import UNKNOWN, WATCHER
-        from holmes_hpc.submission.sweep import states
 
         assert self.config is not None
         detach = bool(self.params.get("detach", False))
@@ -113,30 +121,39 @@ class HolmesLauncher(BaseSubmititLauncher):
             os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
         wanted = self._plan_all(job_overrides, initial_job_idx)
-        manifest = open_manifest(sweep_dir, time.time())
-        self._refuse_other_runs(manifest, wanted)
-        known = {j.key: s for j, s in states(manifest).items()} if manifest.jobs else {}
-        if WATCHER.nobody_answers and any(s.state == UNKNOWN for s in known.values()):
-            raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
-                                  where=str(manifest.path), cure="wait for it (`scontrol ping`), then launch again")
         launched: list[Launched] = []
         try:
-            for job in wanted:
-                launched.append(self._launch_one(manifest, known, job, launched))
+            with locked(sweep_dir / ".sweep.lock", wait_s=5):  # two launches at once would submit the same jobs
+                manifest = open_manifest(sweep_dir, time.time())
+                self._launch_all(manifest, wanted, launched)
             if detach:
                 log.info(f"detached; `holmes sweep status {sweep_dir}` shows the jobs, `collect` their results")
                 return []
             return [wait(manifest, job) for job in launched]
         except KeyboardInterrupt:
-            interrupted(manifest, [job.entry for job in launched if not job.cached])
+            interrupted(open_manifest(sweep_dir), [job.entry for job in launched if not job.cached])
             raise
+
+    def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched]) -> None:
+        """Submit what is to be submitted; all jobs are added to `launched`."""
+        from holmes_hpc.submission.states import CONTROLLER, UNKNOWN
+        from holmes_hpc.submission.sweep import states
+
+        found = states(manifest) if manifest.jobs else {}
+        if any(j.where == "slurm" and s.state == UNKNOWN and s.source not in CONTROLLER for j, s in found.items()):
+            raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
+                                  where=str(manifest.path), cure="wait for it (`scontrol ping`), then launch again")
+        known = {j.key: s for j, s in found.items()}
+        self._refuse_other_runs(manifest, known, wanted)
+        for job in wanted:
+            self._launch_one(manifest, known, job, launched)
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[_Wanted]:
         """Compose and plan every job before the first is submitted. ConfigError names the first impossible one."""
         hook: Callable[[DictConfig, str], Planned | None] | None = getattr(self.task_function, "plan_job", None)
-        wanted, refused = [], []
+        wanted, refused, seen = [], [], Counter[tuple[str, ...]]()
         for num, overrides in enumerate(job_overrides, first):
             config = self._sweep_config(list(overrides), num)
             try:
@@ -144,47 +161,66 @@ class HolmesLauncher(BaseSubmititLauncher):
             except HolmesError as e:
                 refused.append(f"#{num} ({' '.join(filter_overrides(overrides))}): {e}")
                 continue
-            wanted.append(_Wanted(num, list(overrides), config, planned, self._digest(config, planned)))
+            same = tuple(sorted(overrides))
+            wanted.append(_Wanted(num, list(overrides), config, planned, self._digest(config, planned), seen[same]))
+            seen[same] += 1
+            if planned is not None and "%" in str(wanted[-1].directory):
+                raise ConfigError(f"the run directory is {str(wanted[-1].directory)!r}", where="hydra.sweep",
+                                  cure="leave out '%', which Slurm gives a meaning of its own")
         if refused:
             raise ConfigError(f"{len(refused)} of {len(job_overrides)} jobs cannot be; {refused[0]}", where="sweep",
                               cure="nothing was submitted")
         return wanted
 
-    def _refuse_other_runs(self, manifest: Manifest, wanted: Sequence[_Wanted]) -> None:
+    def _refuse_other_runs(self, manifest: Manifest, known: dict[tuple[str, ...], Any],
+                           wanted: Sequence[_Wanted]) -> None:
         """Nothing may go on in the directory of a run that another configuration made."""
         from holmes_hpc.records.run import RunDirectory
+        from holmes_hpc.submission.sweep import finished
 
         for job in wanted:
-            run = RunDirectory(job.directory)
-            if job.planned is not None and run.exists() and manifest.find(job.overrides, job.digest) is None:
+            run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
+            if old is not None and (manifest.place(old.directory) == job.directory or finished(manifest, old)
+                                    or _goes_on(known.get(old.key))):
+                continue
+            if job.planned is not None and run.exists():
                 record = run.read_run()
                 if record["attempts"] or record.get("slurm") or record.get("local"):
                     raise ConfigError("it holds a run of another configuration", where=str(run.path),
                                       cure="use another hydra.sweep.dir")
 
     def _launch_one(self, manifest: Manifest, known: dict[tuple[str, ...], Any], job: _Wanted,
-                    before: list[Launched]) -> Launched:
-        """Submit a job, unless an earlier launch into this directory did and it runs or completed."""
-        from holmes_hpc.submission.sweep import finished
+                    launched: list[Launched]) -> None:
+        """Submit a job, unless an earlier launch into this directory did and it runs or completed; add it to those
+        that were `launched`."""
+        from holmes_hpc.submission.commands import uninterrupted
+        from holmes_hpc.submission.sweep import cancel_sweep, finished
 
-        old = manifest.find(job.overrides, job.digest)
+        old = manifest.find(job.key, job.digest)
         if old is not None:
             state = known.get(old.key)
             if finished(manifest, old):
                 log.info(f"{job} (completed as job {old.job_id})")
-                return Launched(old, job.config, cached=True)
-            if state is not None and not state.ended and state.state != "UNKNOWN":
+                launched.append(Launched(old, job.config, cached=True))
+                return
+            if _goes_on(state):
                 log.info(f"{job} (still job {old.job_id})")
-                return Launched(old, job.config, *reattach(manifest, old))
+                launched.append(Launched(old, job.config, *reattach(manifest, old)))
+                return
         log.info(str(job))
-        if job.planned is None:
-            entry, plain = self._submit_plain(manifest, job, before)
-            launched = Launched(entry, job.config, plain=plain)
-        else:
-            entry, held = self._submit_planned(manifest, job, job.planned, before)
-            launched = Launched(entry, job.config, held=held)
-        manifest.put(entry)
-        return launched
+        dependency = self._make_room(launched, planned=job.planned is not None)
+        with uninterrupted():
+            if job.planned is None:
+                entry, plain = self._submit_plain(manifest, job, dependency)
+                launched.append(Launched(entry, job.config, plain=plain))
+            else:
+                entry, held = self._submit_planned(manifest, job, job.planned, dependency)
+                launched.append(Launched(entry, job.config, held=held))
+            try:
+                manifest.put(entry)
+            except OSError:  # nobody would know of it
+                cancel_sweep(manifest, [entry])
+                raise
 
     def _digest(self, config: DictConfig, planned: Planned | None) -> str:
         """What must be equal for a repeated sweep to take a job as the same one: the configuration, and the program
@@ -221,11 +257,10 @@ class HolmesLauncher(BaseSubmititLauncher):
         executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in given.items()})
         return executor
 
-    def _submit_plain(self, manifest: Manifest, job: _Wanted, before: list[Launched]) -> tuple[SweepJob, Any]:
+    def _submit_plain(self, manifest: Manifest, job: _Wanted, dependency: str | None) -> tuple[SweepJob, Any]:
         from holmes_hpc.submission.manifest import SweepJob
 
         executor = self._executor(job.config)
-        dependency = self._make_room(before, planned=False)
         if dependency:
             own = job.config.hydra.launcher.get("dependency")
             executor.update_parameters(**{f"{self._EXECUTOR}_dependency": f"{own},{dependency}" if own else dependency})
@@ -236,11 +271,12 @@ class HolmesLauncher(BaseSubmititLauncher):
         entry = SweepJob(
             job.num, tuple(job.overrides), _relative(job.directory, manifest), "plain", self.WHERE, made.job_id,
             _relative(Path(made.paths.folder), manifest), max(1, made.num_tasks),
-            str(job.config.hydra.launcher.name), submitted, job.digest)
+            str(job.config.hydra.launcher.name), submitted, job.digest,
+            len(job.config.hydra.launcher.get("components") or [None]), job.copy)
         return entry, made
 
     def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned,
-                        before: list[Launched]) -> tuple[SweepJob, Any]:
+                        dependency: str | None) -> tuple[SweepJob, Any]:
         from holmes_hpc.records.run import RunDirectory
         from holmes_hpc.submission.manifest import SweepJob
 
@@ -255,12 +291,12 @@ class HolmesLauncher(BaseSubmititLauncher):
             RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=job.overrides,
                                 plan_id=plan.id, **planned.record)
         self._save_hydra(job.config, directory)
-        dependency = self._make_room(before, planned=True)
         submitted = time.time()
         made = self._start(plan, run, planned.function, config, settings, dependency)
         entry = SweepJob(
             job.num, tuple(job.overrides), _relative(directory, manifest), "plan", self.WHERE, made.id,
-            _relative(directory / "submission", manifest), plan.world_size, f"holmes-{run.name}", submitted, job.digest)
+            _relative(directory / "submission", manifest), plan.world_size, f"holmes-{run.name}", submitted, job.digest,
+            len(plan.components), job.copy)
         return entry, made
 
     def _shield(self) -> contextlib.AbstractContextManager[None]:
@@ -342,6 +378,11 @@ class LocalLauncher(HolmesLauncher):
         from holmes_hpc.submission.local import run_plan_here
 
         return run_plan_here(plan, run.path, function, values, settings)
+
+
+def _goes_on(state: Any) -> bool:
+    """Whether a job that was submitted has not ended."""
+    return state is not None and not state.ended and state.state != "UNKNOWN"
 
 
 def _relative(path: Path, manifest: Manifest) -> str:

@@ -1,7 +1,8 @@
 """A sweep's jobs on disk: ``sweep.json`` in the sweep directory, written after every submission: nothing is lost.
 
 ``version, created, jobs[{num, overrides[], directory, kind (plan | plain), where (slurm | local), job_id, folder,
-tasks, name, submitted, digest}]``. `directory` and `folder` are relative to the sweep directory where they lie in it.
+tasks, name, submitted, digest, components, copy}]``. `directory` and `folder` are relative to the sweep directory where
+they lie in it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class SweepJob:
     name: str = ""
     submitted: float = 0.0
     digest: str = ""
+    components: int = 1
+    copy: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(self.overrides))
@@ -41,7 +44,12 @@ class SweepJob:
     @property
     def key(self) -> tuple[str, ...]:
         """What makes it the same job in a repeated sweep."""
-        return tuple(sorted(o for o in self.overrides if not o.startswith("hydra.")))
+        return key_of(self.overrides, self.copy)
+
+
+def key_of(overrides: Sequence[str], copy: int = 0) -> tuple[str, ...]:
+    """The key of a job with these overrides. `copy`: how many with the same ones came before it in its launch."""
+    return (*sorted(overrides), *([f"copy {copy}"] if copy else []))
 
 
 @dataclass
@@ -60,9 +68,8 @@ class Manifest:
         temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(temporary, self.path)
 
-    def find(self, overrides: Sequence[str], digest: str) -> SweepJob | None:
+    def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
         """The job that an earlier launch made of the same overrides, configuration and program."""
-        key = SweepJob(0, tuple(overrides), "", "plain", "slurm", "", "").key
         return next((j for j in self.jobs if j.key == key and j.digest == digest), None)
 
     def place(self, relative: str) -> Path:

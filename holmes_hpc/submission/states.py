@@ -6,6 +6,7 @@ failed one fails it. Rows of another job that got the same id are told apart by 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -27,7 +28,10 @@ _STALE = ("BeginTime", "Priority", "Resources", "Dependency")  # sacct keeps why
 _SLACK_S = 120  # clocks of client and controller may differ by this much
 _PARTIAL_GRACE_S = 20
 _YOUNG_S = 15
-_PREEMPTED_GRACE_S = 15  # a preempted job that is requeued shows PREEMPTED for a moment
+_REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
+_REQUEUED_GRACE_S = 15  # until the queue has it again
+_LOST_S = 60  # so long after its submission the controller knows every job that has not ended
+CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld; as the source of UNKNOWN: it does not know the job
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,25 @@ class Expected:
     record: Path | None = None
     components: int = 1
 
+    def other_than(self, other: Expected) -> bool:
+        """Whether the two are certainly not the same job."""
+        return (None not in (self.name, other.name) and self.name != other.name) or (
+            self.submitted is not None and other.submitted is not None
+            and abs(self.submitted - other.submitted) > _SLACK_S)
+
     def fits(self, row: Row) -> bool:
         if self.name is not None and row.name and _plain(row.name) != _plain(self.name):
             return False
         # A requeued job's row may carry a later time; another job's is either much earlier or has another name.
         return self.submitted is None or row.submitted is None or row.submitted >= self.submitted - _SLACK_S
+
+
+def _mine(record: Path | None) -> bool:
+    """Whether the folder of an exit record is this user's: ``squeue --me`` shows only whose it is."""
+    try:
+        return record is not None and record.parent.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def _plain(name: str) -> str:
@@ -219,19 +237,27 @@ class StateWatcher(core.InfoWatcher):
         self._states: dict[str, JobState] = {}
         self._ended_at: dict[str, float] = {}
         self._registered_at: dict[str, float] = {}
-        self._preempted_at: dict[str, float] = {}
+        self._requeued_at: dict[str, float] = {}
         self._partial_since: dict[str, float] = {}
         self._down_until: dict[str, float] = {}
         self._failures = 0
-
-    @property
-    def nobody_answers(self) -> bool:
-        """Whether the last query got no answer from any source: then an unknown job may well run."""
-        return self._failures > 0
+        self._controller: str | None = None  # the source through which it answered the last query
 
     def expect(self, job_id: str, expected: Expected) -> None:
-        """Say what tells this job from another one of the same id."""
+        """Say what tells this job from another one of the same id. What was learnt of such another one is dropped."""
+        before = self._expected.get(job_id)
+        if before is not None and before.other_than(expected):
+            self._states.pop(job_id, None)
+            self._info_dict.pop(job_id, None)
+            for times in self._times:
+                times.pop(job_id, None)
+            self._finished.discard(job_id)
+            self._registered_at[job_id] = time.time()
         self._expected[job_id] = expected
+
+    @property
+    def _times(self) -> tuple[dict[str, float], ...]:
+        return self._ended_at, self._requeued_at, self._partial_since
 
     def register_job(self, job_id: str) -> None:
         super().register_job(job_id)
@@ -253,20 +279,23 @@ class StateWatcher(core.InfoWatcher):
         return self._is_final(job_id, self.state_of(job_id, mode))
 
     def _is_final(self, job_id: str, found: JobState) -> bool:
+        if found.unsettled:
+            return False
         expected = self._expected.get(job_id, Expected()).components
-        if found.ended and found.source != "exit record" and len(found.components) < expected:
+        if found.ended and found.source not in ("exit record", "nobody") and len(found.components) < expected:
             # right after a job's end the database may know its leader's row only
             return time.time() - self._partial_since.setdefault(job_id, time.time()) >= _PARTIAL_GRACE_S
-        if found.state == "PREEMPTED":
-            first = self._preempted_at.setdefault(job_id, time.time())
-            return time.time() - first >= _PREEMPTED_GRACE_S
-        self._preempted_at.pop(job_id, None)
+        if found.state in _REQUEUED:
+            first = self._requeued_at.setdefault(job_id, time.time())
+            return time.time() - first >= _REQUEUED_GRACE_S
+        self._requeued_at.pop(job_id, None)
         return found.ended
 
     def clear(self) -> None:
         super().clear()
-        for cache in (self._states, self._ended_at, self._preempted_at, self._down_until):
-            cache.clear()
+        self._states.clear()
+        for times in (*self._times, self._down_until):
+            times.clear()
 
     def update_if_long_enough(self, mode: str) -> None:
         pause = min(self._delay_s, 2 ** min(self._failures, 6)) if self._failures else 0
@@ -284,12 +313,9 @@ class StateWatcher(core.InfoWatcher):
         self._last_status_check = time.time()
 
     def _note(self, job_id: str, state: JobState | None) -> None:
-        if state is None:  # keep what was known; a job that was never seen may have left a record
-            expected = self._expected.get(job_id, Expected())
-            record = read_record(expected.record, expected.submitted) if expected.record else None
-            if record is None:
-                return
-            state = record
+        state = state or self._without_a_row(job_id)
+        if state is None:  # keep what was known
+            return
         if not self._is_final(job_id, state) and state.ended:
             state = replace(state, unsettled=True)
         self._states[job_id] = state
@@ -298,6 +324,19 @@ class StateWatcher(core.InfoWatcher):
         if self._is_final(job_id, state):
             self._finished.add(job_id)
             self._ended_at.setdefault(job_id, time.time())
+
+    def _without_a_row(self, job_id: str) -> JobState | None:
+        """The state of a job that no source has: what its batch script left (it may have been requeued since, unless
+        the controller says that it was not); lost, when the controller answers and should know it."""
+        expected = self._expected.get(job_id, Expected())
+        record = read_record(expected.record, expected.submitted) if expected.record else None
+        if record is not None:
+            return replace(record, unsettled=self._controller is None)
+        if self._controller is None:
+            return None
+        if self._age(job_id) >= _LOST_S and _mine(expected.record):
+            return JobState("FAILED", "lost: it no longer knows the job", source="nobody")
+        return None if job_id in self._states else JobState(source=self._controller)
 
     def _ask(self, wanted: set[str]) -> dict[str, JobState]:
         """States of the jobs that somebody knows. The next source is asked only for what the one before lacks; of jobs
@@ -310,7 +349,7 @@ class StateWatcher(core.InfoWatcher):
         doubtful: dict[str, JobState] = {}
         answered: list[str] = []
         for name, command, parse in sources:
-            missing = {j for j in wanted - found.keys() if not answered or not self._is_young(j)}
+            missing = {j for j in wanted - found.keys() if not answered or j in doubtful or not self._is_young(j)}
             if not missing or self._down_until.get(name, 0) > time.time():
                 continue
             if name == "scontrol" and "squeue" in answered:
@@ -324,22 +363,31 @@ class StateWatcher(core.InfoWatcher):
             answered.append(name)
             rows: dict[str, list[Row]] = {}
             for row in parse(answer.out):
-                if row.leader in missing and self._expected.get(row.leader, Expected()).fits(row):
+                if row.leader in wanted - found.keys() and self._expected.get(row.leader, Expected()).fits(row):
                     rows.setdefault(row.leader, []).append(row)
             for job_id, own in rows.items():
                 state, known = join(own, name), self._states.get(job_id)
                 if name == "sacct" and state.state == "PENDING" and known and known.state in ("RUNNING", "COMPLETING"):
                     doubtful[job_id] = known  # requeued, or the database has not heard of the start yet: ask on
-                    continue
-                found[job_id] = state
+                elif name == "sacct" and state.state in _REQUEUED:
+                    doubtful[job_id] = state  # the queue may have it again
+                else:
+                    found[job_id] = state
+        self._controller = next((name for name in answered if name in CONTROLLER), None)
         for job_id in doubtful.keys() - found.keys():
-            found[job_id] = doubtful[job_id]
+            state = doubtful[job_id]
+            found[job_id] = replace(state, unsettled=state.ended and self._controller is None)
         self._failures = 0 if answered else self._failures + 1
         return found
 
     def _is_young(self, job_id: str) -> bool:
-        """Whether the job is so new to this process that the database may not have heard of it."""
-        return job_id not in self._states and time.time() - self._registered_at.get(job_id, 0) < _YOUNG_S
+        """Whether the job is so new that the database may not have heard of it."""
+        return self._states.get(job_id, JobState()).state == UNKNOWN and self._age(job_id) < _YOUNG_S
+
+    def _age(self, job_id: str) -> float:
+        """Seconds since the job's submission; where that is not known, since this process heard of it."""
+        since = self._expected.get(job_id, Expected()).submitted or self._registered_at.get(job_id, 0)
+        return time.time() - since
 
     @staticmethod
     def _query(command: list[str]) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit.core import utils
 from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.records.run import RunDirectory
@@ -58,7 +58,7 @@ def states(manifest: Manifest, mode: str = "force") -> dict[SweepJob, JobState]:
     on_slurm = [job for job in manifest.jobs if job.where == "slurm" and not finished(manifest, job)]
     for job in on_slurm:
         record = manifest.place(job.folder) / f"{job.job_id}_exit"
-        WATCHER.expect(job.job_id, Expected(job.name or None, job.submitted or None, record))
+        WATCHER.expect(job.job_id, Expected(job.name or None, job.submitted or None, record, job.components))
         if job.job_id not in WATCHER._registered:
             WATCHER.register_job(job.job_id)
     found: dict[SweepJob, JobState] = {}
@@ -91,12 +91,38 @@ def _pickle(manifest: Manifest, job: SweepJob) -> Path:
     return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
 
 
+class _Lenient(pickle.Unpickler):
+    """Reads results whose classes are in a program that cannot be imported here; those are only named."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            return type(name, (_Named,), {"__module__": module})
+
+
+class _Named:
+    def __new__(cls, *_: Any, **__: Any) -> _Named:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"a {type(self).__module__}.{type(self).__name__}"
+
+
 def _plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     """("completed" | "failed" | None while there is no result, the value that came back or the error)."""
     path = _pickle(manifest, job)
     if not path.exists():
         return None, None
-    outcome, value = utils.pickle_load(path)
+    try:
+        with path.open("rb") as file:
+            outcome, value = _Lenient(file).load()
+    except Exception as e:
+        return "failed", f"its result cannot be read: {type(e).__name__}: {e}"
     if outcome != "success":
         return "failed", str(value).strip().splitlines()[-1] if str(value).strip() else "failed"
     status = getattr(getattr(value, "status", None), "name", "COMPLETED")

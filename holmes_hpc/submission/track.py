@@ -21,7 +21,7 @@ from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.ending import Complaint, complaints, judge, parts_of_plan, tail
 from holmes_hpc.submission.job import SlurmHetJob
-from holmes_hpc.submission.states import UNKNOWN, JobState
+from holmes_hpc.submission.states import CONTROLLER, UNKNOWN, JobState
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 
@@ -81,7 +81,7 @@ class OnThisMachine:
             return JobState("RUNNING", nodes=self._host, source="process")
         folder = self._folder
         done = list(folder.glob(f"{self._pid}_*_result.pkl"))
-        exits = self._run.read_exits()
+        exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
         if self._cancelled.exists():
             return JobState("CANCELLED", "", self._host, 1, source="process")
         good = len(done) > 0 and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out"))) and all(
@@ -223,13 +223,14 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
 
 def cancel(run: RunDirectory) -> JobState:
     """Cancel the run's job, all components; its state just before comes back. A run whose end is recorded is let be:
-    its job id may be another job's by now. SubmissionError: Slurm refused."""
+    its job id may be another job's by now. So is one that the controller does not know. SubmissionError: Slurm
+    refused."""
     result = run.read_result()
     if result is not None and last_word(result):
         return JobState(str(result["state"]).upper(), source="result.json")
     job = job_of(run)
     before = job.state("force")
-    if not before.ended:
+    if not before.ended and not (before.state == UNKNOWN and before.source in CONTROLLER):
         job.cancel()
     return before
 

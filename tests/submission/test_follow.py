@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -161,6 +162,25 @@ def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm
     made.write_result({"state": "completed"}, writer="batch")
     assert cancel(made).state == "COMPLETED"
     assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
+
+
+def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    fake_slurm.answer("squeue", "exit 0")
+    assert cancel(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
+
+
+def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time() - 600})
+    (made.path / "submission").mkdir()
+    ticket = {"name": "x", "submitted": time.time() - 600}
+    (made.path / "submission" / "7_job.json").write_text(json.dumps(ticket))
+    made.start_attempt({})
+    made.log_path(0).write_text("step 1\n")
+    fake_slurm.answer("squeue", "exit 0")
+    found = status(made)
+    assert found.state == "failed" and "Slurm says FAILED (lost" in str(found.error)
+    assert cancel(made).state == "FAILED" and fake_slurm.calls("scancel") == []
 
 
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
 
+from holmes_hpc.records.files import locked
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.manifest import SweepJob, open_manifest
 from holmes_hpc.submission.sweep import collect
@@ -92,6 +95,15 @@ def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(t
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1 and RunDirectory(tmp_path / "sweep" / "1").attempt == 2
 
 
+def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) -> None:
+    assert "not yet" in sweep(tmp_path, "1,2").stderr
+    done = sweep(tmp_path, "2")  # now job 0, whose directory is that of x=1
+    assert done.returncode != 0 and "holds a run of another configuration" in done.stderr
+    assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
+    done = sweep(tmp_path, "1")
+    assert done.returncode == 0 and "completed as job" in done.stdout
+
+
 @pytest.mark.parametrize("xs, more, error", [
     ("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")])
 def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str, more: tuple[str, ...],
@@ -109,11 +121,12 @@ def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Pa
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
 
 
-def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any) -> None:
+@pytest.mark.parametrize("database", ["away", "exit 0"], ids=["away", "without the job"])
+def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any, database: str) -> None:
     """A job that nobody knows may have ended, or its Slurm is away; only the first may be submitted again."""
     away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
     for command in ("sacct", "squeue", "scontrol"):
-        fake_slurm.answer(command, away)
+        fake_slurm.answer(command, database if command == "sacct" and database != "away" else away)
     fake_slurm.answer("sbatch", "echo 50")
     manifest = open_manifest(tmp_path / "sweep")
     manifest.path.parent.mkdir()
@@ -124,6 +137,56 @@ def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and "Slurm does not answer" in done.stderr, done.stderr
     assert fake_slurm.calls("sbatch") == []
+
+
+def test_jobs_of_the_same_overrides_and_of_other_launcher_settings_are_kept_apart(tmp_path: Path) -> None:
+    manifest = open_manifest(tmp_path)
+    jobs = [SweepJob(num, overrides, str(num), "plain", "slurm", str(num), "x", digest="d", copy=copy)
+            for num, (overrides, copy) in enumerate([(("+x=1",), 0), (("+x=1",), 1),
+                                                     (("+x=1", "hydra.launcher.nodes=2"), 0)])]
+    for job in jobs:
+        manifest.put(job)
+    again = open_manifest(tmp_path)
+    assert again.jobs == jobs
+    assert [again.find(job.key, "d") for job in jobs] == jobs and again.find(("+x=2",), "d") is None
+
+
+def test_the_same_overrides_twice_are_two_jobs_and_a_percent_sign_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "good").touch()
+    for _ in range(2):
+        done = sweep(tmp_path, "1,1")
+        assert done.returncode == 0, done.stderr
+    assert [(j.num, j.copy) for j in open_manifest(tmp_path / "sweep").jobs] == [(0, 0), (1, 1)]
+    assert [RunDirectory(tmp_path / "sweep" / str(i)).attempt for i in range(2)] == [1, 1]
+    done = sweep(tmp_path, "1", "hydra.sweep.subdir=a%j")
+    assert done.returncode != 0 and "leave out '%'" in done.stderr
+
+
+def test_two_launches_at_once_into_one_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sweep").mkdir()
+    with locked(tmp_path / "sweep" / ".sweep.lock"):
+        done = sweep(tmp_path, "1")
+    assert done.returncode != 0 and "another writer has held it" in done.stderr
+    assert not (tmp_path / "sweep" / "sweep.json").exists()
+
+
+def test_a_result_of_a_program_that_is_not_here_is_collected(tmp_path: Path) -> None:
+    manifest = open_manifest(tmp_path / "sweep")
+    manifest.path.parent.mkdir()
+    manifest.put(SweepJob(0, ("+x=1",), "0", "plain", "local", "41", "."))
+    module = types.ModuleType("not_here")
+    sys.modules["not_here"] = module
+    exec("class Score:\n    def __init__(self): self.x = 1\nclass Sum(float): pass", module.__dict__)
+    path = manifest.path.parent / "41_0_result.pkl"
+    for value, said in ((module.Score(), "a not_here.Score"), (module.Sum(1.0), "a not_here.Sum")):
+        path.write_bytes(pickle.dumps(("success", value)))
+        del sys.modules["not_here"]
+        found = collect(tmp_path / "sweep")[0]
+        assert (found["state"], str(found["final"])) == ("completed", said)
+        sys.modules["not_here"] = module
+    del sys.modules["not_here"]
+    path.write_bytes(b"half of it")
+    assert "cannot be read" in collect(tmp_path / "sweep")[0]["error"]
 
 
 WAITS = """

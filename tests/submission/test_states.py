@@ -184,11 +184,70 @@ def test_record_older_than_the_job_says_nothing(tmp_path: Path) -> None:
 
 
 def test_preempted_is_final_only_after_a_while() -> None:
-    watcher = Watched({"sacct": sacct_line("5", "PREEMPTED")})
+    watcher = Watched({"sacct": sacct_line("5", "PREEMPTED"), "squeue": ""})
+    watcher.register_job("5")
+    watcher._registered_at["5"] -= 60
     assert not watcher.is_done("5", "force") and not watcher.state_of("5", "cache").ended
-    watcher._preempted_at["5"] -= 60
+    watcher._requeued_at["5"] -= 60
     time.sleep(0.002)
     assert watcher.is_done("5", "force")
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "NODE_FAIL", "BOOT_FAIL"])
+def test_what_the_queue_has_again_did_not_end(state: str) -> None:
+    watcher = Watched({"sacct": sacct_line("5", state), "squeue": squeue_line("5", "PENDING", reason="BeginTime")})
+    watcher.register_job("5")
+    watcher._registered_at["5"] -= 60
+    found = watcher.state_of("5", "force")
+    assert (found.state, found.source) == ("PENDING", "squeue") and [c[0] for c in watcher.asked] == ["sacct", "squeue"]
+    watcher.answers["squeue"] = None  # nobody can say whether it was requeued
+    for _ in range(2):
+        time.sleep(0.002)
+        watcher._requeued_at["5"] = watcher._requeued_at.get("5", time.time()) - 60
+        watcher._down_until.clear()
+        assert not watcher.is_done("5", "force")
+    watcher.answers["squeue"] = ""
+    watcher._down_until.clear()
+    time.sleep(0.002)
+    assert watcher.is_done("5", "force") and watcher.get_state("5", "cache") == state
+
+
+def test_a_job_that_the_controller_does_not_know_is_lost(tmp_path: Path) -> None:
+    expected = Expected("a", time.time() - 600, tmp_path / "5_exit")
+    for answers, state in (({}, "UNKNOWN"), ({"sacct": ""}, "UNKNOWN"), ({"squeue": ""}, "FAILED")):
+        watcher = Watched(answers)
+        watcher.expect("5", expected)
+        found = watcher.state_of("5", "force")
+        assert (found.state, found.ended) == (state, state == "FAILED"), answers
+    assert "lost" in found.reason
+    watcher = Watched({"squeue": ""})
+    watcher.expect("5", Expected("a", time.time() - 5, tmp_path / "5_exit"))  # just submitted
+    assert watcher.state_of("5", "force") == JobState(source="squeue")
+    watcher.expect("6", Expected("a", time.time() - 600, Path("/nobody's/6_exit")))  # another user's, maybe
+    assert watcher.state_of("6", "force").state == "UNKNOWN"
+
+
+def test_an_exit_record_may_be_of_a_job_that_was_requeued(tmp_path: Path) -> None:
+    record = tmp_path / "5_exit"
+    record.write_text("1 1500 -\n")
+    for answers, ended in (({"sacct": ""}, False), ({"sacct": "", "squeue": ""}, True)):
+        watcher = Watched(answers)
+        watcher.expect("5", Expected("a", 1000.0, record))
+        found = watcher.state_of("5", "force")
+        assert (found.state, found.source, found.ended) == ("FAILED", "exit record", ended)
+
+
+def test_what_was_learnt_of_another_job_of_the_same_id_is_dropped() -> None:
+    watcher = Watched({"squeue": squeue_line("5", "COMPLETED", name="mine", submit=5000)})
+    watcher.expect("5", Expected("mine", 5000.0))
+    assert watcher.is_done("5", "force")
+    watcher.expect("5", Expected("mine", 5001.0))  # as another record has it
+    assert watcher.get_state("5", "cache") == "COMPLETED"
+    watcher.expect("5", Expected("mine", 9000.0))
+    assert not watcher.is_done("5", "cache") and watcher.get_state("5", "cache") == "UNKNOWN"
+    watcher.answers["squeue"] = squeue_line("5", "RUNNING", name="mine", submit=9000)
+    time.sleep(0.002)
+    assert watcher.get_state("5", "force") == "RUNNING"
 
 
 def test_no_busy_polling_while_nobody_answers() -> None:
