@@ -1,4 +1,4 @@
-"""The sweeps under sweeps/: every job of each can be planned for the testbed, and one runs as its user runs it."""
+"""The sweeps under sweeps/: every job of each can be planned for the testbed, and one or two of each are run."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def test_every_job_has_a_plan_on_the_testbed(path: Path) -> None:
     assert len(made) > 3
 
 
+def test_the_environments_are_those_of_the_paper() -> None:
+    made = jobs(SWEEPS / "sweep" / "nic_environments.yaml")
+    assert {"plan.nodes={eth-a:2}"} <= {word.replace(" ", "") for words in made for word in words}
+    assert len({word for words in made for word in words if word.startswith("model.layers=")}) == 2
+
+
 def test_the_sweeps_of_the_papers_evaluation_are_there() -> None:
     assert {p.stem for p in FILES} >= {"nic_environments", "ablation", "scaling"}
 
@@ -57,13 +63,17 @@ def test_the_sweeps_of_the_papers_evaluation_are_there() -> None:
 @pytest.mark.slurm
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("testbed")
-def test_a_sweep_runs_on_the_testbed_as_it_stands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, overrides, jobs", [
+    ("nic_environments", ["model.layers=8", "plan.nodes={ib-a: 1},{ib-a: 1, roce-a: 1}"], 2),
+    ("ablation", ["plan.partition=uniform", "train.overlap_grad_reduce=false", "plan.transport=single"], 1),
+    ("scaling", ["plan.nodes={ib-a: 2, roce-a: 2}"], 1)])
+def test_a_sweep_runs_on_the_testbed_as_it_stands(tmp_path: Path, name: str, overrides: list[str], jobs: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "holmes_hpc.train", "-m", "--config-dir", str(SWEEPS), "+sweep=nic_environments",
-         "hydra/launcher=holmes_slurm", "plan.nodes={ib-a: 1},{ib-a: 1, roce-a: 1}", "train.steps=2",
+        [sys.executable, "-m", "holmes_hpc.train", "-m", "--config-dir", str(SWEEPS), f"+sweep={name}",
+         "hydra/launcher=holmes_slurm", *overrides, "train.steps=2",
          "train.pace_layer_ms=null", f"hydra.sweep.dir={tmp_path / 'sweep'}"],
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    runs = [json.loads((tmp_path / "sweep" / str(i) / "result.json").read_text()) for i in range(2)]
-    assert [r["state"] for r in runs] == ["completed"] * 2
+    runs = [json.loads((tmp_path / "sweep" / str(i) / "result.json").read_text()) for i in range(jobs)]
+    assert [r["state"] for r in runs] == ["completed"] * jobs
     assert all(r["final"]["step"] == 2 and r["final"]["loss"] > 0 for r in runs)
