@@ -15,10 +15,10 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]{}()&|*!^~?<>$;-]+", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # Options of sbatch that a job has once, with its first component; all others are a component's own.
 OF_THE_JOB = frozenset((
-    "array", "begin", "chdir", "clusters", "comment", "deadline", "delay-boot", "dependency", "error", "export",
-    "export-file", "get-user-env", "hold", "input", "job-name", "kill-on-invalid-dep", "mail-type", "mail-user", "nice",
-    "no-requeue", "open-mode", "output", "parsable", "priority", "profile", "propagate", "quiet", "requeue", "signal",
-    "spread-job", "time", "time-min", "uid", "gid", "verbose", "wait", "wait-all-nodes", "wckey"))
+    "array", "bb", "bbf", "begin", "chdir", "clusters", "comment", "deadline", "delay-boot", "dependency", "error",
+    "export", "export-file", "get-user-env", "gid", "hold", "input", "job-name", "kill-on-invalid-dep", "licenses",
+    "mail-type", "mail-user", "nice", "no-requeue", "open-mode", "output", "parsable", "priority", "profile", "propagate",
+    "quiet", "requeue", "signal", "spread-job", "time", "time-min", "uid", "verbose", "wait", "wait-all-nodes", "wckey"))
 LONGEST = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 

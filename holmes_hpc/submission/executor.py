@@ -65,7 +65,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     folder: where submissions, logs and results go; every node must see it. ``%j`` is the leader's job id.
     components: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
     max_num_timeout: how often a checkpointable function goes on after a time-out.
-    max_requeues: how often it goes on at all; 0: only `max_num_timeout` counts.
+    max_requeues: a job that was restarted so often asks for no requeue; 0: only `max_num_timeout` counts.
     python: the command that starts Python on the nodes (shell, as in submitit).
     preflight: test each component alone before a heterogeneous job is submitted, and log what may keep it waiting.
     """
