@@ -17,8 +17,9 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 OF_THE_JOB = frozenset((
     "array", "bb", "bbf", "begin", "chdir", "clusters", "comment", "deadline", "delay-boot", "dependency", "error",
     "export", "export-file", "get-user-env", "gid", "hold", "input", "job-name", "kill-on-invalid-dep", "licenses",
-    "mail-type", "mail-user", "nice", "no-requeue", "open-mode", "output", "parsable", "priority", "profile", "propagate",
-    "quiet", "requeue", "signal", "spread-job", "time", "time-min", "uid", "verbose", "wait", "wait-all-nodes", "wckey"))
+    "mail-type", "mail-user", "nice", "no-requeue", "open-mode", "output", "parsable", "priority", "profile",
+    "propagate", "quiet", "requeue", "signal", "spread-job", "time", "time-min", "uid", "verbose", "wait",
+    "wait-all-nodes", "wckey"))
 LONGEST = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 
