@@ -27,6 +27,7 @@ from test_slurm import (  # noqa: F401 (fixtures)
 )
 
 from holmes_hpc import testbed as beds
+from holmes_hpc.fabric.hostlist import expand
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.follow import follow
 from holmes_hpc.submission.plan_job import submit_plan
@@ -105,17 +106,32 @@ def test_a_node_that_dies_fails_the_job(folder: Path) -> None:  # noqa: F811
     node = run.log_path(3).resolve()  # rank 3's node, as its environment said
     name = re.search(r"roce\d", job_of(run).state("force").nodes.replace("roce[1-2]", "roce2"))
     assert node and name
-    net = os.readlink(f"/proc/{pid_of('slurmd.' + name.group())}/ns/net")
-    victims = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _net(p) == net]
     began = time.monotonic()
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+    kill_node(name.group())
     assert follow(run, job_of(run)) == 1
     assert time.monotonic() - began < 60
     result = run.read_result()
     assert result is not None and result["state"] == "failed"
     assert name.group() in result["error"] and result["failed_node"] == name.group()
     until(lambda: not _queued(job_of(run).id), 60)  # Slurm requeues such a job by itself
+
+
+def test_the_batch_scripts_node_dies(folder: Path) -> None:  # noqa: F811
+    """Slurm requeues the job by itself; its next start finds that a failure came before, and that none is allowed."""
+    run = start(folder, plans.until_told, wait_s=120, steps_per_attempt=1)
+    until(lambda: all_here(run))
+    kill_node(expand(job_of(run).state("force").component_nodes[0])[0])
+    assert follow(run, job_of(run)) == 1
+    result = run.read_result()
+    assert result is not None and (result["state"], result["writer"], run.attempt) == ("failed", "batch", 1)
+    assert "without a word" in result["error"]
+    until(lambda: not _queued(job_of(run).id), 60)
+
+
+def kill_node(name: str) -> None:
+    net = os.readlink(f"/proc/{pid_of('slurmd.' + name)}/ns/net")
+    for pid in [int(p.name) for p in Path("/proc").glob("[0-9]*") if _net(p) == net]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _queued(job_id: str) -> bool:
