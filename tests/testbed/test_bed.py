@@ -19,6 +19,7 @@ import pytest
 from holmes_hpc import testbed as beds
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import network, processes, userland
+from holmes_hpc.testbed.commands import SYSTEM_PATH
 from holmes_hpc.testbed.record import FILE, Record
 
 pytestmark = pytest.mark.slurm
@@ -286,7 +287,8 @@ def test_another_releases_files_are_seen_inside_only(tmp_path: Path) -> None:
     userland.write_wrappers(root, tmp_path / "bin")
     assert sorted(os.listdir(tmp_path / "bin")) == ["in-release", "sinfo"]
     for argv in (["sinfo", "a b"], ["in-release", "sinfo", "a b"]):
-        done = subprocess.run([tmp_path / "bin" / argv[0], *argv[1:]], capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run([tmp_path / "bin" / argv[0], *argv[1:]], capture_output=True, text=True, cwd=tmp_path,
+                              env={**os.environ, "PATH": SYSTEM_PATH})  # not a testbed's own wrappers
         assert done.stdout == f"yes{tmp_path} a b\n", done.stderr
     assert not Path("/etc/of-the-release").exists()
 
