@@ -38,6 +38,35 @@ def read_nodes() -> list[SiteNode]:
     return [SiteNode(name, frozenset(held), features[name]) for name, held in partitions.items()]
 
 
+def minutes(text: object) -> float | None:
+    """A time as Slurm reads and writes it (``90``, ``90:00``, ``1:30:00``, ``1-12``); None for ``infinite``."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text).strip(), re.ASCII)
+    if match is None:
+        return None
+    days, numbers = match.group(1), [int(n) for n in match.groups()[1:] if n is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, rest, seconds = [*numbers, 0, 0][:3]
+    return 1440 * int(days or 0) + 60 * hours + rest + seconds / 60
+
+
+def read_time_limits() -> dict[str, float]:
+    """The partitions that have a time limit, and how many minutes it is."""
+    answer = patient(["sinfo", "--noheader", "--format=%R|%l"], patience_s=10)
+    pairs = (line.strip().partition("|") for line in answer.out.splitlines()) if answer.ok else ()
+    return {name: most for name, _, text in pairs if (most := minutes(text)) is not None}
+
+
+def beyond_limit(request: ComponentRequest, timeout_min: object, limits: Mapping[str, float]) -> str | None:
+    """Why a component would wait for ever, though Slurm takes it: its time is beyond its partitions' limits. One that
+    names a QOS may be allowed to."""
+    wanted, names = minutes(timeout_min), (request.partition or "").split(",")
+    if wanted is None or request.qos or not all(name in limits for name in names):
+        return None
+    most = max(limits[name] for name in names)
+    return f"{timeout_min} min is beyond the time limit of its partition, {most:g} min" if wanted > most else None
+
+
 def matcher(constraint: str | None) -> Callable[[frozenset[str]], bool] | None:
     """A constraint of features, ``&``, ``|``, ``!`` and round brackets as a test of a node's features; None for what
     has counts or square brackets, which only Slurm can judge."""

@@ -15,7 +15,16 @@ from typing import Any
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.submission.commands import patient
 from holmes_hpc.submission.component import ComponentRequest, with_options
-from holmes_hpc.submission.fit import SiteNode, check_fit, read_config, read_limits, read_nodes, warnings
+from holmes_hpc.submission.fit import (
+    SiteNode,
+    beyond_limit,
+    check_fit,
+    read_config,
+    read_limits,
+    read_nodes,
+    read_time_limits,
+    warnings,
+)
 
 CACHE_S = 300
 _cache: dict[tuple[str, ...], tuple[float, Test]] = {}
@@ -75,6 +84,10 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         if not found.ok:
             raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({describe(request)})",
                                   cure=feasible_instead(request, timeout_min=timeout_min))
+        beyond = beyond_limit(request, timeout_min, _kept("time limits", read_time_limits))
+        if beyond:
+            raise SubmissionError(beyond, where=f"component {index} ({describe(request)})",
+                                  cure="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
         check_fit(requests, _site_nodes())
 

@@ -20,7 +20,16 @@ from holmes_hpc.planning.plan import Plan
 from holmes_hpc.submission import preflight
 from holmes_hpc.submission.component import ComponentRequest
 from holmes_hpc.submission.earliest import candidates, earliest, table_rows, training_time_s
-from holmes_hpc.submission.fit import SiteNode, check_fit, eligible, matcher, warnings
+from holmes_hpc.submission.fit import (
+    SiteNode,
+    beyond_limit,
+    check_fit,
+    eligible,
+    matcher,
+    minutes,
+    read_time_limits,
+    warnings,
+)
 
 NODES = [SiteNode(f"ib{i}", frozenset({"ib", "all"}), frozenset({"nic_ib", "a"})) for i in range(4)] + [
     SiteNode(f"eth{i}", frozenset({"eth", "all"}), frozenset({"nic_ethernet"})) for i in range(2)]
@@ -141,3 +150,22 @@ def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
     assert [c.plan.id for c in found] == [starts_now.id, waits.id]
     assert found[1].start is not None and found[0].start is not None and found[1].start - found[0].start > 60
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", table_rows(found)[1][0][2])
+
+
+@pytest.mark.parametrize("text, found", [
+    (90, 90), ("90", 90), ("5:30", 5.5), ("1:30:00", 90), ("1-12", 2160), ("1-00:30", 1470), ("2-01:00:30", 2940.5),
+    ("infinite", None), ("UNLIMITED", None), ("n/a", None), ("", None), ("1-", None)])
+def test_times_are_read_as_slurm_reads_them(text: object, found: float | None) -> None:
+    assert minutes(text) == found
+
+
+def test_a_time_beyond_the_partitions_limit_would_wait_for_ever(fake_slurm: Any) -> None:
+    fake_slurm.answer("sinfo", "printf 'eth|5:00\\nib|infinite\\nroce|1-00:00:00\\n'")
+    limits = read_time_limits()
+    assert limits == {"eth": 5, "roce": 1440}
+    assert beyond_limit(ComponentRequest(partition="eth"), 6, limits) == \
+        "6 min is beyond the time limit of its partition, 5 min"
+    for request, wanted in ((ComponentRequest(partition="eth"), 5), (ComponentRequest(partition="ib"), 9999),
+                            (ComponentRequest(partition="eth,roce"), 60), (ComponentRequest(partition="eth,ib"), 9999),
+                            (ComponentRequest(partition="eth", qos="long"), 60), (ComponentRequest(), 60)):
+        assert beyond_limit(request, wanted, limits) is None

@@ -273,6 +273,17 @@ def test_an_infeasible_component_is_named_with_what_could_be(folder: Path) -> No
     assert subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout.count("UP") == 1
 
 
+def test_a_time_limit_beyond_the_partitions_is_named(folder: Path) -> None:
+    """Slurm would take it, and let it wait for ever."""
+    subprocess.run(["scontrol", "create", "PartitionName=short", "Nodes=eth[1-2]", "MaxTime=2"], check=True)
+    preflight.forget()
+    try:
+        with pytest.raises(SubmissionError, match=r"component 1 .*3 min is beyond the time limit .* 2 min"):
+            executor(folder, [THREE[0], {"partition": "short"}]).submit(sleeper, 0)
+    finally:
+        subprocess.run(["scontrol", "delete", "PartitionName=short"], check=True)
+
+
 # -- a plan's job ----------------------------------------------------------------------------------------------------
 
 
