@@ -85,8 +85,7 @@ def main() -> int:
             for step in range(100):
                 run.append_metrics({"step": step, "loss": 1.0, "tokens_per_s": 1.0, "attempt": 1})
         states.WATCHER.clear()
-        for known in states.WATCHER._registered_at:
-            states.WATCHER._registered_at[known] -= 60  # no longer young
+        states._YOUNG_S = 0  # as if they had been submitted some time ago
         polls = []
         for _ in range(5):
             fake.calls.clear()
