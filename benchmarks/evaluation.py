@@ -43,6 +43,7 @@ from holmes_hpc.results.statistics import fraction_of_homogeneous, median_interv
 from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
 from holmes_hpc.testbed.topology import read
 
+HOLMES = str(Path(sys.executable).with_name("holmes"))
 MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
 LAYERS, SEQUENCE, ETHERNET_MBIT = 18, 16, read("evaluation").ethernet_mbit
 LAYOUT = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none")
@@ -53,9 +54,9 @@ PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forw
 
 READING = """\
 Predictions are the planner's before the run, from declared rates and the pace alone: nothing was fitted to these runs.
-Plain Megatron-LM is slower than predicted because gloo serves both directions of a pair of ranks over one connection,
-where point-to-point messages wait for each other; on connections of their own (proportional layers) the same 1F1B takes
-what is predicted. Judge the method by that row as well."""
+Plain Megatron-LM is slower than predicted, probably as gloo serves both directions of a pair of ranks over one
+connection, where point-to-point messages wait for each other; on connections of their own (proportional layers) the same
+1F1B takes what is predicted. Judge the method by that row as well."""
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,30 @@ class Cell:
     system: str
 
     @property
+    def stages(self) -> int:
+        return 3 if self.environment == "three" else 2
+
+    @property
+    def micro_size(self) -> int:
+        """The same hop ratio with a third stage, which computes less."""
+        return round(REGIMES[self.regime].micro_size * 2 / self.stages)
+
+    @property
     def overrides(self) -> list[str]:
         mixed = self.environment in ("hybrid", "two IB", "three")
-        stages = 3 if self.environment == "three" else 2
         regime = REGIMES[self.regime]
-        micro_size = round(regime.micro_size * 2 / stages)  # the same hop ratio: a third stage computes less
-        batch = regime.micro_batches * micro_size * self.nodes // stages
-        layout = (f"plan.pp={stages}", f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", *LAYOUT)
-        return [*COMMON, *regime.overrides, f"batch.micro_size={micro_size}", f"batch.global_size={batch}",
+        batch = regime.micro_batches * self.micro_size * self.nodes // self.stages
+        layout = (f"plan.pp={self.stages}", f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", *LAYOUT)
+        return [*COMMON, *regime.overrides, f"batch.micro_size={self.micro_size}", f"batch.global_size={batch}",
                 f"plan.nodes={nodes_of(self.environment, self.nodes)}", *(layout if self.system != FREE else ()),
                 *SYSTEMS.get(self.system, ())]
 
     @property
     def hop_ratio(self) -> float:
         """Of even stages; 4% of headers."""
-        regime, stages = REGIMES[self.regime], 3 if self.environment == "three" else 2
-        sent = 1.044 * 4 * regime.hidden * SEQUENCE * round(regime.micro_size * 2 / stages)
-        return sent * 8 / (ETHERNET_MBIT * 1e6) / (3 * (regime.pace_ms or np.nan) / 1000 * LAYERS / stages)
+        regime = REGIMES[self.regime]
+        sent = 1.044 * 4 * regime.hidden * SEQUENCE * self.micro_size
+        return sent * 8 / (ETHERNET_MBIT * 1e6) / (3 * (regime.pace_ms or np.nan) / 1000 * LAYERS / self.stages)
 
     def run_name(self, repeat: int) -> str:
         words = (self.regime, self.environment, str(self.nodes), self.system, str(repeat))
@@ -137,12 +145,13 @@ class Cell:
 FREE = "the planner's free choice"  # of all but nodes, batch and pace
 ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
 BOTH = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ by the schedule: the faster one is compared with
+MIXED = ("holmes", "proportional layers", "Megatron-LM, overlap")  # where stages can differ
 
 
 def grid(regime: str, nodes: int) -> Iterator[Cell]:
     """The environments at one regime and number of nodes. The paper's rule is beside us where stages can differ."""
     for environment in ENVIRONMENTS:
-        for system in BOTH if environment != "hybrid" else ("holmes", "proportional layers", "Megatron-LM, overlap"):
+        for system in BOTH if environment != "hybrid" else MIXED:
             yield Cell(regime, environment, nodes, system)
 
 
@@ -154,7 +163,7 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
     targets = [c for at in settings for c in grid(*at)]
     targets += [Cell(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
     others = [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
-              for system in ("holmes", "proportional layers", "Megatron-LM, overlap")]
+              for system in MIXED]
     others += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
     for nodes in (4, 8):
         others += [Cell("paper-like", "hybrid", nodes, system)
@@ -167,9 +176,6 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
 
 def _repeated(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
     return [(repeat, cell) for repeat in range(repeats) for cell in cells]
-
-
-HOLMES = str(Path(sys.executable).with_name("holmes"))
 
 
 def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:

@@ -35,8 +35,11 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     from holmes_hpc.training import cpu  # torch is heavy: only ranks load it
 
     with cpu.without_compiler():
-        from holmes_hpc.training import loop, measure
-    return (measure.measure if config["train"].get("measure") else loop.train)(config)
+        if config["train"].get("measure"):
+            from holmes_hpc.training.measure import measure as task
+        else:
+            from holmes_hpc.training.loop import train as task
+    return task(config)
 
 
 def _rank() -> tuple[int, int]:

@@ -152,6 +152,8 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[_Wanted]:
         """Compose and plan every job before the first is submitted. ConfigError names the first impossible one."""
+        from holmes_hpc.submission.manifest import key_of
+
         hook: Callable[[DictConfig, str], Planned | None] | None = getattr(self.task_function, "plan_job", None)
         wanted, refused, seen = [], [], Counter[tuple[str, ...]]()
         for num, overrides in enumerate(job_overrides, first):
@@ -161,7 +163,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             except HolmesError as e:
                 refused.append(f"#{num} ({' '.join(filter_overrides(overrides))}): {e}")
                 continue
-            same = tuple(sorted(overrides))
+            same = key_of(overrides)
             wanted.append(_Wanted(num, list(overrides), config, planned, self._digest(config, planned), seen[same]))
             seen[same] += 1
             if planned is not None and "%" in str(wanted[-1].directory):
