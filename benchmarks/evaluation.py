@@ -55,8 +55,8 @@ PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forw
 READING = """\
 Predictions are the planner's before the run, from declared rates and the pace alone: nothing was fitted to these runs.
 Plain Megatron-LM is slower than predicted, probably as gloo serves both directions of a pair of ranks over one
-connection, where point-to-point messages wait for each other; on connections of their own (proportional layers) the same
-1F1B takes what is predicted. Judge the method by that row as well."""
+connection, where point-to-point messages wait for each other; on connections of their own (proportional layers) the
+same 1F1B takes what is predicted. Judge the method by that row as well."""
 
 
 @dataclass(frozen=True)
