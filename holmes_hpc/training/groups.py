@@ -25,11 +25,15 @@ GLOO = "holmes_gloo"
 
 
 def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
-    """A ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options)."""
+    """A ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options).
+
+    It has one thread: of two, torch 2.13 lets both write the name of the group's last collective without a lock, and
+    names of more than 15 letters, such as a coalesced gather's, are freed twice when two end at once.
+    """
     own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     own._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"])]
     own._timeout = options.timeout
-    own._threads = 2
+    own._threads = 1
     return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, own)
 
 

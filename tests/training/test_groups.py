@@ -1,6 +1,10 @@
-"""NCCL's options of a group. torch's CPU build has no ProcessGroupNCCL: there the decision is tested with a stand-in,
-and that NCCL takes it is not shown."""
+"""A gloo group's thread, and NCCL's options. torch's CPU build has no ProcessGroupNCCL: there the decision is tested
+with a stand-in, and that NCCL takes it is not shown."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -58,3 +62,11 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     meet(["x", "y", "x", "y"])
     with pytest.raises(PlanError, match="node b: ranks 2 and 3 have the same GPU"):
         meet(["x", "y", "z", "z"])
+
+
+def test_gathers_in_flight_leave_the_process_whole(tmp_path: Path) -> None:
+    """torch 2.13 writes the name of a group's last collective from all of the group's threads, without a lock."""
+    script = Path(__file__).with_name("gather_rounds.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path / "meet"), "2000"], capture_output=True, text=True,
+                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
