@@ -144,7 +144,10 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray, bucket_bytes: np.ndar
         reduce[:, first:end], gather[:, first:end] = _synchronise_s(
             setting, lane, first, stages[first], count[:, first:end], buckets[:, first:end])
     ready, tail = gather, reduce
-    if setting.costs.software.overlap:
+    if _apart(setting):
+        reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
+        tail = reduce
+    elif setting.costs.software.overlap:
         ready, tail = _exposed(setting, layers, forward, backward, gather, reduce, buckets)
     last_up = np.tile(up, (plans, 1))
     if p.pp > 1 and setting.run > 1:
@@ -154,6 +157,13 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray, bucket_bytes: np.ndar
     nic = tuple(_one_nic(setting, lane, s) for s in range(p.pp))
     return Durations(forward, backward, np.tile(down, (plans, 1)), np.tile(up, (plans, 1)), last_up, ready, reduce,
                      tail), nic
+
+
+def _apart(setting: Setting) -> bool:
+    """Does all of the data-parallel traffic come after the last backward pass? Megatron-Core's overlap of several
+    optimizer instances takes CUDA streams (training.optimizer.wrap)."""
+    return setting.parallel.optimizer_instances > 1 and any(
+        setting.fabric(c).gpu.name == "cpu" for c in setting.components)
 
 
 def _exposed(setting: Setting, layers: np.ndarray, forward: np.ndarray, backward: np.ndarray, gather: np.ndarray,

@@ -32,6 +32,7 @@ from holmes_hpc.submission.component import (
     components,
     memory,
     option,
+    shell_word,
 )
 from holmes_hpc.submission.environment import LEADER, MAX_REQUEUES
 from holmes_hpc.submission.job import SlurmHetJob
@@ -65,7 +66,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
     folder: where submissions, logs and results go; every node must see it. ``%j`` is the leader's job id.
     components: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
     max_num_timeout: how often a checkpointable function goes on after a time-out.
-    max_requeues: a job that was restarted so often asks for no requeue; 0: only `max_num_timeout` counts.
+    max_requeues: a job that was restarted so often asks for no requeue, and ends when Slurm itself requeues it once
+        more; 0: only `max_num_timeout` counts.
     python: the command that starts Python on the nodes (shell, as in submitit).
     preflight: test each component alone before a heterogeneous job is submitted, and log what may keep it waiting.
     """
@@ -162,10 +164,20 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return self.request().ranks
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return script_text(self._request(self.parameters, token=f"holmes-{uid}"), command)
+        request = self._request(self.parameters, token=f"holmes-{uid}")
+        return script_text(request, command, begin=self._capped(request))
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["sbatch", "--parsable", str(submission_file_path)]
+
+    def _capped(self, request: JobRequest) -> list[str]:
+        """Shell for the start of the batch script: what Slurm itself requeued (preemption, a node's failure) counts."""
+        most = int(self.parameters.get("max_requeues") or 0)
+        if not most:
+            return []
+        record = f"printf '1 %s -\\n' \"$(date +%s)\" > {shell_word(str(request.exit_record))}"
+        why = f'echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2'
+        return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", f"  {record}", "  exit 1", "fi"]
 
     @staticmethod
     def _get_job_id_from_submission_command(string: str | bytes) -> str:

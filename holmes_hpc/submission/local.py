@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import submitit
 from submitit.local.local import LocalExecutor
 
+from holmes_hpc.errors import SubmissionError
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.commands import uninterrupted
@@ -50,10 +52,22 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now, below those that connections of other programs are given."""
+    ports = list(range(10000, _ephemeral()))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SubmissionError("no TCP port is free", where="127.0.0.1", cure="end what listens on so many")
+
+
+def _ephemeral() -> int:
+    """The first port that the system gives to connections."""
+    try:
+        return max(10001, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    except OSError:  # no Linux
+        return 32768
 
 
 def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any],

@@ -118,6 +118,7 @@ class Trainer:
         self._audit: audit.Audit | None = None
         self._alone = True  # nothing but the step's traffic since the step before
         self._said = 0.0
+        self._saved_at = 0  # the step whose state was saved last
         self._pause_s = 0.0  # between the last two steps: validation, checkpoint
 
     # -- the steps --------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class Trainer:
         self.watchdog.alive(f"what follows step {self.step}")
         if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
             self._evaluate()
-        if self.checkpoints.unsettled and not said.writing:
+        if self.checkpoints.unsettled and not said.writing and self.step > self._saved_at + 1:  # said since then
             self._settle()
         if interval and (self.step % interval == 0 or self.step == self.config["steps"]):
             self._save()
@@ -168,6 +169,7 @@ class Trainer:
         """Save the state after this step. Its line of the metrics comes first: a resumed run starts after it."""
         self._finish_record()
         self.watchdog.alive(f"saving the state after step {self.step}", LONG)
+        self._saved_at = self.step
         self.checkpoints.save(self.step, {"loss": self.final.get("loss")}, wait)
         self.watchdog.alive(f"what follows step {self.step}")
 

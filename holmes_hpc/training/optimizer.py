@@ -53,10 +53,11 @@ def groups_for_ddp() -> ProcessGroupCollection:
 def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: Mapping[str, Any]) -> list[DistributedDataParallel]:
     """The model chunks under Megatron-Core's DDP, buckets of `plan.bucket_bytes`."""
     p = plan.parallel
+    # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
+    overlap = train["overlap_grad_reduce"] and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=train["overlap_grad_reduce"],
-        overlap_param_gather=train["overlap_param_gather"] and p.distributed_optimizer
-        and train["overlap_grad_reduce"],
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap,
+        overlap_param_gather=train["overlap_param_gather"] and p.distributed_optimizer and overlap,
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
         bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES), check_for_nan_in_grad=False)

@@ -50,6 +50,7 @@ def test_gres() -> None:
 def test_active_features_count_not_the_available_ones() -> None:
     n = parse_node(node_line("n1", "nic_ib,knl_flat", active="nic_ib"))
     assert n.features == ("nic_ib",) and n.available == ("nic_ib", "knl_flat")
+    assert parse_node(node_line("n1", "nic_ib,knl_flat", active="(null)")).features == ()
 
 
 def test_partition() -> None:

@@ -177,8 +177,9 @@ def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Calla
         on_node(node, f"ip link set {nic} down")
         return lambda: on_node(node, f"ip link set {nic} up")
     elif fault.kind == "slurmctld restarted":
-        os.kill(daemon("slurmctld"), signal.SIGTERM)  # as a service is stopped
-        time.sleep(2)
+        pid = daemon("slurmctld")
+        os.kill(pid, signal.SIGTERM)  # as a service is stopped
+        until(lambda: not namespace(pid), "slurmctld's end")
         beds.up()
     elif fault.kind == "checkpoint disk full":
         ballast = run.checkpoints.resolve().parent / "ballast"

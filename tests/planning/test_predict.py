@@ -173,6 +173,19 @@ def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
     assert {g.transport.kind for g in edges} == {"local"}
 
 
+def test_instances_reduce_beside_computing_on_gpus_only() -> None:
+    """Megatron-Core does it by CUDA streams; on CPUs all of it follows the last backward pass."""
+    site = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
+    options = {"strategy": "hierarchical-dp", "tp": 1, "pp": 2, "dp": 4, "virtual_stages": 2,
+               "nodes": {"ib-a": 2, "roce-a": 2}}
+    cpu = plan(site, **options)
+    there = timing(Setting.of(cpu, Costs()), layer_array(cpu)).lanes[0]
+    assert (there.tail == there.reduce).all() and (there.tail[:, :, 0] > 0).all() and not there.tail[:, :, 1:].any()
+    gpus = plan(replace(site, fabrics=tuple(replace(f, gpu=A100) for f in site.fabrics)), **options)
+    there = timing(Setting.of(gpus, Costs()), layer_array(gpus)).lanes[0]
+    assert (there.tail <= there.reduce).all() and (there.reduce[:, :, 1:] > 0).all()
+
+
 def test_a_calibration_with_a_typing_error_says_so() -> None:
     with pytest.raises(Exception, match="unknown key 'link'; did you mean 'links'"):
         Calibration.from_dict({"link": {}})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,19 @@ def fresh_watcher() -> Callable[[], None]:
 
     clear()
     return clear
+
+
+@pytest.fixture
+def busy_roce(testbed: object) -> Iterator[None]:
+    """All RoCE nodes taken for ten minutes."""
+    preflight.forget()
+    job = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap",
+                          "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        end, ask = time.monotonic() + 60, ["squeue", "-h", "-j", job, "-o", "%T"]
+        while "RUNNING" not in subprocess.run(ask, capture_output=True, text=True).stdout:
+            assert time.monotonic() < end
+            time.sleep(0.3)
+        yield
+    finally:
+        subprocess.run(["scancel", job], check=False)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import time
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -123,20 +120,6 @@ def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> N
     possible = plans.plan("ib-a")
     found = earliest([plans.plan("ib-a", step_time_s=100), possible], 3600, {"timeout_min": 600})
     assert found[0].plan.id == possible.id and found[1].end is None and "timeout_min" in found[1].reason
-
-
-@pytest.fixture
-def busy_roce() -> Iterator[None]:
-    """All RoCE nodes taken for three minutes."""
-    job = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t3", "-o/dev/null", "--wrap",
-                          "sleep 120"], capture_output=True, text=True, check=True).stdout.strip()
-    end = time.monotonic() + 60
-    ask = ["squeue", "-h", "-j", job, "-o", "%T"]
-    while "RUNNING" not in subprocess.run(ask, capture_output=True, text=True).stdout:
-        assert time.monotonic() < end
-        time.sleep(0.3)
-    yield
-    subprocess.run(["scancel", job], check=False)
 
 
 @pytest.mark.slurm

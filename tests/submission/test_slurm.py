@@ -200,7 +200,7 @@ def sleeper(seconds: float) -> str:
 @pytest.mark.parametrize("which", ["leader", "component"])
 def test_cancelled(folder: Path, which: str) -> None:
     job = executor(folder, THREE[:2]).submit(sleeper, 60)
-    until(lambda: job.slurm_state().state == "RUNNING")
+    until(lambda: job.slurm_state().state == "RUNNING", 120)
     if which == "leader":
         job.cancel()
         until(lambda: job.slurm_state().state == "CANCELLED")
@@ -249,7 +249,7 @@ class Counting:
 
 def test_submitits_checkpoint_protocol_requeues_at_the_leader(folder: Path) -> None:
     job = executor(folder, THREE[:2]).submit(Counting(str(folder / "mark")))
-    until(lambda: len(list(folder.glob("mark-0-*"))) == 4)
+    until(lambda: len(list(folder.glob("mark-0-*"))) == 4, 120)
     job._interrupt(timeout=False)
     until(lambda: all(job.task(i).paths.result_pickle.exists() for i in range(4)), 60)
     assert job.results() == ["round 1"] * 4
@@ -311,9 +311,9 @@ def test_a_plans_job_completes(folder: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     run = start(folder, plans.until_told, die={str(rank): "kill"})
-    began = time.monotonic()
     assert follow(run, job_of(run)) == 1
-    assert time.monotonic() - began < 40  # waiting in the queue included
+    came = max(mark.stat().st_mtime for mark in (run.path / "here").iterdir())
+    assert run.result_path.stat().st_mtime - came < 40
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"]) == ("failed", "batch")
     assert result["failed_rank"] == rank
@@ -331,7 +331,7 @@ def test_a_raised_error_is_named_not_its_echo(folder: Path) -> None:
 
 def test_a_cancelled_run_says_so(folder: Path) -> None:
     run = start(folder, plans.until_told)
-    until(lambda: len(list((run.path / "here").glob("*"))) == 4)
+    until(lambda: len(list((run.path / "here").glob("*"))) == 4, 120)
     assert cancel(run).state == "RUNNING"
     until(lambda: (run.read_result() or {}).get("state") == "cancelled")
     until(lambda: status(run).state == "cancelled")
@@ -352,7 +352,7 @@ def test_restarts_stop_without_gain(folder: Path) -> None:
 
 def test_when_the_batch_script_dies_the_follower_writes_the_result(folder: Path) -> None:
     run = start(folder, plans.until_told)
-    until(lambda: len(list((run.path / "here").glob("*"))) == 4)
+    until(lambda: len(list((run.path / "here").glob("*"))) == 4, 120)
     subprocess.run(["scancel", "--batch", "--signal=KILL", job_of(run).id], check=True)
     assert follow(run, job_of(run)) == 1
     result = run.read_result()

@@ -15,6 +15,7 @@ from typing import Any
 
 import plans
 import pytest
+import submitit
 from test_slurm import (  # noqa: F401 (fixtures)
     THREE,
     Counting,
@@ -178,6 +179,20 @@ def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:  # 
     job._interrupt(timeout=True)  # USR2, what comes before the time is over
     until(lambda: all(job.task(i).paths.result_pickle.exists() for i in range(4)), 60)
     assert job.results() == ["round 1"] * 4
+
+
+def test_slurms_own_requeues_count_too(folder: Path) -> None:  # noqa: F811
+    """As after preemption: the function is not asked."""
+    job = executor(folder, THREE[:2], slurmhet_max_requeues=1).submit(Counting(str(folder / "mark")))
+    for _ in range(2):
+        until(lambda: len(list(folder.glob("mark-0-*"))) == 4, 90)
+        for mark in folder.glob("mark-0-*"):
+            mark.unlink()
+        subprocess.run(["scontrol", "requeue", job.job_id], check=True)
+    until(lambda: job.slurm_state().state == "FAILED", 90)
+    assert not list(folder.glob("mark-0-*"))
+    with pytest.raises(submitit.core.utils.UncompletedJobError, match="requeued 2 times, max_requeues is 1"):
+        job.result()
 
 
 def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:  # noqa: F811

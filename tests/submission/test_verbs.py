@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from holmes_hpc import cli
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission import preflight
 from holmes_hpc.submission.states import SEPARATOR
 from holmes_hpc.submission.sweep import SweepRow, worth_showing
 
@@ -75,20 +73,6 @@ def test_a_long_table_shows_what_is_worth_showing() -> None:
     rows = [SweepRow(i, (), str(i), state, "", None, None, None, None, "") for i, state in enumerate(states)]
     assert worth_showing(rows, 11) == rows
     assert [r.state for r in worth_showing(rows, 5)] == ["failed", "running", "completing", "pending", "pending"]
-
-
-@pytest.fixture
-def busy_roce(testbed: object) -> Iterator[None]:
-    """All RoCE nodes taken for ten minutes."""
-    preflight.forget()
-    job = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap",
-                          "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
-    end = time.monotonic() + 60
-    while "R" not in subprocess.run(["squeue", "-h", "-j", job, "-o", "%t"], capture_output=True, text=True).stdout:
-        assert time.monotonic() < end
-        time.sleep(0.3)
-    yield
-    subprocess.run(["scancel", job], check=False)
 
 
 @pytest.mark.slurm

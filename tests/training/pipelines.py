@@ -17,6 +17,7 @@ import os
 import queue
 import random
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -285,7 +286,7 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
     os._exit(0)  # torch's threads do not matter any more
 
 
-def play(cases: list[Case], timeout_s: float = 300) -> list[list[dict[str, Any]]]:
+def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]]:
     """Run the cases, world by world: per case, what each rank returned. RuntimeError if a rank fails or hangs."""
     results: list[list[dict[str, Any]]] = [[] for _ in cases]
     fork = multiprocessing.get_context("fork")
@@ -335,7 +336,8 @@ class Server:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen([sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, text=True,
-                                         stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                                         stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                         start_new_session=True)
         atexit.register(self._process.kill)
 
     def call(self, function: str, *args: Any, timeout_s: float) -> Any:
@@ -344,7 +346,8 @@ class Server:
         self._process.stdin.write(json.dumps([function, *args]) + "\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # its ranks too
+            server.cache_clear()
             raise RuntimeError(f"{function}: no answer in {timeout_s} s")
         answer = json.loads(self._process.stdout.readline())
         if "error" in answer:
@@ -357,7 +360,7 @@ def server() -> Server:
     return Server()
 
 
-def play_apart(cases: list[Case], timeout_s: float = 300) -> list[list[dict[str, Any]]]:
+def play_apart(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]]:
     """:func:`play` in the server."""
     return server().call("play", [asdict(case) for case in cases], timeout_s, timeout_s=timeout_s + 30)
 

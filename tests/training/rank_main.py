@@ -1,6 +1,6 @@
 """The ranks of the tests' runs. ``rank_main.py CONFIG.json`` is one rank; ``rank_main.py`` alone loads torch once and
 forks a rank for every line ``{"environment": {…}, "config": PATH, "output": PATH}`` on its input, answering with
-``pid N`` and later ``exit PID CODE`` (negative: killed by that signal)."""
+``pid N`` and later ``exit PID CODE`` (negative: killed by that signal), after ``ready`` when it has loaded."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def serve() -> None:
     import holmes_hpc.train
     import holmes_hpc.training.measure  # noqa: F401 (what takes seconds to load)
 
+    print("ready", flush=True)
     rest = b""
     while True:
         ready, _, _ = select.select([0], [], [], 0.02)

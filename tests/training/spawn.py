@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from holmes_hpc.planning.grid import Parallel
 from holmes_hpc.planning.model import Batch, ModelSpec
 from holmes_hpc.planning.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission import local
 
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)
 BATCH = Batch(global_size=8, micro_size=1, sequence_length=16)
@@ -75,9 +75,7 @@ class Ended:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return local.free_port()
 
 
 class Nursery:
@@ -89,6 +87,7 @@ class Nursery:
             [sys.executable, str(Path(__file__).with_name("rank_main.py"))], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, bufsize=1, env={**own, "OMP_NUM_THREADS": "1"})
         self._pids: queue.Queue[int] = queue.Queue()
+        self._ready = threading.Event()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -98,7 +97,9 @@ class Nursery:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             words = line.split()
-            if words[0] == "pid":
+            if words[0] == "ready":
+                self._ready.set()
+            elif words[0] == "pid":
                 with self.changed:
                     self.codes.pop(int(words[1]), None)  # of an earlier process with this number
                 self._pids.put(int(words[1]))
@@ -106,6 +107,10 @@ class Nursery:
                 with self.changed:
                     self.codes[int(words[1])] = int(words[2])
                     self.changed.notify_all()
+
+    def loaded(self) -> None:
+        """Wait until it can fork ranks at once."""
+        assert self._ready.wait(300)
 
     def fork(self, environment: dict[str, str], config: Path, output: Path) -> int:
         assert self._process.stdin is not None
@@ -165,8 +170,9 @@ class Started:
 
 
 def begin(directory: Path, what: Plan | Path, config: dict[str, Any] | None = None, *, ranks: int | None = None,
-          environment: dict[int, dict[str, str]] | None = None, rendezvous: str = "file") -> Started:
-    """Start the ranks of a run (a new one, or another attempt of the one in `directory`)."""
+          environment: dict[int, dict[str, str]] | None = None, rendezvous: str = "file",
+          absent: tuple[int, ...] = ()) -> Started:
+    """Start the ranks of a run (a new one, or another attempt of the one in `directory`), but those `absent`."""
     config = config or {}
     train = {**TRAIN, **config.get("train", {})}
     data = {**DATA, **config.get("data", {})}
@@ -185,7 +191,7 @@ def begin(directory: Path, what: Plan | Path, config: dict[str, Any] | None = No
         **{k: v for k, v in config.items() if k not in ("train", "data")}, "train": train, "data": data,
         "plan_file": str(plan_file), "run_dir": str(directory)}))
     port, started = str(free_port()), Started(run, [], [])
-    for rank in range(size):
+    for rank in [r for r in range(size) if r not in absent]:
         own = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
                "TORCHELASTIC_RUN_ID": f"test-{port}"}
         if rendezvous == "env":

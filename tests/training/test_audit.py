@@ -122,7 +122,9 @@ def test_a_nic_must_be_down_twice(monkeypatch) -> None:
 
 
 STUCK = """
-import sys, time
+import itertools
+import sys
+import time
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.launch import Launch
@@ -133,7 +135,8 @@ class Gone:  # a store behind the NIC that failed
 
 exits = Exits(RunDirectory(sys.argv[1]), Launch(0, 2, 0, "srun", "n1", "key", False))
 exits._store = Gone()
-looks = iter([None, NetworkError("NIC ib0 went down", where="node n1", cure="bring it up again")])
+error = NetworkError("NIC ib0 went down", where="node n1", cure="bring it up again")
+looks = itertools.chain([None], itertools.repeat(error))
 exits.guard(lambda: next(looks), every_s=0.05)
 if sys.argv[2] == "waits":
     time.sleep(60)  # a collective that never returns

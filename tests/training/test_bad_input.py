@@ -18,6 +18,11 @@ SOON_S = 30
 PLAN = spawn.plan(pp=2, dp=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    spawn.nursery().loaded()
+
+
 def corpus(path: Path, documents: list[list[int]]) -> str:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -62,7 +67,7 @@ def truncated(path: Path) -> str:
     (lambda path: corpus(path, [[1] * 500, [250]]), r"token id 250 is not in the model's vocabulary of 250"),
 ], ids=["unreadable", "empty", "truncated", "shorter than a batch", "beyond the vocabulary"])
 def test_a_corpus(make: Callable[[Path], str], pattern: str, tmp_path: Path) -> None:
-    began, name = time.monotonic(), make(tmp_path / "text")
+    name, began = make(tmp_path / "text"), time.monotonic()
     refused(spawn.train(tmp_path / "run", PLAN, {"data": {"kind": "indexed", "prefix": name}}), began, pattern)
 
 

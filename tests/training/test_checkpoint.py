@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -60,9 +61,13 @@ def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spa
 
 
 def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: spawn.Ended, tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 5}}
+    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
     first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
-    first.wait_for_step(6)
+    first.wait_for_step(5)
+    end = time.monotonic() + 60
+    while not saves.complete(first.run.checkpoints):
+        assert time.monotonic() < end
+        time.sleep(0.01)
     first.kill(1)
     ended = first.finish(20)
     assert ended.codes[1] == -9 and set(ended.codes[:1] + ended.codes[2:]) == {1}, ended.output
@@ -70,6 +75,21 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: 
     assert set(second.codes) == {0}, second.output
     assert losses(second) == losses(whole)
     assert min(line["step"] for line in second.run.metrics() if line["attempt"] == 2) == 5
+
+
+def test_steps_go_on_while_a_save_in_the_background_takes_long(tmp_path: Path) -> None:
+    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
+    run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    run.wait_for_step(1)
+    pipe = saves.unfinished_path(run.run.checkpoints, 4, 1) / "__2_0.distcp"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)  # who writes rank 2's part waits for a reader
+    run.wait_for_step(7)
+    assert not saves.complete(run.run.checkpoints)
+    for rank in range(4):
+        run.kill(rank)
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # it ends
+    assert run.finish(20).codes == [-9] * 4
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -96,10 +116,12 @@ def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, 
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
     try:
-        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 5}}
+        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 20}}
         first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
         first.wait_for_step(5)
+        end = time.monotonic() + 60
         while not saves.complete(disk):
+            assert time.monotonic() < end
             time.sleep(0.01)
         with open(disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
             while ballast.write(bytes(4096)):

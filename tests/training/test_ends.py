@@ -36,16 +36,16 @@ def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
 
 
 def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
-    run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {**SLOW, "watchdog_s": 3}})
+    run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {**SLOW, "watchdog_s": 8}})
     run.wait_for_step(2)
     run.kill(2, signal.SIGSTOP)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 40
     while time.monotonic() < end and len(run.run.read_exits()) < 3:
         time.sleep(0.1)
     run.kill(2, signal.SIGKILL)
     ended = run.finish(20)
     assert [ended.codes[r] for r in (0, 1, 3)] == [1, 1, 1], ended.output
-    assert any(re.search(r"step \d+ takes longer than 3 s", e["error"]) for e in ended.run.read_exits())
+    assert any(re.search(r"step \d+ takes longer than 8 s", e["error"]) for e in ended.run.read_exits())
     for rank in (0, 1, 3):
         assert "stacks of all threads" in ended.log(rank) and "_one_step" in ended.log(rank)
 
@@ -66,10 +66,10 @@ def stick(path: Path) -> int:
 def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: dict[str, Any], tmp_path: Path) -> None:
     """As shipped: a collective's time-out is a fifth of the watchdog's."""
     run = spawn.begin(tmp_path / "run", spawn.plan(**layout), {
-        "train": {**SLOW, "trace": True, "watchdog_s": 25, "net_timeout_s": 5}})
+        "train": {**SLOW, "trace": True, "watchdog_s": 40, "net_timeout_s": 8}})
     run.wait_for_step(2)
     handle = stick(run.run.trace_path(1))
-    ended = run.finish(30)
+    ended = run.finish(50)
     os.close(handle)
     assert set(ended.codes) == {1}, ended.output
     errors = [e["error"] for e in ended.run.read_exits()]
@@ -164,10 +164,9 @@ def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_rank_0_never_comes(tmp_path: Path) -> None:
-    run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {"net_timeout_s": 2}})
-    run.kill(0)
-    ended = run.finish(20)
-    assert ended.codes == [-9, 1] and "rank 0 did not publish" in ended.log(1), ended.output
+    run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {"net_timeout_s": 2}}, absent=(0,))
+    ended = run.finish(60)
+    assert ended.codes == [1] and "rank 0 did not publish" in ended.log(1), ended.output
 
 
 def test_launchers_rendezvous(tmp_path: Path) -> None:
@@ -201,8 +200,13 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     for line in ended.run.metrics():
         assert [len(line["breakdown"]), len(line["peak_memory_bytes"])] == [2, 4]
         for stage in line["breakdown"]:
-            assert sum(stage.values()) == pytest.approx(line["step_time_s"], rel=0.2)
+            assert sum(stage.values()) == pytest.approx(line["step_time_s"], rel=0.2, abs=0.5)  # other ranks' clocks
             assert stage["compute_s"] > 0 and stage["grad_sync_s"] > 0
+    for rank in (1, 2, 3):
+        found = re.search(r"step 1: .*", ended.log(rank))
+        assert found is not None
+        took, *parts = map(float, re.findall(r"\d+\.\d{3}", found[0]))
+        assert sum(parts) == pytest.approx(took, abs=0.01)  # of its own clock
     assert {e["state"] for e in ended.run.read_exits()} == {"completed"}
     assert not list(ended.run.path.glob("rendezvous-*"))
 

@@ -29,7 +29,7 @@ BATCH = replace(spawn.BATCH, global_size=4)
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibration]:
     """Two stages of two ranks, paced."""
     ended = spawn.train(tmp_path_factory.mktemp("measured"), spawn.plan(pp=2, dp=2, batch=BATCH),
-                        {"train": {"measure": True, "steps": 4, "pace_layer_ms": PACE_MS}})
+                        {"train": {"measure": True, "steps": 8, "pace_layer_ms": PACE_MS}})
     assert set(ended.codes) == {0}, ended.output
     return ended, Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text()))
 
@@ -39,7 +39,7 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
     assert sorted(p.part for p in calibration.parts) == ["embedding", "head", "layer"]
     assert all(p.forward_s > 0 and p.backward_s > 0 for p in calibration.parts)
     assert set(calibration.links) == {"local", "local.reduce_scatter", "local.all_gather"}
-    assert 0 <= calibration.pass_s < PACE_MS / 1e3 and 0 < calibration.step_s < PACE_MS / 1e3
+    assert 0 <= calibration.pass_s < PACE_MS / 1e3 and 0 < calibration.step_s < 3 * PACE_MS / 1e3
     assert calibration.optimizer_s is not None and calibration.optimizer_s > 0
     assert calibration.pace_layer_ms == PACE_MS and calibration.device == "cpu" and calibration.dtype == "fp32"
     assert Calibration.from_dict(calibration.to_dict()) == calibration
@@ -47,8 +47,8 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
 
 def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> None:
     layer = next(p for p in made[1].parts if p.part == "layer")
-    assert layer.forward_s == pytest.approx(PACE_MS / 1e3, rel=0.10)
-    assert layer.backward_s == pytest.approx(2 * PACE_MS / 1e3, rel=0.10)
+    assert 0.99 < layer.forward_s / (PACE_MS / 1e3) < 1.5  # unpaced it takes a thirtieth
+    assert 0.99 < layer.backward_s / (2 * PACE_MS / 1e3) < 1.5
 
 
 def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -> None:
@@ -66,7 +66,7 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -
 
 def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) -> None:
     ended = made[0]
-    assert len(ended.run.metrics()) == 4
+    assert len(ended.run.metrics()) == 8
     said = ended.run.read_run()["calibration"]
     assert said["step_time_s"] > 0 and said["predicted_step_time_s"] > 0
 
@@ -104,7 +104,7 @@ def test_a_job_over_three_fabrics_measures_their_networks(testbed, tmp_path: Pat
     environment = {**os.environ, "HOLMES_RUNS": str(tmp_path)}
     done = subprocess.run([holmes, "calibrate", "name=measured", "train.pace_layer_ms=20", "train.steps=4",
                            "model.layers=3", "-o", str(file)], env=environment, capture_output=True, text=True,
-                          timeout=150, check=False)
+                          timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = Calibration.from_dict(yaml.safe_load(file.read_text()))
     assert set(found.links) == {f"{nic}{what}" for nic in ("ib", "roce", "ethernet")
