@@ -126,15 +126,16 @@ class Checkpoints:
         """Wait for the save that is under way, and make it count."""
         if not self.unsettled:
             return
-        while self._anywhere(self.writing()):  # in turns: one disk may be slower than a collective's time-out
+        while self.writing_anywhere():  # in turns: one disk may be slower than a collective's time-out
             time.sleep(LOOK_S)
         try:
             self._calls.maybe_finalize_async_calls(blocking=True)
         except (OSError, RuntimeError, *_ERRORS) as e:
             raise _as_failure(self.folder, e) from e
 
-    def _anywhere(self, said: bool) -> bool:
-        word = torch.tensor(int(said))
+    def writing_anywhere(self) -> bool:
+        """Whether any rank's writer is; all ranks ask at the same time."""
+        word = torch.tensor(int(self.writing()))
         dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
         return bool(word)
 

@@ -154,8 +154,10 @@ class Trainer:
         self.watchdog.alive(f"what follows step {self.step}")
         if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
             self._evaluate()
-        if self.checkpoints.unsettled and not said.writing and self.step > self._saved_at + 1:  # said since then
-            self._settle()
+        if self.checkpoints.unsettled:  # a step after a save nobody has said anything of it yet
+            asked = self.step == self._saved_at + 1
+            if not (self.checkpoints.writing_anywhere() if asked else said.writing):
+                self._settle()
         if interval and (self.step % interval == 0 or self.step == self.config["steps"]):
             self._save()
         self._pause_s = time.perf_counter() - began

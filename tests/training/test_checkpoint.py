@@ -61,7 +61,7 @@ def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spa
 
 
 def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: spawn.Ended, tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
+    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 10}}
     first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
     first.wait_for_step(5)
     end = time.monotonic() + 60
@@ -78,7 +78,7 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: 
 
 
 def test_steps_go_on_while_a_save_in_the_background_takes_long(tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
+    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 10}}
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
     run.wait_for_step(1)
     pipe = saves.unfinished_path(run.run.checkpoints, 4, 1) / "__2_0.distcp"
@@ -116,7 +116,7 @@ def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, 
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
     try:
-        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 20}}
+        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 10}}
         first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
         first.wait_for_step(5)
         end = time.monotonic() + 60
