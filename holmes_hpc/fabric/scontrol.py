@@ -138,7 +138,7 @@ def parse_node(line: str, vocabulary_path: str | None = None) -> Node:
         raise SiteError(f"{line[:60]!r} is not a node", where="scontrol show node",
                         cure="report it with `scontrol --version`")
     available = _words(record.get("AvailableFeatures", record.get("Features", "")))
-    active = _words(record.get("ActiveFeatures", "")) if "ActiveFeatures" in record else available
+    active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
     return Node(record["NodeName"], _words(record.get("Partitions", "")), parse_states(record.get("State", "UNKNOWN")),
                 active, available, _int(record.get("CPUTot")), _int(record.get("RealMemory")),
                 parse_gres(record.get("Gres", "")), read_features(active, read_vocabulary(vocabulary_path)),

@@ -311,9 +311,9 @@ def test_a_plans_job_completes(folder: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     run = start(folder, plans.until_told, die={str(rank): "kill"})
+    began = time.monotonic()
     assert follow(run, job_of(run)) == 1
-    came = max(mark.stat().st_mtime for mark in (run.path / "here").iterdir())
-    assert run.result_path.stat().st_mtime - came < 40
+    assert time.monotonic() - began < 40  # waiting in the queue included
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"]) == ("failed", "batch")
     assert result["failed_rank"] == rank

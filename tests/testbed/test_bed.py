@@ -182,7 +182,7 @@ def test_bytes_go_over_the_nic_they_are_sent_to_at_its_rate(bed: Path, sender: s
     count = int(mbit * 1e6 / 8)  # a second's worth
     before = {node: counters(node) for node in (sender, receiver)}
     # Never faster than the rate (a bucket's content aside); how much slower depends on what else the machine does.
-    assert 0.1 * mbit < transfer(sender, receiver, interface, count) < 1.2 * mbit
+    assert 0.4 * mbit < transfer(sender, receiver, interface, count) < 1.02 * mbit
     after = {node: counters(node) for node in (sender, receiver)}
     for name in before[sender]:
         sent = after[sender][name][0] - before[sender][name][0]

@@ -200,7 +200,7 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     for line in ended.run.metrics():
         assert [len(line["breakdown"]), len(line["peak_memory_bytes"])] == [2, 4]
         for stage in line["breakdown"]:
-            assert sum(stage.values()) == pytest.approx(line["step_time_s"], rel=0.2, abs=0.5)  # other ranks' clocks
+            assert sum(stage.values()) == pytest.approx(line["step_time_s"], rel=0.2)
             assert stage["compute_s"] > 0 and stage["grad_sync_s"] > 0
     for rank in (1, 2, 3):
         found = re.search(r"step 1: .*", ended.log(rank))
