@@ -35,6 +35,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from holmes_hpc.console import note, table
+from holmes_hpc.planning.costs import Costs, Software
+from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.predict import predict
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
 from holmes_hpc.results.columns import PARTS
@@ -57,10 +60,10 @@ TARGETS = ("the targets: hybrid at 98% of the mean in paper-like and 99% in ligh
            "in paper-like and 1.7 times in heavy, where Ethernet stands at half of InfiniBand or less")
 
 READING = """\
-Predictions are the planner's before the run, from declared rates and the pace alone: nothing was fitted to these runs.
-Plain Megatron-LM is slower than predicted, probably as gloo serves both directions of a pair of ranks over one
-connection, where point-to-point messages wait for each other; on connections of their own (proportional layers) the
-same 1F1B takes what is predicted. Judge the method by that row as well. Eight ranks fill this machine's two cores:
+Predictions are the planner's for each run's plan, from declared rates and the pace alone: nothing was fitted to these
+runs. Over gloo plain Megatron-LM's activations and gradients wait for each other: they share one connection
+(benchmarks/one_connection.py). On connections of their own (proportional layers) the same 1F1B is faster; judge the
+method by that row as well. Eight ranks fill this machine's two cores:
 layers then take up to 6% longer than their pace, most where ranks wait least for each other, and differences of 2% at
 8 nodes are of that kind. Of systems on one fabric the table says which schedule is faster there; the planner's free
 choice is in the table of every cell."""
@@ -206,15 +209,20 @@ def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
 
 
 def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
-    """One row per completed run of those `planned`, with `regime`, `where`, `system` and `nodes` of its cell."""
+    """One row per completed run of those `planned`, with `regime`, `where`, `system` and `nodes` of its cell, and what
+    the planner says of the run's plan."""
     frame = load_runs(runs)
     frame = frame[frame["state"] == "completed"].set_index("name", drop=False)
     rows = []
     for repeat, cell in planned:
         if cell.run_name(repeat) in frame.index:
             row = frame.loc[cell.run_name(repeat)]
+            plan, hidden = Plan.read(runs / cell.run_name(repeat) / "plan.yaml"), bool(row["overlap"])
+            predicted = predict(plan, Costs(pace_layer_ms=plan.pace_layer_ms, software=Software(overlap=hidden)))
             rows.append({**row.to_dict(), "regime": cell.regime, "where": cell.environment, "nodes": cell.nodes,
-                         "system": cell.system, "session": unpacked(row.to_dict(), "labels").get("session")})
+                         "system": cell.system, "session": unpacked(row.to_dict(), "labels").get("session"),
+                         "predicted_step_time_s": predicted.step_time_s,
+                         "predicted_samples_per_s": predicted.samples_per_s})
     return pd.DataFrame(rows)
 
 

@@ -25,7 +25,7 @@ from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.slurm import read_site
-from holmes_hpc.planning.costs import Calibration, Costs
+from holmes_hpc.planning.costs import Calibration, Costs, Software
 from holmes_hpc.planning.model import Batch, ModelSpec
 from holmes_hpc.planning.options import PlanOptions
 from holmes_hpc.planning.plan import Plan
@@ -176,13 +176,15 @@ def _local_ranks(plan: Mapping[str, Any]) -> int:
 
 def costs(config: Mapping[str, Any], plan: Plan | None = None) -> Costs:
     """What computing and sending cost: a calibration file, else paced compute (as `plan` was made for, unless the
-    configuration says), else published defaults."""
+    configuration says), else published defaults; and what the run overlaps."""
     path = config["calibration"]
     try:
         calibration = Calibration.from_dict(read_yaml(path)) if path else None
     except ConfigError as e:
         raise e if e.where == path else ConfigError(e.what, where=f"{path}: {e.where}", cure=e.cure) from e
-    return Costs(calibration=calibration, pace_layer_ms=_pace(config, plan))
+    train = config["train"]
+    software = Software(overlap=train["overlap_grad_reduce"], overlap_gather=train["overlap_param_gather"])
+    return Costs(calibration=calibration, pace_layer_ms=_pace(config, plan), software=software)
 
 
 def _pace(config: Mapping[str, Any], plan: Plan | None) -> float | None:

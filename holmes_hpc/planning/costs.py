@@ -35,12 +35,13 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 @dataclass(frozen=True)
 class Software:
     """What a training program does, as of now by default. `flash`: attention is fused, so that scores never leave the
-    chip. `overlap`: data-parallel traffic is hidden behind computing where it can be. `overlap_hops`: interleaved
-    stages compute while they exchange. `scatter_hops`: of what all TP ranks hold alike, each sends its part only,
-    and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
+    chip. `overlap`: gradients' traffic is hidden behind computing where it can be, `overlap_gather`: parameters' too.
+    `overlap_hops`: interleaved stages compute while they exchange. `scatter_hops`: of what all TP ranks hold alike,
+    each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
 
     flash: bool = True
     overlap: bool = True
+    overlap_gather: bool = True
     overlap_hops: bool = True
     scatter_hops: bool = False
 

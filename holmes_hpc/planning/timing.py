@@ -148,7 +148,8 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray, bucket_bytes: np.ndar
         reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
         tail = reduce
     elif setting.costs.software.overlap:
-        ready, tail = _exposed(setting, layers, forward, backward, gather, reduce, buckets)
+        hidden, tail = _exposed(setting, layers, forward, backward, gather, reduce, buckets)
+        ready = hidden if setting.costs.software.overlap_gather else gather
     last_up = np.tile(up, (plans, 1))
     if p.pp > 1 and setting.run > 1:
         for s in range(p.pp):

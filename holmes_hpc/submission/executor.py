@@ -37,7 +37,7 @@ from holmes_hpc.submission.component import (
 from holmes_hpc.submission.environment import LEADER, MAX_REQUEUES
 from holmes_hpc.submission.job import SlurmHetJob
 from holmes_hpc.submission.preflight import preflight_aloud
-from holmes_hpc.submission.script import JobRequest, script_text, words
+from holmes_hpc.submission.script import JobRequest, note_exit, script_text, words
 from holmes_hpc.submission.submit import cancelled_on_error, submit_file
 
 # name here -> name in JobRequest, with submitit's default
@@ -175,7 +175,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         most = int(self.parameters.get("max_requeues") or 0)
         if not most:
             return []
-        record = f"printf '1 %s -\\n' \"$(date +%s)\" > {shell_word(str(request.exit_record))}"
+        record = note_exit(shell_word(str(request.exit_record)), "1")
         why = f'echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2'
         return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", f"  {record}", "  exit 1", "fi"]
 

@@ -176,6 +176,11 @@ def wrap_container(job: JobRequest, command: str) -> str:
     return f"apptainer exec{gpu} {shlex.quote(job.container.removeprefix('apptainer:'))} {command}"
 
 
+def note_exit(record: str, status: str, signal: str = "-") -> str:
+    """The line of shell that writes the exit record; all three are words of shell."""
+    return f"printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"
+
+
 def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
                 interrupted: Sequence[str] = (), finish: Sequence[str] = ()) -> str:
     """The whole batch script. `command`: what every task runs, already words of shell (see :func:`words`).
@@ -208,7 +213,7 @@ def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
     if job.step_errors:
         lines.append(f"cat -- {shell_word(job.step_errors)} >&2")
     if record:
-        lines.append(f"printf '%s %s %s\\n' \"$status\" \"$(date +%s)\" \"${{signalled:--}}\" > {record}")
+        lines.append(note_exit(record, '"$status"', '"${signalled:--}"'))
     lines += finish
     if job.teardown:
         lines += ["# teardown", *job.teardown]

@@ -12,7 +12,7 @@ from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning import counts
 from holmes_hpc.planning.calibration import Calibration, Measured
-from holmes_hpc.planning.costs import Costs
+from holmes_hpc.planning.costs import Costs, Software
 from holmes_hpc.planning.hardware import Link
 from holmes_hpc.planning.memory import fits, layer_activation_bytes, memory, refuse
 from holmes_hpc.planning.model import Batch, ModelSpec
@@ -184,6 +184,26 @@ def test_instances_reduce_beside_computing_on_gpus_only() -> None:
     gpus = plan(replace(site, fabrics=tuple(replace(f, gpu=A100) for f in site.fabrics)), **options)
     there = timing(Setting.of(gpus, Costs()), layer_array(gpus)).lanes[0]
     assert (there.tail <= there.reduce).all() and (there.reduce[:, :, 1:] > 0).all()
+
+
+def test_traffic_that_nothing_hides_is_counted_whole() -> None:
+    def lanes(**software: bool) -> Any:
+        costs = Costs(pace_layer_ms=10, software=Software(**software))
+        made = pipeline(costs=costs, bucket_bytes=2_000_000)
+        return timing(Setting.of(made, costs), layer_array(made)).lanes[0]
+
+    both, gather, neither = lanes(), lanes(overlap_gather=False), lanes(overlap=False)
+    assert (both.tail < both.reduce).all() and (gather.tail == both.tail).all() and (gather.ready > both.ready).all()
+    assert (neither.tail == both.reduce).all() and (neither.ready == gather.ready).all()
+
+
+def test_over_gloo_megatrons_own_messages_take_turns() -> None:
+    """Not those of edges, nor NCCL's."""
+    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpu=A100) for f in small_testbed().fabrics))
+    for site, transport, one_way in ((small_testbed(), "single", True), (small_testbed(), "holmes", False),
+                                     (gpus, "single", False)):
+        made = pipeline(site=site, transport=transport, schedule="1f1b")
+        assert Setting.of(made, Costs()).order.one_way is one_way
 
 
 def test_a_calibration_with_a_typing_error_says_so() -> None:
