@@ -251,8 +251,8 @@ def test_a_nic_kind_that_comes_later_is_not_lost(tmp_path: Path) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # how long it takes is the machine's business
 @given(lines)
-def test_arrows_reading_is_the_records_own(tmp_path_factory: pytest.TempPathFactory,
-                                           entries: list[dict[str, Any]]) -> None:
+def test_the_quick_reading_is_the_records_own(tmp_path_factory: pytest.TempPathFactory,
+                                              entries: list[dict[str, Any]]) -> None:
     run = RunDirectory(tmp_path_factory.mktemp("lines"))
     for entry in entries:
         run.append_metrics(entry)
