@@ -49,18 +49,19 @@ print(json.dumps({"rows": len(frame), "seconds": ended - imported, "import": imp
 
 
 def timed(what: str, folder: Path) -> dict[str, float]:
-    """Load in a fresh process; the most memory it and its children held together, looked at 20 times a second."""
+    """Load in a fresh process; the most memory it and its children held together, looked at twice a second."""
     command = [sys.executable, "-c", STEP, what, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         most, stop = [0], threading.Event()
 
         def watch() -> None:
             tree = psutil.Process(process.pid)
-            while not stop.wait(0.05):
+            while not stop.wait(0.5):
                 total = 0
                 try:
                     for p in [tree, *tree.children(recursive=True)]:
-                        total += p.memory_full_info().uss
+                        held = p.memory_info()
+                        total += held.rss - held.shared
                 except psutil.Error:
                     continue
                 most[0] = max(most[0], total)

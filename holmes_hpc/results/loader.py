@@ -187,7 +187,7 @@ class _Shard:
     def read_into(self, data: dict[str, NDArray[Any]]) -> None:
         """Copy every run's steps to their place in the columns `data`."""
         have = [name for name in data if name in self.names]
-        part = pq.read_table(self.path, columns=have, use_threads=False)
+        part = pq.read_table(self.path, columns=have, use_threads=False, memory_map=True, pre_buffer=False)
         pieces = sorted((int(self._starts[row]), *target) for row, target in self.targets.items())
         merged: list[list[int]] = []  # neighbours that stay neighbours are copied at once
         for start, begin, end in pieces:

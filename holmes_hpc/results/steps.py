@@ -29,7 +29,7 @@ _Line = defstruct("_Line", [("step", int), *((name, float, math.nan) for name in
                             ("nic_bytes", dict[str, _Pair], {})], gc=False)  # type: ignore[valid-type]
 _LINES = msgspec.json.Decoder(_Line)
 _COLUMNS = attrgetter("step", "attempt", *SCALARS)
-PIECE = 32 << 10
+PIECE = 48 << 10
 _KINDS = {name: kind for name, (kind, _) in STEP_COLUMNS.items() if kind != "category"}
 Floats = NDArray[np.float64]
 
@@ -127,22 +127,22 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         at = end
 
 
-def _piece(data: bytes) -> tuple[tuple[list[str], int], Floats, Floats, Floats]:
+def _piece(data: bytes) -> tuple[tuple[tuple[str, ...], int], Floats, Floats, Floats]:
     """((NIC kinds, stages), [step, attempt and scalars, lines], [parts, lines x stages], [tx and rx, lines x kinds])"""
     lines: Sequence[Any] = _LINES.decode_lines(data)
-    count, kinds, stages = len(lines), list(lines[0].nic_bytes), len(lines[0].breakdown)
-    if any(list(line.nic_bytes) != kinds or len(line.breakdown) != stages for line in lines):
+    breakdowns, nics = ([*map(attrgetter(name), lines)] for name in ("breakdown", "nic_bytes"))
+    kinds, stages = {*map(tuple, nics)}, {*map(len, breakdowns)}
+    if len(kinds) > 1 or len(stages) > 1:
         raise ValueError("the NIC kinds or the number of stages change")
-    columns = _numbers(map(_COLUMNS, lines), 2 + len(SCALARS), count)
-    parts = _numbers((astuple(stage) for line in lines for stage in line.breakdown), len(PARTS), stages * count)
-    pairs = _numbers((astuple(pair) for line in lines for pair in line.nic_bytes.values()), 2, len(kinds) * count)
-    return (kinds, stages), columns, parts, pairs
+    columns = _numbers(map(_COLUMNS, lines), 2 + len(SCALARS))
+    parts = _numbers(map(astuple, chain.from_iterable(breakdowns)), len(PARTS))
+    pairs = _numbers(map(astuple, chain.from_iterable(map(dict.values, nics))), 2)
+    return (kinds.pop(), stages.pop()), columns, parts, pairs
 
 
-def _numbers(rows: Iterable[tuple[Any, ...]], width: int, count: int) -> Floats:
-    """`count` rows of `width` numbers as columns, [width, count]."""
-    flat = np.fromiter(chain.from_iterable(rows), dtype=np.float64, count=width * count)
-    return np.ascontiguousarray(flat.reshape(count, width).T)
+def _numbers(rows: Iterable[tuple[Any, ...]], width: int) -> Floats:
+    """Rows of `width` numbers as columns, [width, rows]."""
+    return np.ascontiguousarray(np.fromiter(chain.from_iterable(rows), dtype=np.float64).reshape(-1, width).T)
 
 
 def _peak(data: bytes, attempt: NDArray[np.int64]) -> float:
