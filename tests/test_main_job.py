@@ -13,6 +13,7 @@ import pytest
 
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.results import load_runs
 
 HOLMES = str(Path(sys.executable).parent / "holmes")
 STEPS = 20
@@ -146,6 +147,10 @@ def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path
     assert sorted(moved.read_run()["hosts"]) == ["ib1", "ib2", "ib3", "ib4"]
     assert [line["attempt"] for line in moved.metrics()] == [1] * 6 + [2] * 6
     assert [line["loss"] for line in moved.metrics()] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+    row = load_runs(moved.path).iloc[0]  # its figures are those of the four InfiniBand nodes
+    assert (row["placement"], row["earlier_steps"], row["steps"]) == ("ib-a:4", 6, 12) and row["queue_s"] >= 0
+    again = holmes("resume", "moved", HOLMES_RUNS=str(runs))
+    assert again.returncode == 2 and "it has made all of its 12 steps; for more: holmes resume" in again.stderr
 
 
 def wait_for(condition, seconds: float, process=None) -> None:

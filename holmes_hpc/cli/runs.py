@@ -145,6 +145,7 @@ def resume(run: Run, overrides: Overrides = None,
     from holmes_hpc.records.run import find_run
     from holmes_hpc.submission.follow import follow
     from holmes_hpc.submission.track import status as status_of
+    from holmes_hpc.training import saves
 
     record = find_run(run)
     now = status_of(record)
@@ -154,11 +155,16 @@ def resume(run: Run, overrides: Overrides = None,
     if overrides:
         fixed = {key: settings[key] for key in ("run_dir", "plan_file", "site_file")}
         settings = {**config.load([*record.read_run()["overrides"], *overrides]), **fixed}
+    if now.state == "completed" and settings["train"]["steps"] <= record.config["train"]["steps"]:
+        raise ConfigError(f"it has made all of its {record.config['train']['steps']} steps", where=str(record.path),
+                          cure=f"for more: holmes resume {record.name} train.steps=N")
     chosen = Plan.read(plan_path or record.plan_path)
     if chosen.model != Plan.read(record.plan_path).model:
         raise ConfigError("the plan is for another model", where=plan_path or "", cure="plan for this run's model")
     if settings["launcher"]["kind"] != "local":
         config.check_site(chosen, config.site(settings))
+    if not saves.complete(record.checkpoints):
+        console.note("no complete checkpoint: it begins again with step 1")
     record.reopen(chosen.to_yaml() if plan_path else None)
     record.update_run(config=settings, plan_id=chosen.id)
     job = _submit(chosen, record, settings)

@@ -268,7 +268,8 @@ class _OneSize:
         seconds = micro_batches * (tau + self.head / stages) + least + (gather * here * counts).sum(axis=1)
         shard = self.held + layer_parameters(self.space.model, self.tp) * 8 / (
             dp if self.space.options.distributed_optimizer else 1)
-        fits = (counts * np.floor(self.room / shard)).sum(axis=1) >= self.layers
+        most = np.where(counts > 0, np.floor(self.room / shard), 0)  # what no stage is in may have room without end
+        fits = (counts * most).sum(axis=1) >= self.layers
         return np.where(fits, seconds, np.inf)
 
     def _most_chunks(self, stages: np.ndarray, micro_batches: int) -> np.ndarray:

@@ -4,7 +4,7 @@
     What was run: `version, name, created, plan_id, config{}, overrides[], slurm{job_id, …}, components[], hosts[],
     nics[]{kind, ranks, transport, interfaces{NIC: nodes}}, versions{}, git_commit, attempts[],
     traffic{setup{kind: {tx, rx}}, header_factor}, pace_layer_ms, device`.
-    `attempts` has one entry per start: `{attempt, started, …}`.
+    `attempts` has one entry per start: `{attempt, started, plan_id, …}`.
 `plan.yaml`
     The Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan.py).
 `metrics.jsonl`

@@ -33,6 +33,7 @@ from holmes_hpc.results.tables import (
     pace,
     percent,
     unpacked,
+    word,
 )
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
@@ -194,25 +195,33 @@ def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str])
     return equal
 
 
+def work(cell: Mapping[str, Any]) -> str:
+    """What was computed and how: the model, where it is known, and the pace."""
+    return f"{cell['model']}, {pace(cell)}" if known(cell["model"]) else pace(cell)
+
+
 def label(cell: Mapping[str, Any]) -> str:
     """A cell in words: `hybrid, ib-a:2 roce-a:2, holmes`."""
+    if not known(cell["placement"]):
+        return "a run without a plan"
     return ", ".join(str(cell[name]) for name in ("environment", "placement", "system", "varied")
                      if known(cell[name]) and cell[name])
 
 
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """The fastest cell of the largest group that did the same work, and the cell it is compared with, if any; the
-    former with `ratio`, how many times as fast it is."""
+    former with `ratio`, how many times as fast it is. Runs that did not complete win only where none did."""
     cells = comparison.cells
     if cells.empty:
         return None
+    cells = cells[cells["completed"] > 0] if (cells["completed"] > 0).any() else cells
     groups = cells.groupby(SAME_WORK, dropna=False, observed=True, sort=False)
     group = max((g for _, g in groups), key=lambda g: (len(g), g["samples_per_s"].max()))
     name, best = entries(group)[0]
     others = [index for index in group.index if index != name]
     if not others:
         return best, None
-    paired = known(best["baseline"]) and best["baseline"] != name
+    paired = known(best["baseline"]) and best["baseline"] != name and best["baseline"] in others
     base = dict(entries(cells))[int(best["baseline"]) if paired else others[-1]]
     ratio = best["speedup"] if paired else best["samples_per_s"] / base["samples_per_s"]
     return {**best, "ratio": float(ratio)}, base
@@ -224,13 +233,25 @@ def answer(comparison: Comparison) -> list[str]:
     if found is None:
         return ["No run has figures yet."]
     best, base = found
-    said = [f"Fastest: {label(best)} with {number(best['samples_per_s'])} samples/s ({best['model']}, {pace(best)})."]
+    said = [f"Fastest: {label(best)} with {number(best['samples_per_s'])} samples/s ({work(best)})."]
     if base is None:
         return said
     bounds = (f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
               if known(best["speedup_low"]) else "")
-    said.append(f"That is {number(best['ratio'])} times {label(base)}{bounds}.")
-    return [*said, why(best, base)]
+    times = f"That is {number(best['ratio'])} times {label(base)}{bounds}"
+    if not differ(best, base):
+        return [*said, f"{times}: no difference that these runs can tell."]
+    return [*said, f"{times}.", why(best, base)]
+
+
+def differ(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether `best` (of :func:`winner`) is faster beyond what repeats and steps vary: by the interval of its pairs,
+    else by those of the step times; where there are none, by more than a twentieth."""
+    if known(best["speedup_low"]):
+        return bool(best["speedup_low"] > 1)
+    slowest = best["step_time_high_s"] / best["global_batch"]
+    quickest = base["step_time_low_s"] / base["global_batch"]
+    return bool(slowest < quickest) if known(slowest) and known(quickest) else bool(best["ratio"] > 1.05)
 
 
 def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
@@ -243,7 +264,7 @@ def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     top = max(saved, key=lambda part: saved[part], default=None)
     if top is None or saved[top] <= 0:
         return "Why: the recorded parts of a step do not say."
-    total = sum(saved.values())
+    total = base["step_time_s"] / base["global_batch"] - best["step_time_s"] / best["global_batch"]
     share = f", {saved[top] / total:.0%} of what it saves" if total > 0 and saved[top] <= total else ""
     return (f"Why: {PART_NAMES[top]} takes {number(best[top])} s of its step of {number(best['step_time_s'])} s, there "
             f"{number(base[top])} s of {number(base['step_time_s'])} s{share}.")
@@ -261,16 +282,17 @@ def cell_table(comparison: Comparison) -> Table:
         error = 100 * (c["predicted_samples_per_s"] / c["samples_per_s"] - 1)
         bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
         system = f"{c['system']}, {c['varied']}" if c["varied"] else str(c["system"])
-        rows.append([numbers[index], system, f"{c['environment']}: {c['placement']}",
-                     str(c["layers_per_stage"]), str(c["repeats"]), number(c["samples_per_s"]),
-                     number(c["step_time_s"]) + bounds, _times(c), base, percent(error),
+        placed = f"{c['environment']}: {c['placement']}" if known(c["placement"]) else NONE
+        rows.append([numbers[index], system, placed, word(c["layers_per_stage"]), str(c["repeats"]),
+                     number(c["samples_per_s"]), number(c["step_time_s"]) + bounds, _times(c), base, percent(error),
                      *(f"{c[column]:.1%}" if known(c[column]) else NONE for column in shares.values())])
     columns = ["#", "system", "environment: nodes", "layers", "runs", "samples/s", "step, s (95%)", "speed-up", "over",
                "predicted", *shares]
     said = {"of_linear": "; of linear: per node, of that on the fewest nodes",
             "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes"}
     return Table("Settings by throughput", columns, rows,
-                 f"medians after warm-up; {_paces(cells)}; predicted: error of predicted samples/s"
+                 f"after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
+                 f"{_paces(cells)}; predicted: error of predicted samples/s"
                  f"{''.join(said[column] for column in shares.values())}{_not_shown(cells)}")
 
 
@@ -294,7 +316,7 @@ def breakdown_table(comparison: Comparison) -> Table:
     """Where a step goes in every cell, mean over stages."""
     whole = comparison.cells
     cells = whole.head(SHOWN)
-    rows = [[str(i), str(c["system"]), str(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
+    rows = [[str(i), str(c["system"]), word(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
             for i, (_, c) in enumerate(entries(cells), 1)]
     return Table("Where a step goes: seconds, mean over stages",
                  ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows,
@@ -308,18 +330,19 @@ def bytes_table(comparison: Comparison) -> Table:
     sent = [json.loads(c["tx_bytes_per_step"]) if isinstance(c["tx_bytes_per_step"], str) else {}
             for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
-    rows = [[str(i), str(c["system"]), str(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
+    rows = [[str(i), str(c["system"]), word(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
             for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]
     return Table("Bytes sent per step, all nodes together, as counted", ["#", "system", "nodes", *kinds], rows,
                  f"medians, headers included; {_paces(cells)}{_not_shown(whole)}")
 
 
 def ended_table(comparison: Comparison) -> Table | None:
-    """The runs that did not complete, with their errors; None when all did."""
-    bad = comparison.runs[comparison.runs["state"] != "completed"]
+    """The runs that did not complete or whose files are damaged, with their errors; None when all are well."""
+    runs = comparison.runs
+    bad = runs[(runs["state"] != "completed") | runs["error"].notna()]
     if bad.empty:
         return None
     rows = [[str(r["run"]), str(r["state"]), str(r["steps"]) if known(r["steps"]) else NONE,
              str(r["error"]) if known(r["error"]) else ""] for _, r in entries(bad.head(SHOWN))]
     more = f"{len(bad) - SHOWN} more not shown" if len(bad) > SHOWN else ""
-    return Table("Runs that did not complete", ["run", "state", "steps", "error"], rows, more)
+    return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, more)

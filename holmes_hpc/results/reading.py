@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from holmes_hpc.results.steps import Floats, Steps, no_steps, read_steps
 
 PLAN_KEYS = frozenset({"strategy", "model", "batch", "parallel", "recompute", "schedule", "components", "stages",
                        "site", "edge_dtype", "transport_mode", "predicted"})
+SECOND = timedelta(seconds=1)  # what starts are written to
 NIC_WORDS = {"ib": "IB", "roce": "RoCE", "ethernet": "Ethernet"}
 
 
@@ -41,12 +42,14 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
         return row, no_steps()
     plan = read_plan(run)
     steps = read_steps(run)
+    steps.count_from(_first_of_plan(record))
     try:
         row.update(_identity(run, record, steps), **_configuration(record), **_plan_columns(plan), **figures(steps))
     except (TypeError, ValueError, AttributeError) as e:
         row.update(state="unreadable", error=f"{run.path}: {type(e).__name__}: {e}")
         return row, steps
     row["plan_id"] = record.get("plan_id")
+    row["error"] = "; ".join(filter(None, [row["error"], *_damage(run, row, steps, plan)])) or None
     if row["nodes"] is None and isinstance(record.get("hosts"), list):
         row["nodes"], row["ranks"] = len(set(map(str, record["hosts"]))), len(record["hosts"])
     traffic = _map(record.get("traffic"))
@@ -56,6 +59,22 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     row["setup_tx_bytes"] = to_json({name: _map(pair).get("tx") for name, pair in setup.items()})
     row["planned_bytes_per_step"] = to_json(_map(_map(plan.get("predicted")).get("nic_bytes_per_step")))
     return row, steps
+
+
+def _first_of_plan(record: dict[str, Any]) -> int:
+    """The number of the attempt since when all have had the plan that the run has now."""
+    plans = [_map(a).get("plan_id") or record.get("plan_id") for a in record["attempts"]]
+    return max((i + 2 for i, plan in enumerate(plans) if plan != record.get("plan_id")), default=1)
+
+
+def _damage(run: RunDirectory, row: dict[str, Any], steps: Steps, plan: dict[str, Any]) -> list[str]:
+    """What of a recorded run cannot be read."""
+    found = [f"metrics.jsonl: {steps.broken} lines cannot be read"] if steps.broken else []
+    if row["attempts"] and not plan:
+        found.append("plan.yaml cannot be read")
+    if run.result_path.exists() and not isinstance(_json(run.result_path).get("state"), str):
+        found.append("result.json cannot be read")
+    return found
 
 
 def _read_record(run: RunDirectory) -> dict[str, Any]:
@@ -84,14 +103,17 @@ def _identity(run: RunDirectory, record: dict[str, Any], steps: Steps) -> dict[s
     attempts = [a for a in record["attempts"] if isinstance(a, dict)]
     result = _result(run, len(attempts))
     slurm, labels = _map(record["slurm"]), _map(record.get("labels") or _map(record["config"]).get("labels"))
-    submitted, started = _time(slurm.get("submitted")), _time(attempts[0].get("started")) if attempts else None
+    submitted, starts = _time(slurm.get("submitted")), [s for a in attempts if (s := _time(a.get("started")))]
+    started = starts[0] if starts else None
+    after = next((s for s in starts if submitted and s >= submitted - SECOND), None)  # resumed, it is submitted again
+    queue_s = max(0.0, _between(submitted, after)) if after else math.nan
     ended = _time(result.get("time")) if result else None
     state = result.get("state") if result else "unfinished" if attempts or len(steps) else "not-started"
     return {
         "state": str(state), "error": _text(result.get("error")), "exit_code": _whole(result.get("exit_code")),
         "failed_rank": _whole(result.get("failed_rank")), "failed_node": _text(result.get("failed_node")),
         "version": _whole(record["version"]), "created": _time(record["created"]), "submitted": submitted,
-        "started": started, "ended": ended, "queue_s": _between(submitted, started), "wall_s": _between(started, ended),
+        "started": started, "ended": ended, "queue_s": queue_s, "wall_s": _between(started, ended),
         "attempts": len(attempts), "job_id": _whole(slurm.get("job_id")),
         "session": _text(record.get("session") or labels.get("session")), "labels": to_json(labels),
         "git_commit": _text(record.get("git_commit")), "device": _text(record.get("device"))}
@@ -155,16 +177,16 @@ def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
 
 def figures(steps: Steps) -> dict[str, Any]:
     """A run's figures over its steps after the warm-up."""
-    count, kept = len(steps), slice(steps.warmup, None)
-    if not count:
-        return {"steps": 0, "warmup_steps": 0}
+    count, kept = len(steps), slice(steps.left_out, None)
+    if count == steps.earlier:
+        return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
     times = median_interval(steps.scalars["step_time_s"][kept])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
     many = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count),
                            *(v[None] for v in steps.tx.values()), *(v[None] for v in steps.rx.values())])[:, kept]
     parts, by_stage, tx, rx = np.split(_medians(many), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     return {
-        "steps": count, "warmup_steps": steps.warmup,
+        "steps": count, "earlier_steps": steps.earlier, "warmup_steps": steps.warmup,
         "step_time_s": times.median, "step_time_low_s": times.low, "step_time_high_s": times.high,
         **{name: harmonic_mean(steps.scalars[name][kept])
            for name in ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")},
@@ -189,11 +211,15 @@ def _medians(values: Floats) -> Floats:
 
 def _result(run: RunDirectory, attempts: int) -> dict[str, Any]:
     """result.json of the latest attempt (as RunDirectory.read_result, without reading run.yaml again)."""
+    result = _json(run.result_path)
+    return result if int(result.get("attempt") or 0) >= attempts else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
-        result = json.loads(run.result_path.read_bytes())
+        return _map(json.loads(path.read_bytes()))
     except (OSError, ValueError):
         return {}
-    return result if isinstance(result, dict) and int(result.get("attempt") or 0) >= attempts else {}
 
 
 def _hydra_overrides(directory: Path) -> str:

@@ -95,16 +95,22 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
     """
     frames: list[pd.DataFrame] = []
     steps: list[pd.DataFrame] = []
+    seen: set[str] = set()
     for index, path in enumerate(paths):
         prefix = "" if len(paths) == 1 else f"{Path(path).resolve().name}/"
         runs = load_runs(path)
+        places = [os.path.realpath(place) for place in runs["path"]]
+        new = pd.Series([place not in seen for place in places], index=runs.index, dtype=bool)
+        runs = runs[new]  # the others were named twice, or lie below two of the directories
+        seen.update(places)
         alone = RunDirectory(path).exists()
         names = {key: key if alone or not prefix else prefix + key for key in runs["run"]}
         if len(set(names.values()) & {name for frame in frames for name in frame["run"]}):
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
         if len(runs) <= INTERVALS_UP_TO:
-            found = load_steps(path)
+            found = load_steps(path, runs=set(runs["run"]))
+            found = found.assign(run=found["run"].cat.remove_unused_categories())
             steps.append(found.assign(run=found["run"].cat.rename_categories(names)))
     if not frames or not sum(map(len, frames)):
         raise RecordError("no runs there", where=", ".join(map(str, paths)) or "report",
@@ -141,10 +147,10 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     if not tables.known(run["steps"]) or not run["steps"]:
         return [f"{run['name']} is {run['state']}: no steps are recorded."]
     said = [f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, a step takes "
-            f"{tables.number(run['step_time_s'])} s ({run['model']}, {tables.pace(run)})."]
+            f"{tables.number(run['step_time_s'])} s ({compare.work(run)})."]
     if tables.known(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
-        said.append(f"Predicted were {tables.number(run['predicted_step_time_s'])} s ({tables.percent(error)}).")
+        said.append(f"Its plan predicted {tables.number(run['predicted_step_time_s'])} s ({tables.percent(error)}).")
     parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
     if parts and run["step_time_s"]:
         top = sorted(parts, key=lambda part: -parts[part])[:2]

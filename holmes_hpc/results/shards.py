@@ -25,7 +25,7 @@ from holmes_hpc.results.reading import read_one
 FILES = ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json")  # what a run's row and steps are made from
 RUNS_PER_SHARD = 200
 SMALL = 32 << 20  # metrics of fewer bytes are parsed here and now: starting processes would take longer
-READER = 3  # raise it when this release reads the same files differently: older shards are then made again
+READER = 4  # raise it when this release reads the same files differently: older shards are then made again
 
 
 def fingerprint(directory: str) -> str:

@@ -36,7 +36,9 @@ Floats = NDArray[np.float64]
 
 class Steps:
     """One run's steps, in order, each once: columns as arrays. `scalars[name]`: [steps]; `breakdown`: [parts, stages,
-    steps]; `tx`, `rx`: {fabric or ethernet: [steps]}; `peak`: the most memory of any rank. NaN: nothing recorded."""
+    steps]; `tx`, `rx`: {fabric or ethernet: [steps]}; `peak`: the most memory of any rank. NaN: nothing recorded.
+    `earlier`, `warmup`: how many of the first steps were made under an earlier plan, and then to warm up. `broken`:
+    lines that could not be read."""
 
     def __init__(self, step: NDArray[np.int64], attempt: NDArray[np.int64], scalars: dict[str, Floats],
                  breakdown: Floats, tx: dict[str, Floats], rx: dict[str, Floats], peak: float) -> None:
@@ -45,18 +47,28 @@ class Steps:
             step, attempt, breakdown = step[kept], attempt[kept], breakdown[:, :, kept]
             scalars, tx, rx = ({name: values[kept] for name, values in group.items()} for group in (scalars, tx, rx))
         self.step, self.attempt, self.scalars, self.breakdown = step, attempt, scalars, breakdown
-        self.tx, self.rx, self.peak = tx, rx, peak
+        self.tx, self.rx, self.peak, self.broken = tx, rx, peak, 0
         self.means = mean_over_stages(breakdown)  # [parts, steps]
-        self.warmup = warmup_steps(len(step))
+        self.earlier, self.warmup = 0, warmup_steps(len(step))
 
     def __len__(self) -> int:
         return len(self.step)
+
+    def count_from(self, attempt: int) -> None:
+        """Leave out the steps of attempts before this one, as well as the warm-up of those that follow."""
+        self.earlier = int((self.attempt < attempt).sum())
+        self.warmup = warmup_steps(len(self) - self.earlier)
+
+    @property
+    def left_out(self) -> int:
+        """How many of the first steps do not count."""
+        return self.earlier + self.warmup
 
     def table(self, row: int) -> pa.Table:
         """The documented step columns, with `row` (the run's place in its table of runs) in front."""
         count = len(self)
         columns: dict[str, Any] = {
-            "step": self.step, "attempt": self.attempt, "warmup": np.arange(count) < self.warmup, **self.scalars,
+            "step": self.step, "attempt": self.attempt, "warmup": np.arange(count) < self.left_out, **self.scalars,
             **dict(zip(PARTS, self.means, strict=True))}
         arrays = [pa.array(columns[name].astype(kind, copy=False)) for name, kind in _KINDS.items()]
         names = list(_KINDS)
@@ -96,7 +108,17 @@ def read_steps(run: RunDirectory) -> Steps:
             return _from_data(data)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError):
             pass  # a broken or an unusual line somewhere
-    return _from_lines(run.metrics())
+    steps = _from_lines(run.metrics())
+    steps.broken = sum(not _readable(line) for line in data.splitlines())
+    return steps
+
+
+def _readable(line: bytes) -> bool:
+    try:
+        int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return False
+    return True
 
 
 def no_steps() -> Steps:

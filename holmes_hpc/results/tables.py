@@ -49,6 +49,11 @@ def known(value: Any) -> bool:
         isinstance(value, float) and not math.isfinite(value))
 
 
+def word(value: Any) -> str:
+    """A text; a dash where there is none."""
+    return str(value) if known(value) else NONE
+
+
 def percent(value: Any) -> str:
     return f"{float(value):+.1f}%" if known(value) else NONE
 
@@ -82,8 +87,10 @@ def unpacked(run: Mapping[str, Any], column: str) -> Any:
 
 def basis(run: Mapping[str, Any]) -> str:
     """Which steps the figures are of, and how computing was paced."""
-    used, left = int(run["steps"] or 0) - int(run["warmup_steps"] or 0), int(run["warmup_steps"] or 0)
-    return f"{used} steps after {left} of warm-up; {pace(run)}"
+    count, earlier, left = (int(run[name]) if known(run[name]) else 0
+                            for name in ("steps", "earlier_steps", "warmup_steps"))
+    before = f" and {earlier} under an earlier plan" if earlier else ""
+    return f"{count - earlier - left} steps after {left} of warm-up{before}; {pace(run)}"
 
 
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
@@ -146,7 +153,8 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
         payload = sent / factor if known(sent) and known(factor) and factor else None
         plan_bytes = planned.get(kind)
         rows.append({
-            "kind": kind, "nic": types.get(kind, "ethernet"), "planned_bytes": plan_bytes, "counted_bytes": sent,
+            "kind": kind, "nic": types.get(kind, kind if kind == "ethernet" else None),
+            "planned_bytes": plan_bytes, "counted_bytes": sent,
             "header_factor": factor if known(factor) else None, "payload_bytes": payload,
             "difference_percent": 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None})
     return rows
@@ -176,6 +184,8 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 
 def _nic_name(entry: Mapping[str, Any]) -> str:
     kind, nic = entry["kind"], entry["nic"]
+    if nic is None:
+        return str(kind)
     return "Ethernet, all nodes" if kind == "ethernet" else f"{kind} ({NIC_WORDS.get(nic, nic)})"
 
 

@@ -260,6 +260,7 @@ def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, 
             save_file(held, directory / f"part-{len(shards)}", metadata={"format": "pt"})
         except SafetensorError as e:  # of the disk: the tensors are sound
             raise OSError(str(e)) from e
+        (directory / f"part-{len(shards)}").chmod(directory.stat().st_mode & 0o666)  # written for its owner alone
         shards.append(list(held))
         held.clear()
 

@@ -80,7 +80,7 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
     nics = probe()
     traffic = Traffic(plan, own, nics)
     if own.rank == 0:
-        exits.attempt = run.start_attempt({"host": own.node, "by": own.by})
+        exits.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
         node = transports.decide(plan, own.rank, nics, own.node, own.one_host, cuda)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from sites import two_clusters
+from sites import small_testbed, two_clusters
 
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import NicType
@@ -148,3 +149,10 @@ def test_ethernet_only_nodes_use_tcp_inside(plan: Plan) -> None:
     site = two_clusters(2)
     only = replace(site, fabrics=tuple(replace(f, nic=NicType.ETHERNET, rdma_gbps=None) for f in site.fabrics))
     assert {g.transport.kind for g in replace(plan, site=only).transports() if g.kind == "dp"} == {"tcp"}
+
+
+def test_what_fits_nowhere_is_said_and_nothing_else() -> None:
+    """Also where some fabrics are left out of what would fit if memory had no end."""
+    with warnings.catch_warnings(), pytest.raises(PlanError, match="fits nowhere here"):
+        warnings.simplefilter("error")
+        best_plan(named("gpt_3_6b"), Batch(1536, 2, 2048), small_testbed(), PlanOptions(), Costs())

@@ -222,6 +222,45 @@ def test_older_lines_with_fewer_keys(tmp_path: Path) -> None:
     assert math.isnan(row["compute_s"]) and row["stage_breakdown"] == "[]" and row["tx_bytes_per_step"] == "{}"
 
 
+def resumed(path: Path, plan_id: str) -> RunDirectory:
+    """Twelve steps of a second, then ten of two seconds, in an attempt of another job under plan `plan_id`."""
+    run = make_run(path, steps=12, spread=0.0)
+    first, line = run.read_run(), run.metrics()[-1]
+    run.update_run(attempts=[{**first["attempts"][0], "plan_id": first["plan_id"]},
+                             {"attempt": 2, "started": "2025-01-01T13:00:07+00:00", "plan_id": plan_id}],
+                   plan_id=plan_id, slurm={"job_id": 77, "submitted": "2025-01-01T13:00:00+00:00"})
+    for step in range(12, 22):
+        run.append_metrics({**line, "step": step, "attempt": 2, "step_time_s": 2.0})
+    return run
+
+
+def test_figures_of_a_run_that_changed_its_plan_are_those_of_the_plan_it_has(tmp_path: Path) -> None:
+    row = load_runs(resumed(tmp_path / "other", "0123456789ab").path).iloc[0]
+    assert (row["steps"], row["earlier_steps"], row["warmup_steps"], row["step_time_s"]) == (22, 12, 2, 2.0)
+    assert load_steps(tmp_path / "other")["warmup"].sum() == 14
+    same = make_run(tmp_path / "same").read_run()["plan_id"]
+    row = load_runs(resumed(tmp_path / "again", same).path).iloc[0]
+    assert (row["earlier_steps"], row["warmup_steps"], row["step_time_s"]) == (0, 2, 1.5)
+
+
+def test_a_resumed_run_waited_for_its_latest_job(tmp_path: Path) -> None:
+    row = load_runs(resumed(tmp_path / "a", "0123456789ab").path).iloc[0]
+    assert row["queue_s"] == 7 and row["started"].hour == 12
+
+
+def test_what_is_damaged_is_said_and_the_rest_still_there(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=5)
+    with open(run.metrics_path, "a") as file:
+        file.write("broken\n[1]\n")
+    run.plan_path.unlink()
+    run.result_path.write_text("{")
+    row = load_runs(run.path).iloc[0]
+    assert (row["steps"], row["state"]) == (5, "unfinished")
+    assert row["error"] == ("metrics.jsonl: 2 lines cannot be read; plan.yaml cannot be read; "
+                            "result.json cannot be read")
+    assert load_runs(make_run(tmp_path / "b").path)["error"].isna().all()
+
+
 values = st.one_of(st.none(), st.floats(-1e6, 1e6), st.integers(0, 10**12))
 pairs = st.dictionaries(st.sampled_from(["tx", "rx"]), st.integers(0, 10**12), max_size=2)
 lines = st.lists(st.fixed_dictionaries({"step": st.integers(0, 6)}, optional={

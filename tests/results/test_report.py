@@ -64,7 +64,7 @@ def test_traffic_on_a_kind_that_was_not_planned_shows(tmp_path: Path) -> None:
         run.append_metrics({"step": step, "attempt": 1,
                             "nic_bytes": {"ib-a": {"tx": 8_400_000, "rx": 0}, "stray": {"tx": 5, "rx": 5}}})
     rows = {row["NIC kind"]: row for row in cells_of(report.report([run.path]), "Bytes sent")}
-    assert rows["stray (Ethernet)"]["planned"] == "none" and rows["stray (Ethernet)"]["counted"] == "5 B"
+    assert rows["stray"]["planned"] == "none" and rows["stray"]["counted"] == "5 B"
     assert rows["roce-a (RoCE)"]["counted"] == "0 B" and rows["roce-a (RoCE)"]["difference"] == "-100.0%"
 
 
@@ -138,6 +138,39 @@ def test_half_a_run_does_not_spoil_the_whole_ones(sweep: Path) -> None:
     best = made.comparison.cells.iloc[0]
     assert best["repeats"] == 6 and best["step_time_s"] < 2
     assert [row["run"] for row in cells_of(made, "Runs that did not complete")] == ["cut-off"]
+
+
+def test_a_run_named_twice_is_one_run(sweep: Path) -> None:
+    once, twice = report.report([sweep]), report.report([sweep, sweep / "3", sweep / "3"])
+    assert len(twice.runs) == len(once.runs) and len(twice.steps) == len(once.steps)
+    assert report.report([sweep / "3", sweep / "3"]).single
+
+
+def test_a_lead_within_the_noise_is_no_difference(tmp_path: Path) -> None:
+    for i, (transport, seconds) in enumerate((("holmes", 1.0), ("single", 1.01))):
+        make_run(tmp_path / str(i), transport=transport, step_time_s=seconds, spread=0.2, seed=i, steps=40)
+    said = report.report([tmp_path]).answer()
+    assert len(said) == 2 and said[1].endswith(": no difference that these runs can tell.")
+    make_run(tmp_path / "2", transport="single", step_time_s=3.0, labels={"system": "slow"})
+    assert "Why:" in report.report([tmp_path / "0", tmp_path / "2"]).answer()[-1]
+
+
+def test_half_a_run_does_not_win_over_whole_ones(tmp_path: Path) -> None:
+    make_run(tmp_path / "quick", {"ib-a": 4}, step_time_s=0.1, state="cancelled")
+    make_run(tmp_path / "whole", {"roce-a": 4}, step_time_s=1.0)
+    made = report.report([tmp_path])
+    assert "roce-a:4" in made.answer()[0] and len(made.comparison.cells) == 2
+
+
+def test_a_run_without_a_plan_or_steps_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "whole")
+    bare = make_run(tmp_path / "bare")
+    bare.plan_path.unlink()
+    make_run(tmp_path / "garbled").metrics_path.write_text("not a line\n")
+    assert "None" not in " ".join(report.report([bare.path]).answer())
+    made = report.report([tmp_path])
+    assert "nan" not in str(made.tables())
+    assert {row["run"] for row in cells_of(made, "Runs that did not complete")} == {"bare", "garbled"}
 
 
 def test_without_sessions_the_medians_are_compared(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_one_file_and_the_type_of_the_weights(megatron: dict, tmp_path: Path) ->
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16" and made.files == 1
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1  # who may read one may read all
 
 
 def test_queries_keys_and_values_are_taken_apart_by_group() -> None:
