@@ -238,7 +238,8 @@ def answer(comparison: Comparison) -> list[str]:
         return said
     bounds = (f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
               if known(best["speedup_low"]) else "")
-    times = f"That is {number(best['ratio'])} times {label(base)}{bounds}"
+    plain = ", as plain Megatron-LM has" if base["system"] == "one transport" else ""
+    times = f"That is {number(best['ratio'])} times {label(base)}{plain}{bounds}"
     if not differ(best, base):
         return [*said, f"{times}: no difference that these runs can tell."]
     return [*said, f"{times}.", why(best, base)]

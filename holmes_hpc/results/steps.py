@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -24,11 +25,6 @@ SCALARS = ("time", "step_time_s", "loss", "validation_loss", "grad_norm", "learn
            "samples_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")
 _Part = defstruct("_Part", [(part, float, math.nan) for part in PARTS], gc=False)
 _Pair = defstruct("_Pair", [(way, float, math.nan) for way in ("tx", "rx")], gc=False)
-_Line = defstruct("_Line", [("step", int), *((name, float, math.nan) for name in SCALARS), ("attempt", int, 1),
-                            ("breakdown", list[_Part], []),  # type: ignore[valid-type]
-                            ("nic_bytes", dict[str, _Pair], {})], gc=False)  # type: ignore[valid-type]
-_LINES = msgspec.json.Decoder(_Line)
-_COLUMNS = attrgetter("step", "attempt", *SCALARS)
 PIECE = 48 << 10
 _KINDS = {name: kind for name, (kind, _) in STEP_COLUMNS.items() if kind != "category"}
 Floats = NDArray[np.float64]
@@ -127,17 +123,40 @@ def no_steps() -> Steps:
 
 
 def _from_data(data: bytes) -> Steps:
-    """Whole lines that all have the same NIC kinds and number of stages; ValueError, TypeError or MsgspecError if they
-    have not, or say null. What is missing is NaN."""
-    pieces = [_piece(piece) for piece in _pieces(data)]
-    if any(piece[0] != pieces[0][0] for piece in pieces):
-        raise ValueError("the NIC kinds or the number of stages change")
-    kinds, stages = pieces[0][0]
-    columns, parts, pairs = (np.concatenate(arrays, axis=1) for arrays in list(zip(*pieces, strict=True))[1:])
-    step, attempt = columns[:2].astype(np.int64)
-    tx, rx = (dict(zip(kinds, way.reshape(len(step), len(kinds)).T, strict=True)) for way in pairs)
-    return Steps(step, attempt, dict(zip(SCALARS, columns[2:], strict=True)),
-                 parts.reshape(len(PARTS), len(step), stages).transpose(0, 2, 1), tx, rx, _peak(data, attempt))
+    """Whole lines that have the NIC kinds and the number of stages of the first; ValueError, TypeError or MsgspecError
+    if one has not, or says null. What is missing is NaN."""
+    first = json.loads(data[:data.index(b"\n")])
+    kinds, stages = tuple(first.get("nic_bytes") or ()), len(first.get("breakdown") or ())
+    lines, columns = _reader(kinds, stages)
+    read, parts = [], []
+    for piece in _pieces(data):
+        found = lines.decode_lines(piece)
+        read.append(_numbers(map(columns, found)))
+        parts.append(_numbers(map(astuple, chain.from_iterable(map(_BREAKDOWN, found)))))
+    table = np.concatenate(read).reshape(-1, 2 + len(SCALARS) + 2 * len(kinds)).T
+    step, attempt = table[:2].astype(np.int64)
+    scalars, pairs = np.ascontiguousarray(table[2:2 + len(SCALARS)]), np.ascontiguousarray(table[2 + len(SCALARS):])
+    breakdown = np.concatenate(parts).reshape(len(step), stages, len(PARTS)).transpose(2, 1, 0)
+    return Steps(step, attempt, dict(zip(SCALARS, scalars, strict=True)), np.ascontiguousarray(breakdown),
+                 dict(zip(kinds, pairs[::2], strict=True)), dict(zip(kinds, pairs[1::2], strict=True)),
+                 _peak(data, attempt))
+
+
+_BREAKDOWN = attrgetter("breakdown")
+
+
+@lru_cache(maxsize=100)
+def _reader(kinds: tuple[str, ...], stages: int) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """(decoder of lines with just these NIC kinds, what gives a line's step, attempt, scalars, and tx and rx of each
+    kind)."""
+    fields = [f"kind_{i}" for i in range(len(kinds))]
+    nics = defstruct("_Nics", [(field, _Pair) for field in fields], gc=False, forbid_unknown_fields=True,
+                     rename=dict(zip(fields, kinds, strict=True)))
+    line = defstruct("_Line", [("step", int), *((name, float, math.nan) for name in SCALARS), ("attempt", int, 1),
+                               ("breakdown", tuple[(_Part,) * stages], ()),  # type: ignore[misc]
+                               ("nic_bytes", nics, msgspec.field(default_factory=nics))], gc=False)
+    pairs = [f"nic_bytes.{field}.{way}" for field in fields for way in ("tx", "rx")]
+    return msgspec.json.Decoder(line), attrgetter("step", "attempt", *SCALARS, *pairs)
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
@@ -149,22 +168,8 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         at = end
 
 
-def _piece(data: bytes) -> tuple[tuple[tuple[str, ...], int], Floats, Floats, Floats]:
-    """((NIC kinds, stages), [step, attempt and scalars, lines], [parts, lines x stages], [tx and rx, lines x kinds])"""
-    lines: Sequence[Any] = _LINES.decode_lines(data)
-    breakdowns, nics = ([*map(attrgetter(name), lines)] for name in ("breakdown", "nic_bytes"))
-    kinds, stages = {*map(tuple, nics)}, {*map(len, breakdowns)}
-    if len(kinds) > 1 or len(stages) > 1:
-        raise ValueError("the NIC kinds or the number of stages change")
-    columns = _numbers(map(_COLUMNS, lines), 2 + len(SCALARS))
-    parts = _numbers(map(astuple, chain.from_iterable(breakdowns)), len(PARTS))
-    pairs = _numbers(map(astuple, chain.from_iterable(map(dict.values, nics))), 2)
-    return (kinds.pop(), stages.pop()), columns, parts, pairs
-
-
-def _numbers(rows: Iterable[tuple[Any, ...]], width: int) -> Floats:
-    """Rows of `width` numbers as columns, [width, rows]."""
-    return np.ascontiguousarray(np.fromiter(chain.from_iterable(rows), dtype=np.float64).reshape(-1, width).T)
+def _numbers(rows: Iterable[tuple[Any, ...]]) -> Floats:
+    return np.fromiter(chain.from_iterable(rows), dtype=np.float64)
 
 
 def _peak(data: bytes, attempt: NDArray[np.int64]) -> float:

@@ -222,6 +222,14 @@ def test_older_lines_with_fewer_keys(tmp_path: Path) -> None:
     assert math.isnan(row["compute_s"]) and row["stage_breakdown"] == "[]" and row["tx_bytes_per_step"] == "{}"
 
 
+def test_lines_as_training_writes_them_are_read_the_quick_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.results.steps._from_lines", lambda lines: pytest.fail("read line by line"))
+    run = make_run(tmp_path / "a", steps=300)
+    found = read_steps(run)
+    assert len(found) == 300 and found.breakdown.shape == (6, 2, 300) and set(found.tx) == {"ib-a", "roce-a", "ethernet"}
+    assert list(found.scalars["loss"]) == [line["loss"] for line in run.metrics()]
+
+
 def resumed(path: Path, plan_id: str) -> RunDirectory:
     """Twelve steps of a second, then ten of two seconds, in an attempt of another job under plan `plan_id`."""
     run = make_run(path, steps=12, spread=0.0)

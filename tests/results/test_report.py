@@ -117,7 +117,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_answer_names_placement_factor_and_reason(sweep: Path) -> None:
     said = report.report([sweep]).answer()
     assert said[0].startswith("Fastest: IB, ib-a:4, holmes with") and "paced compute" in said[0]
-    base = re.escape("hybrid, ib-a:2 roce-a:2, one transport")  # the slowest on four nodes
+    base = re.escape("hybrid, ib-a:2 roce-a:2, one transport, as plain Megatron-LM has")  # the slowest on four nodes
     assert re.match(rf"That is 2\.[01]\d times {base} \(95% interval .*, 6 pairs\)\.", said[1])
     assert said[2].startswith("Why: compute takes")
 
