@@ -231,7 +231,8 @@ def ending(run: Mapping[str, Any]) -> Table | None:
     rows = [["state", str(run["state"])], *([["error", str(run["error"])]] if known(run["error"]) else []),
             *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if known(run["failed_rank"]) else []),
             ["attempts", str(run["attempts"])], ["steps recorded", str(run["steps"])]]
-    return Table(f"{run['name']} did not complete", ["", "what is known"], rows, "")
+    how = "has not ended" if run["state"] == "unfinished" else "did not complete"
+    return Table(f"{run['name']} {how}", ["", "what is known"], rows, "")
 
 
 def one_run(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Table]:

@@ -226,7 +226,7 @@ def test_lines_as_training_writes_them_are_read_the_quick_way(tmp_path: Path, mo
     monkeypatch.setattr("holmes_hpc.results.steps._from_lines", lambda lines: pytest.fail("read line by line"))
     run = make_run(tmp_path / "a", steps=300)
     found = read_steps(run)
-    assert len(found) == 300 and found.breakdown.shape == (6, 2, 300) and set(found.tx) == {"ib-a", "roce-a", "ethernet"}
+    assert len(found) == 300 and found.breakdown.shape == (6, 2, 300) and "roce-a" in found.tx
     assert list(found.scalars["loss"]) == [line["loss"] for line in run.metrics()]
 
 
