@@ -221,7 +221,7 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
     others = [index for index in group.index if index != name]
     if not others:
         return best, None
-    paired = known(best["baseline"]) and best["baseline"] != name and best["baseline"] in others
+    paired = known(best["baseline"]) and best["baseline"] in others
     base = dict(entries(cells))[int(best["baseline"]) if paired else others[-1]]
     ratio = best["speedup"] if paired else best["samples_per_s"] / base["samples_per_s"]
     return {**best, "ratio": float(ratio)}, base
@@ -343,7 +343,7 @@ def ended_table(comparison: Comparison) -> Table | None:
     bad = runs[(runs["state"] != "completed") | runs["error"].notna()]
     if bad.empty:
         return None
-    rows = [[str(r["run"]), str(r["state"]), str(r["steps"]) if known(r["steps"]) else NONE,
+    rows = [[str(r["run"]), str(r["state"]), word(r["steps"]),
              str(r["error"]) if known(r["error"]) else ""] for _, r in entries(bad.head(SHOWN))]
     more = f"{len(bad) - SHOWN} more not shown" if len(bad) > SHOWN else ""
     return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, more)

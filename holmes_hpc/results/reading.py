@@ -41,15 +41,16 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
             row.update(error="no run.yaml: it ended before it was recorded", overrides=_hydra_overrides(run.path))
         return row, no_steps()
     plan = read_plan(run)
-    steps = read_steps(run)
-    steps.count_from(_first_of_plan(record))
+    steps, ending = read_steps(run), _ending(run)
     try:
-        row.update(_identity(run, record, steps), **_configuration(record), **_plan_columns(plan), **figures(steps))
+        steps.count_from(_first_of_plan(record))
+        row.update(_identity(record, steps, ending or {}), **_configuration(record), **_plan_columns(plan))
+        row.update(figures(steps))
     except (TypeError, ValueError, AttributeError) as e:
         row.update(state="unreadable", error=f"{run.path}: {type(e).__name__}: {e}")
         return row, steps
     row["plan_id"] = record.get("plan_id")
-    row["error"] = "; ".join(filter(None, [row["error"], *_damage(run, row, steps, plan)])) or None
+    row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, ending)])) or None
     if row["nodes"] is None and isinstance(record.get("hosts"), list):
         row["nodes"], row["ranks"] = len(set(map(str, record["hosts"]))), len(record["hosts"])
     traffic = _map(record.get("traffic"))
@@ -67,12 +68,12 @@ def _first_of_plan(record: dict[str, Any]) -> int:
     return max((i + 2 for i, plan in enumerate(plans) if plan != record.get("plan_id")), default=1)
 
 
-def _damage(run: RunDirectory, row: dict[str, Any], steps: Steps, plan: dict[str, Any]) -> list[str]:
+def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], ending: dict[str, Any] | None) -> list[str]:
     """What of a recorded run cannot be read."""
     found = [f"metrics.jsonl: {steps.broken} lines cannot be read"] if steps.broken else []
     if row["attempts"] and not plan:
         found.append("plan.yaml cannot be read")
-    if run.result_path.exists() and not isinstance(_json(run.result_path).get("state"), str):
+    if ending is not None and not isinstance(ending.get("state"), str):
         found.append("result.json cannot be read")
     return found
 
@@ -99,9 +100,9 @@ def _plan(text: str) -> dict[str, Any]:
     return _map(read_blocks(text, PLAN_KEYS))
 
 
-def _identity(run: RunDirectory, record: dict[str, Any], steps: Steps) -> dict[str, Any]:
+def _identity(record: dict[str, Any], steps: Steps, ending: dict[str, Any]) -> dict[str, Any]:
     attempts = [a for a in record["attempts"] if isinstance(a, dict)]
-    result = _result(run, len(attempts))
+    result = ending if int(ending.get("attempt") or 0) >= len(attempts) else {}  # of the latest attempt
     slurm, labels = _map(record["slurm"]), _map(record.get("labels") or _map(record["config"]).get("labels"))
     submitted, starts = _time(slurm.get("submitted")), [s for a in attempts if (s := _time(a.get("started")))]
     started = starts[0] if starts else None
@@ -209,15 +210,12 @@ def _medians(values: Floats) -> Floats:
         return np.asarray(np.nanmedian(values, axis=1))
 
 
-def _result(run: RunDirectory, attempts: int) -> dict[str, Any]:
-    """result.json of the latest attempt (as RunDirectory.read_result, without reading run.yaml again)."""
-    result = _json(run.result_path)
-    return result if int(result.get("attempt") or 0) >= attempts else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
+def _ending(run: RunDirectory) -> dict[str, Any] | None:
+    """What result.json says; empty when it cannot be read, None when there is none."""
     try:
-        return _map(json.loads(path.read_bytes()))
+        return _map(json.loads(run.result_path.read_bytes()))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError):
         return {}
 

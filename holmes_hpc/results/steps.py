@@ -102,7 +102,7 @@ def read_steps(run: RunDirectory) -> Steps:
     if data:
         try:
             return _from_data(data)
-        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError):
+        except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, OverflowError):
             pass  # a broken or an unusual line somewhere
     steps = _from_lines(run.metrics())
     steps.broken = sum(not _readable(line) for line in data.splitlines())

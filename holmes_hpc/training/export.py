@@ -256,11 +256,12 @@ def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, 
     dtype, parameters, size = torch.float32, 0, 0
 
     def flush() -> None:
+        part = directory / f"part-{len(shards)}"
         try:
-            save_file(held, directory / f"part-{len(shards)}", metadata={"format": "pt"})
+            save_file(held, part, metadata={"format": "pt"})
         except SafetensorError as e:  # of the disk: the tensors are sound
             raise OSError(str(e)) from e
-        (directory / f"part-{len(shards)}").chmod(directory.stat().st_mode & 0o666)  # written for its owner alone
+        part.chmod(directory.stat().st_mode & 0o666)  # written for its owner alone
         shards.append(list(held))
         held.clear()
 

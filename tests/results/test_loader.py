@@ -251,6 +251,16 @@ def test_figures_of_a_run_that_changed_its_plan_are_those_of_the_plan_it_has(tmp
     assert (row["earlier_steps"], row["warmup_steps"], row["step_time_s"]) == (0, 2, 1.5)
 
 
+def test_what_is_of_another_kind_than_it_should_be_stops_no_loading(tmp_path: Path) -> None:
+    """A first line that is no mapping; attempts that are no list."""
+    line, attempts = make_run(tmp_path / "a" / "line", steps=3), make_run(tmp_path / "a" / "attempts", steps=3)
+    line.metrics_path.write_text("[1]\n" + line.metrics_path.read_text())
+    attempts.update_run(attempts=5)
+    rows = load_runs(tmp_path / "a").set_index("run")
+    assert rows.loc["line", "steps"] == 3 and rows.loc["line", "error"] == "metrics.jsonl: 1 lines cannot be read"
+    assert rows.loc["attempts", "state"] == "unreadable"
+
+
 def test_a_resumed_run_waited_for_its_latest_job(tmp_path: Path) -> None:
     row = load_runs(resumed(tmp_path / "a", "0123456789ab").path).iloc[0]
     assert row["queue_s"] == 7 and row["started"].hour == 12

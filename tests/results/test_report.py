@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from browser import Browser, missing
 from made_runs import make_run
 
 from holmes_hpc.errors import RecordError
@@ -23,11 +21,6 @@ def cells_of(made: report.Report, title: str) -> list[dict[str, str]]:
     table = next(t for t in made.tables() if t.title.startswith(title))
     assert all(len(row) == len(table.columns) for row in table.rows)
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-
-
-@pytest.fixture
-def one(tmp_path: Path) -> report.Report:
-    return report.report([make_run(tmp_path / "a", steps=20).path])
 
 
 def test_throughput_of_one_run(one: report.Report) -> None:
@@ -95,23 +88,6 @@ def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
     nothing = report.report([make_run(tmp_path / "b", steps=0, state="cancelled").path])
     assert nothing.answer() == ["b is cancelled: no steps are recorded."]
     assert [t.title for t in nothing.tables()] == ["b did not complete", "Transport of each process group"]
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six repeats, interleaved, of four settings; the machine is 1.5 times slower in the second session."""
-    settings: list[tuple[dict[str, int], str, float]] = [
-        ({"ib-a": 4}, "holmes", 1.0), ({"ib-a": 2, "roce-a": 2}, "holmes", 1.05),
-        ({"ib-a": 2, "roce-a": 2}, "single", 2.1), ({"eth-a": 4}, "holmes", 2.0)]
-    number, tmp_path = 0, tmp_path_factory.mktemp("sweep")
-    for repeat in range(6):
-        session, slower = ("one", 1.0) if repeat < 3 else ("two", 1.5)
-        for placement, transport, seconds in settings:
-            make_run(tmp_path / str(number), placement, transport=transport, step_time_s=seconds * slower, seed=number,
-                     started=f"2025-01-01T12:{number:02d}:00+00:00", labels={"session": session})
-            number += 1
-    make_run(tmp_path / "cut-off", {"ib-a": 4}, step_time_s=50.0, steps=3, state=None)
-    return tmp_path
 
 
 def test_the_answer_names_placement_factor_and_reason(sweep: Path) -> None:
@@ -297,97 +273,6 @@ def test_every_table_names_the_pace(sweep: Path, one: report.Report, tmp_path: P
                                             (None, "–"), (pd.NA, "–"), (1.0, "1.00"), (99.96, "100.0")])
 def test_numbers_for_people(value: Any, text: str) -> None:
     assert tables.number(value) == text
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-class Links(HTMLParser):
-    """Everything in a page that could make a browser ask for something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.found += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data")]
-
-
-def pages(tmp_path: Path, sweep: Path) -> list[Path]:
-    run = make_run(tmp_path / "alone")
-    for rank, stage in ((0, 0), (2, 1)):
-        lines = [{"step": step, "stage": stage, "kind": kind, "micro_batch": 0, "chunk": 0, "start_s": step + at,
-                  "end_s": step + at + 0.2, "held": 1} for step in range(20) for kind, at in (("forward", 0.1 * stage),
-                                                                                            ("backward", 0.5))]
-        run.trace_path(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    simulated = [{"stage": s, "kind": "forward", "start_s": 0.1 * s, "end_s": 0.3 + 0.1 * s} for s in (0, 1)]
-    report.report([run.path], simulate=lambda plan: simulated).write_html(tmp_path / "one.html")
-    report.report([sweep]).write_html(tmp_path / "many.html")
-    return [tmp_path / "one.html", tmp_path / "many.html"]
-
-
-def test_the_page_is_self_contained(tmp_path_factory: pytest.TempPathFactory, sweep: Path) -> None:
-    for path in pages(tmp_path_factory.mktemp("pages"), sweep):
-        text, links = path.read_text(), Links()
-        links.feed(text)
-        assert all(link.startswith(("#", "data:")) for link in links.found), links.found
-        assert not {"script", "iframe", "link rel=stylesheet"} & set(links.tags)
-        assert "@import" not in text and not re.search(r"url\((?!['\"]?(#|data:))", text)
-        assert links.tags.count("svg") >= 3 and text.index('id="answer"') < text.index("<svg")
-
-
-def test_hostile_names_are_only_text(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "<img src=x onerror=alert(1)>", labels={"system": "<script>alert(2)</script>"},
-                   state="failed")
-    run.write_result({"state": "failed", "error": "<b>bold</b>"}, writer="batch")
-    report.report([run.path]).write_html(tmp_path / "page.html")
-    make_run(tmp_path / "other")
-    report.report([run.path, tmp_path / "other"]).write_html(tmp_path / "two.html")
-    for name in ("page.html", "two.html"):
-        links = Links()
-        links.feed((tmp_path / name).read_text())
-        assert not {"script", "img", "b"} & set(links.tags)
-
-
-def test_a_page_that_cannot_be_written_is_one_line(one: report.Report, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="No such file"):
-        one.write_html(tmp_path / "none" / "page.html")
-
-
-LOOK = """
-const small = [], clipped = [];
-for (const e of document.querySelectorAll('body *')) {
-  if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) || e.closest('defs, style, metadata'))
-  continue; const svg = e.ownerSVGElement, size = parseFloat(getComputedStyle(e).fontSize);
-  const shown = svg ? size * Math.hypot(e.getScreenCTM().a, e.getScreenCTM().b) : size;
-  if (shown < (svg ? 8.5 : 12)) small.push([e.textContent.slice(0, 30), shown]);
-  if (svg) { const t = e.getBoundingClientRect(), s = svg.getBoundingClientRect();
-    if (t.left < s.left - 2 || t.right > s.right + 2 || t.top < s.top - 2 || t.bottom > s.bottom + 2)
-      clipped.push(e.textContent.slice(0, 40)); }
-}
-return {small, clipped, wide: document.documentElement.scrollWidth, inner: window.innerWidth, height:
-window.innerHeight,
-        answer: document.getElementById('answer').getBoundingClientRect().bottom};
-"""
-
-
-@pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)], ids=["phone", "desktop"])
-def test_the_page_in_a_real_browser(tmp_path_factory: pytest.TempPathFactory, sweep: Path, width: int,
-                                    height: int) -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    for path in pages(tmp_path_factory.mktemp("pages"), sweep):
-        with Browser(width, height) as browser:
-            browser.open(path)
-            look = browser.script(LOOK)
-            assert browser.console() == []
-            assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []
-        assert look["small"] == [], "text too small to read"
-        assert look["clipped"] == [], "text cut off at a figure's edge"
-        assert look["wide"] <= look["inner"] == width, "the page scrolls sideways"
-        assert look["answer"] <= look["height"], "the answer is not seen without scrolling"
 
 
 def test_a_run_directory_is_not_changed_by_reporting(tmp_path: Path) -> None:
