@@ -62,7 +62,7 @@ test-trixie: install ## the tests on the testbed, those that break Slurm include
 	  fi; \
 	  in-release $(VENV_13)/bin/python -m pytest -q -m slurm --ignore tests/faults/test_nic_faults.py --durations=10
 
-evaluation: install ## the paper's evaluation on the testbed (PART=headline or full), into docs/evaluation.md
+evaluation: install ## the paper's evaluation on the testbed (PART=headline, pairs or full), into docs/evaluation.md
 	PATH="$(abspath $(BIN)):$$PATH" bash benchmarks/evaluation.sh
 
 clean: ## remove what was built (not runs/)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The evaluation from nothing: the testbed's `evaluation` topology, the runs, docs/evaluation.md. `make evaluation` runs
-# it; started again it goes on where it was. PART=headline (two hours at most) or PART=full (some hours more).
+# it; started again it goes on where it was. PART=headline (two hours at most), pairs or full (some hours more).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HOLMES_TESTBED=${HOLMES_TESTBED:-/var/lib/holmes-evaluation}

@@ -29,7 +29,7 @@ from holmes_hpc.planning.costs import Calibration, Costs, Software
 from holmes_hpc.planning.model import Batch, ModelSpec
 from holmes_hpc.planning.options import PlanOptions
 from holmes_hpc.planning.plan import Plan
-from holmes_hpc.planning.search import best_plan
+from holmes_hpc.planning.search import best_plan, given_plan
 from holmes_hpc.records.run import RunDirectory, runs_root
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
@@ -105,7 +105,7 @@ def _check_train(train: Mapping[str, Any]) -> None:
     for key in ("overlap_grad_reduce", "overlap_param_gather", "checkpoint_async", "trace", "tensorboard", "measure"):
         if not isinstance(train[key], bool):
             raise ConfigError(f"train.{key} is {train[key]!r}", where="configuration", cure="use true or false")
-    for key, known in (("device", ("auto", "cpu", "cuda")), ("dtype", ("fp32", "bf16", "fp16"))):
+    for key, known in (("device", ("auto", "cpu", "cuda")), ("dtype", ("auto", "fp32", "bf16", "fp16"))):
         if train[key] not in known:
             raise ConfigError(f"train.{key} is {train[key]!r}", where="configuration", cure=f"use {', '.join(known)}")
     pace = train["pace_layer_ms"]
@@ -184,7 +184,8 @@ def costs(config: Mapping[str, Any], plan: Plan | None = None) -> Costs:
         raise e if e.where == path else ConfigError(e.what, where=f"{path}: {e.where}", cure=e.cure) from e
     train = config["train"]
     software = Software(overlap=train["overlap_grad_reduce"], overlap_gather=train["overlap_param_gather"])
-    return Costs(calibration=calibration, pace_layer_ms=_pace(config, plan), software=software)
+    return Costs(calibration=calibration, pace_layer_ms=_pace(config, plan), software=software,
+                 dtype=None if train["dtype"] == "auto" else train["dtype"])
 
 
 def _pace(config: Mapping[str, Any], plan: Plan | None) -> float | None:
@@ -198,6 +199,12 @@ def make_plan(config: Mapping[str, Any], on: Site | None = None) -> Plan:
         return Plan.read(config["plan_file"])
     options: PlanOptions = build(PlanOptions, config["plan"], "plan")
     return best_plan(model(config), batch(config), on or site(config), options, costs(config))
+
+
+def given_layout(config: Mapping[str, Any]) -> Plan:
+    """The plan of the one layout that the group `plan` of `config` gives, whether it fits or not."""
+    options: PlanOptions = build(PlanOptions, config["plan"], "plan")
+    return given_plan(model(config), batch(config), site(config), options, costs(config))
 
 
 def for_calibration(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +272,7 @@ def new_run(config: Mapping[str, Any], plan: Plan, overrides: Sequence[str]) -> 
     path = new_run_path(config, plan)
     filled = {**config, "run_dir": str(path), "plan_file": str(path / "plan.yaml")}
     return RunDirectory.create(path, plan_text=plan.to_yaml(), config=filled, overrides=list(overrides),
-                               plan_id=plan.id, pace_layer_ms=_pace(config, plan),
+                               plan_id=plan.id, components=plan.layout, pace_layer_ms=_pace(config, plan),
                                versions=versions(), git_commit=git_commit())
 
 

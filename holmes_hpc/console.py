@@ -17,10 +17,15 @@ from rich.table import Table
 WIDTH = 100
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # as of any other stream; rich's own ends the program with 1
+
+
 def _console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=False)
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "",

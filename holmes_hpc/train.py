@@ -59,7 +59,8 @@ def _local_plan(config: dict[str, Any]) -> dict[str, Any]:
     directory = Path(config["run_dir"])
     config = {**config, "plan_file": str(directory / "plan.yaml")}
     if rank == 0:
-        RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=sys.argv[1:])
+        words = hydra.core.hydra_config.HydraConfig.get().overrides.task
+        configuration.new_run({**config, "run_dir": str(directory)}, plan, list(words))
     return config
 
 
@@ -94,9 +95,10 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     from holmes_hpc.train import run_rank  # by its own name, so that the ranks find it
 
     config = {**configuration.resolve(cfg), "launcher": {"kind": where}}
-    record = {**_program(), "pace_layer_ms": config["train"]["pace_layer_ms"]}
     site = None if where == "local" or config["plan_file"] else _site(config["site_file"], config["vocabulary"])
-    return Planned(configuration.make_plan(config, site), config, run_rank, config["slurm"], record)
+    plan = configuration.make_plan(config, site)
+    record = {**_program(), "components": plan.layout, "pace_layer_ms": config["train"]["pace_layer_ms"]}
+    return Planned(plan, config, run_rank, config["slurm"], record)
 
 
 @functools.cache

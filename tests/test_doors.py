@@ -12,6 +12,7 @@ import yaml
 from holmes_hpc import cli, config
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.plan import Plan
+from holmes_hpc.records.run import RunDirectory
 
 TWO = """
 name: two-clusters
@@ -165,9 +166,10 @@ def test_unknown_verbs_and_options(holmes):
 
 
 def test_every_verb_shows_an_example(holmes):
-    for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "submit", "run", "status", "logs", "cancel",
-                 "report"):
-        code, out, _ = holmes(verb, "--help")
+    for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "calibrate", "submit", "run", "resume",
+                 "status", "logs", "cancel", "report", "export", "data prepare", "sweep status", "sweep collect",
+                 "testbed up", "testbed status", "testbed exec", "testbed down"):
+        code, out, _ = holmes(*verb.split(), "--help")
         assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb
 
 
@@ -191,6 +193,37 @@ def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     refused(holmes("predict", "--site", str(site), "--layers", "30"), "--global-batch")
 
 
+def test_predict_searches_for_nothing(holmes, site):
+    """Layers not given are even, also where the planner would not have them so; what does not fit is predicted."""
+    layout = ["predict", "--site", str(site), "--model", "gpt_3_6b", "--pp", "2", "--dp", "32", "--micro-batch", "4",
+              "--global-batch", "768", "--recompute", "full"]
+    given, even, uneven = (json.loads(holmes(*layout, "--json", *more)[1])["step_time_s"] for more in (
+        (), ("--layers-per-stage", "15,15", "--schedule", "1f1b"), ("--layers-per-stage", "20,10")))
+    assert given == even < uneven
+    large = [word if word != "gpt_3_6b" else "gpt_39b" for word in layout]
+    code, out, _ = holmes(*large)
+    assert code == 0 and "it does not fit: " in " ".join(out.split())
+
+
+def test_the_planner_counts_the_type_that_training_uses(holmes, site):
+    memory = {}
+    for dtype in ("auto", "bf16", "fp32"):
+        code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "plan.tp=1",
+                              "plan.pp=2", "plan.recompute=none", "plan.schedule=1f1b", "plan.layers_per_stage=[15,15]",
+                              "plan.max_memory_gib=1000", "batch.micro_size=1", f"train.dtype={dtype}", "--json")
+        assert code == 0
+        memory[dtype] = max(json.loads(out)["predicted"]["memory_bytes_per_gpu"])
+    assert memory["auto"] == memory["bf16"] < 0.8 * memory["fp32"]
+    refused(holmes("plan", "--site", str(site), "train.dtype=fp8"), "train.dtype")
+
+
+def test_a_record_without_a_configuration_is_not_resumed(holmes, tmp_path):
+    target = tmp_path / "plan.yaml"
+    assert holmes("plan", *local(), "-o", str(target))[0] == 0
+    run = RunDirectory.create(tmp_path / "runs" / "mine", plan_text=target.read_text())
+    refused(holmes("resume", "mine"), "configuration", str(run.path))
+
+
 def test_probe_of_a_tree_that_is_not_there(holmes, tmp_path):
     refused(holmes("probe", "--sysfs", str(tmp_path / "none")), "none")
 
@@ -198,6 +231,9 @@ def test_probe_of_a_tree_that_is_not_there(holmes, tmp_path):
 def test_output_and_names_that_cannot_be(holmes, site, tmp_path):
     refused(holmes("plan", "--site", str(site), "-o", str(tmp_path / "none" / "plan.yaml")), "plan.yaml")
     refused(holmes("plan", "--site", str(site), "-o", str(tmp_path)), str(tmp_path))
+    refused(holmes("predict", "plan.yaml", "--trace", str(tmp_path / "none" / "x")), "none/x")
+    refused(holmes("calibrate", "launcher=local", "-o", str(tmp_path / "none" / "x")), "none/x")
+    refused(holmes("report", str(tmp_path), "--trace", str(tmp_path / "none" / "x")), "none/x")
     for name in ("name=a/b", "name=%j", f"name={'n' * 300}", "name=größe"):
         refused(holmes("run", *local(name)), "%" if name == "name=%j" else "name")
 
@@ -238,3 +274,14 @@ def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
                           text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("holmes: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error(site, form):
+    """`holmes ... | head`: the pipe is closed before anything is written."""
+    words = ["plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), *form]
+    with subprocess.Popen([sys.executable, "-m", "holmes_hpc.cli", *words], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0 and "Traceback" not in said, said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,13 +30,16 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
+    except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError):  # click would have it be a failure
+            _nobody_reads()
+        raise
     except HolmesError as e:
         sys.stderr.write(f"holmes: {e}\n")
         sys.exit(e.exit_code)
     except OSError as e:
-        if isinstance(e, BrokenPipeError):  # `holmes … | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+        if isinstance(e, BrokenPipeError):
+            _nobody_reads()
         where = f"{e.filename}: " if e.filename else ""
         sys.stderr.write(f"holmes: {where}{e.strerror or e}; see to it and try again\n")
         sys.exit(1)
@@ -52,6 +55,12 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("holmes: interrupted\n")
         sys.exit(130)
+
+
+def _nobody_reads() -> NoReturn:
+    """`holmes … | head`: whoever read has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from holmes_hpc import console
+from holmes_hpc.errors import ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train one large model over clusters that do not share a fast network.")
@@ -23,6 +25,12 @@ Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/,
 def with_steps(overrides: list[str] | None, steps: int | None) -> list[str]:
     """The overrides, and what --steps says."""
     return [*(overrides or []), *([] if steps is None else [f"train.steps={steps}"])]
+
+
+def check_output(file: str | None) -> None:
+    """Refuse, before anything is done, a file that cannot be written."""
+    if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
+        raise ConfigError("not a file in a directory that exists", where=file, cure="give another FILE")
 
 
 def configuration(overrides: list[str] | None, site: str | None = None, **values: Any) -> dict[str, Any]:

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, SiteFile, Steps, app, asked_site, configuration, with_steps
+from holmes_hpc.cli.app import (
+    Earliest,
+    Json,
+    Overrides,
+    SiteFile,
+    Steps,
+    app,
+    asked_site,
+    check_output,
+    configuration,
+    with_steps,
+)
 from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
@@ -33,8 +44,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     from holmes_hpc import config
 
     settings = configuration(with_steps(overrides, steps), site)
-    if output and (not Path(output).absolute().parent.is_dir() or Path(output).is_dir()):
-        raise ConfigError("not a file in a directory that exists", where=output, cure="give another -o FILE")
+    check_output(output)
     ends = earliest_ends(settings) if earliest else []
     if ends:
         chosen = ends[0].plan
@@ -110,7 +120,7 @@ def predict(
         layers_per_stage: Annotated[str | None, typer.Option(help="26,22")] = None,
         virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
         recompute: Annotated[str, typer.Option(help="none, selective or full")] = "none",
-        schedule: Annotated[str, typer.Option(help="auto, 1f1b, interleaved or ahead")] = "auto",
+        schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: Megatron-Core's")] = "auto",
         sequence_parallel: bool = False, distributed_optimizer: bool = True,
         transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
         model: Annotated[str | None, typer.Option(help="A named model.")] = None,
@@ -131,6 +141,7 @@ def predict(
     from holmes_hpc.planning.predict import chrome_trace, timeline
     from holmes_hpc.planning.predict import predict as predict_plan
 
+    check_output(trace)
     settings = configuration([], site, calibration=calibration)
     settings["train"]["pace_layer_ms"] = pace_layer_ms
     if (plan_path is None) == (site is None):
@@ -148,7 +159,7 @@ def predict(
             "sequence_parallel": sequence_parallel, "distributed_optimizer": distributed_optimizer,
             "transport": transport, "gpus_per_node": gpus_per_node, "nodes": _nodes(nodes),
             "layers_per_stage": _numbers(layers_per_stage)}
-        given = config.make_plan(settings)
+        given = config.given_layout(settings)
     costs = config.costs(settings, given)
     predicted = predict_plan(given, costs)
     if trace is not None:
@@ -185,6 +196,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     from holmes_hpc.records.files import write_whole
     from holmes_hpc.submission.follow import follow
 
+    check_output(output)
     settings = config.for_calibration(configuration([*CALIBRATION, *(overrides or [])], site))
     chosen = config.make_plan(settings)
     record, job = start(chosen, settings, overrides)

@@ -19,10 +19,11 @@ from holmes_hpc.cli.app import (
     Steps,
     app,
     asked_site,
+    check_output,
     configuration,
     with_steps,
 )
-from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 
 
 @app.command()
@@ -152,6 +153,9 @@ def resume(run: Run, overrides: Overrides = None,
     if not now.ended and now.state != "not_submitted":
         raise ConfigError(f"it is {now.state}", where=str(record.path), cure="wait for its end, or `holmes cancel` it")
     settings = record.config
+    if not {"launcher", "train", "slurm"} <= settings.keys():
+        raise RecordError("run.yaml has no whole configuration", where=str(record.path),
+                          cure="start a new run with its plan: `holmes submit`")
     if overrides:
         fixed = {key: settings[key] for key in ("run_dir", "plan_file", "site_file")}
         settings = {**config.load([*record.read_run()["overrides"], *overrides]), **fixed}
@@ -166,7 +170,7 @@ def resume(run: Run, overrides: Overrides = None,
     if not saves.complete(record.checkpoints):
         console.note("no complete checkpoint: it begins again with step 1")
     record.reopen(chosen.to_yaml() if plan_path else None)
-    record.update_run(config=settings, plan_id=chosen.id)
+    record.update_run(config=settings, plan_id=chosen.id, components=chosen.layout)
     job = _submit(chosen, record, settings)
     console.note(f"job {job.id}: {record.path}")
     raise typer.Exit(follow(record, job))
@@ -287,6 +291,8 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
     from holmes_hpc.records.run import find_run
     from holmes_hpc.results import report as reports
 
+    for file in (html, trace):
+        check_output(file)
     made = reports.report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
     for file, write in ((html, made.write_html), (trace, made.write_trace)):
         if file:

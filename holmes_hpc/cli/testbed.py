@@ -25,7 +25,7 @@ def testbed_up(topology: Annotated[str | None, typer.Argument(metavar="[FILE]", 
 
 @group.command("status")
 def testbed_status(json: Json = False) -> None:
-    """What is up: exit code 0, or 1 where something is not."""
+    """What is up: exit code 0, or 1 where something is not. Example: holmes testbed status --json"""
     from holmes_hpc.testbed import bed
 
     found = bed.status()
@@ -64,7 +64,7 @@ def testbed_env() -> None:
 
 @group.command("down")
 def testbed_down() -> None:
-    """Remove all that `up` made."""
+    """Remove all that `up` made. Example: holmes testbed down"""
     from holmes_hpc.testbed import bed
 
     bed.down(progress=console.note)

@@ -1,4 +1,5 @@
-"""A site file: planning without a Slurm, or for hardware not bought yet (docs/site-file)."""
+"""A site file: planning without a Slurm, or for hardware not bought yet (README: Hardware that this Slurm does not
+have)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _GPU_KEYS = ("name", "peak_tflops", "memory_gib", "intra_node_gbps")
 _NEEDED = ("name", "nic", "partition", "nodes", "gpus_per_node")
 _FABRIC_KEYS = (*_NEEDED, "rdma_gbps", "ethernet_gbps", "gpu", "constraint", "node_names", "gres")
 _NUMBERS = ("rdma_gbps", "ethernet_gbps", "peak_tflops", "memory_gib", "intra_node_gbps")
-_CURE = "see `A site file` in the documentation"
+_CURE = "see README: Hardware that this Slurm does not have"
 
 
 def read_site_file(path: str | os.PathLike[str]) -> Site:

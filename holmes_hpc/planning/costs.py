@@ -54,7 +54,7 @@ SC21 = Software(flash=False, overlap=False, overlap_hops=False, scatter_hops=Tru
 @dataclass(frozen=True)
 class Costs:
     """Where times come from, best first: `calibration`, `pace_layer_ms` (layers wait that long), published figures. A
-    calibration must have been made at the same pace.
+    calibration must have been made at the same pace and, if `dtype` says one, with the same type.
 
     `dtype`: of weights and activations; None: fp32 on CPUs, bf16 on GPUs. `gradient_bytes`: of a gradient element in
     the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: what the training program does.
@@ -78,6 +78,9 @@ class Costs:
                 raise ConfigError(f"measured with {_pace(was)}, used for {_pace(now)}", where="calibration",
                                   cure=f"set train.pace_layer_ms={was or 'null'} (predict: --pace-layer-ms), or"
                                        f" calibrate again with {_pace(now)}")
+            if self.dtype and self.calibration.dtype and self.dtype != self.calibration.dtype:
+                raise ConfigError(f"measured with {self.calibration.dtype}, used for {self.dtype}", where="calibration",
+                                  cure=f"set train.dtype={self.calibration.dtype}, or calibrate again")
 
     def dtype_of(self, gpu: Gpu) -> str:
         return self.dtype or (self.calibration.dtype if self.calibration else None) or (

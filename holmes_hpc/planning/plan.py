@@ -218,6 +218,12 @@ class Plan:
                                 where="plan", cure="put stage boundaries on fabric boundaries, or plan again")
 
     @property
+    def layout(self) -> list[dict[str, Any]]:
+        """The components of the job, as a run's record has them."""
+        return [{"partition": c.partition, "constraint": c.constraint, "fabric": c.fabric, "nodes": c.nodes,
+                 "gpus_per_node": c.gpus_per_node} for c in self.components]
+
+    @property
     def world_size(self) -> int:
         return self.parallel.world_size
 

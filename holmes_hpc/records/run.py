@@ -206,8 +206,9 @@ class RunDirectory:
         append_line(self.metrics_path, to_json(measured(dict(line))))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One entry per step, in order. Of a step run twice the later attempt's counts; a second line of the same
-        attempt adds to the first (a validation loss); broken lines are left out."""
+        """One entry per step, in order. Of a step run twice the later attempt's counts, and what an earlier attempt did
+        beyond a later one's last step was in vain; a second line of the same attempt adds to the first (a validation
+        loss); broken lines are left out."""
         try:
             text = self.metrics_path.read_bytes()
         except FileNotFoundError:
@@ -219,7 +220,7 @@ class RunDirectory:
             try:
                 entry = json.loads(raw)
                 step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
             before = steps.get(step)
             held = int(before.get("attempt") or 1) if before else 0
@@ -227,7 +228,13 @@ class RunDirectory:
                 before.update(entry)
             elif attempt > held:
                 steps[step] = entry
-        return [steps[step] for step in sorted(steps)]
+        kept, latest = [], 0
+        for _, entry in sorted(steps.items()):
+            attempt = int(entry.get("attempt") or 1)
+            if attempt >= latest:
+                kept.append(entry)
+                latest = attempt
+        return kept
 
     # -- how it ended -----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "session": ("string", "runs of one session of the machine (`labels.session`) can be compared in pairs"),
     "labels": ("string", "JSON: whatever the runs were labelled with"),
     "git_commit": ("string", "of the code"),
-    "device": ("string", "cpu or cuda"),
+    "device": ("string", "cpu, or the GPU's name"),
     "pace_layer_ms": ("float64", "paced compute: forward time of a layer by waiting; NaN: not paced"),
     "overrides": ("string", "JSON: the list of Hydra's overrides"),
     "config": ("string", "JSON: the resolved configuration"),

@@ -42,19 +42,23 @@ CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "sch
         "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
-TOLD = ("name", "run_dir", "plan_file", "site_file", "labels", "hydra", "launcher", "slurm", "model.name", "batch",
+TOLD = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
+        "slurm.reservation", "slurm.timeout_min", "slurm.nodelist", "slurm.exclude",
         "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
         "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
-        "train.net_timeout_s", "train.pace_layer_ms", "train.overlap_grad_reduce", "train.overlap_param_gather",
+        "train.net_timeout_s", "train.pace_layer_ms",
         "plan.nodes", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage", "plan.tp",
         "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
+# What makes cells different and is not in their tables' rows: it is told where rows would look alike (see _told_apart).
+QUIET = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 SHOWN = 40  # rows of a table in a terminal
 
 
 @dataclass(frozen=True)
 class Comparison:
     """`cells`: one row per setting, fastest first, with its repeats' medians, `baseline` (index of the cell it is
-    compared with), `speedup`, `speedup_low`, `speedup_high`, `pairs`, `of_linear` and `of_mean` (see with_shares).
+    compared with), `speedup`, `speedup_low`, `speedup_high`, `pairs`, `of_linear` and `of_mean` (see with_shares),
+    `apart` (what else tells it from cells that are called alike).
     `runs`: all runs, with their `system` and `cell` (-1: no figures)."""
 
     cells: pd.DataFrame
@@ -74,9 +78,12 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    words = [word.lstrip("+~").partition("=") for word in unpacked(run, "overrides") or []]
-    return {key: value for key, _, value in words
-            if key != "model" and not any(key == told or key.startswith((f"{told}.", f"{told}/")) for told in TOLD)}
+    given = {key: value for key, _, value in (word.lstrip("+~").partition("=")
+                                              for word in unpacked(run, "overrides") or [])}
+    both = {given.get(f"train.overlap_{what}", "true").lower() for what in ("grad_reduce", "param_gather")}
+    told = (*TOLD, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
+    return {key: value for key, value in given.items()
+            if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in told)}
 
 
 def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
@@ -97,9 +104,9 @@ def _system(run: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def compare(runs: pd.DataFrame, steps: pd.DataFrame | None = None) -> Comparison:
-    """Group `runs` (of load_runs) into cells. `steps` (of load_steps): for intervals over runs and their steps;
-    without, a cell of one run has that run's own interval, and others have one from six runs on."""
+def compare(runs: pd.DataFrame) -> Comparison:
+    """Group `runs` (of load_runs) into cells. A cell of one run has the interval of that run's steps, one of several
+    runs that of what varies between them (repeats_interval)."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -109,41 +116,61 @@ def compare(runs: pd.DataFrame, steps: pd.DataFrame | None = None) -> Comparison
         complete = every[every["state"] == "completed"]
         group = complete if len(complete) else every  # half a run says something only where no whole one does
         runs.loc[group.index, "cell"] = index
-        rows.append({**entries(group)[0][1], "cell": index, **_figures(group, steps)})
+        rows.append({**entries(group)[0][1], "cell": index, **_figures(group)})
     cells = pd.DataFrame(rows, columns=[*CELL, "cell", "repeats", "completed", "step_time_s", "step_time_low_s",
-                                        "step_time_high_s", "samples_per_s", "predicted_samples_per_s", "mape", *PARTS,
-                                        "stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step"])
+                                        "step_time_high_s", "samples_per_s", "samples_low", "samples_high",
+                                        "predicted_samples_per_s", "mape", *PARTS, "stage_breakdown",
+                                        "tx_bytes_per_step", "planned_bytes_per_step"])
     cells = cells.sort_values("samples_per_s", ascending=False, kind="stable").set_index("cell")
-    return Comparison(with_shares(_with_speedups(cells, runs)), runs)
+    return Comparison(_told_apart(with_shares(_with_speedups(cells, runs))), runs)
 
 
-def _figures(group: pd.DataFrame, steps: pd.DataFrame | None) -> dict[str, Any]:
-    time = _step_time(group, steps)
+def _figures(group: pd.DataFrame) -> dict[str, Any]:
+    time, rate = _step_time(group), repeats_interval(group["samples_per_s"])
     middle = group.iloc[(group["step_time_s"] - group["step_time_s"].median()).abs().argsort().iloc[0]]
     return {"repeats": len(group), "completed": int((group["state"] == "completed").sum()), "step_time_s": time.median,
             "step_time_low_s": time.low, "step_time_high_s": time.high,
-            "samples_per_s": float(group["samples_per_s"].median()),
+            "samples_per_s": rate.median, "samples_low": rate.low, "samples_high": rate.high,
             "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
             "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
             **{part: float(group[part].median()) for part in PARTS},
             **{name: middle[name] for name in ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")}}
 
 
-def _step_time(group: pd.DataFrame, steps: pd.DataFrame | None) -> Estimate:
+def _step_time(group: pd.DataFrame) -> Estimate:
     if len(group) == 1:
         run = group.iloc[0]
         return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)
-    if steps is None:
-        return median_interval(group["step_time_s"].to_numpy(dtype=float))
-    kept = steps[steps["run"].isin(list(group["run"])) & ~steps["warmup"]]
-    parts = [part.to_numpy() for _, part in kept.groupby("run", observed=True)["step_time_s"]]
-    return repeats_interval([part[:: max(1, len(part) // 200)] for part in parts])
+    return repeats_interval(group["step_time_s"])
+
+
+def _whole(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells with a run that completed; all of them where there is none."""
+    return cells[cells["completed"] > 0] if (cells["completed"] > 0).any() else cells
+
+
+def _told_apart(cells: pd.DataFrame) -> pd.DataFrame:
+    """`cells` with the column `apart`: where several would be called alike, what makes them different."""
+    words = pd.Series("", index=cells.index, dtype="object")
+    for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
+        differ = [name for name in QUIET if group[name].nunique(dropna=False) > 1]
+        for index, cell in entries(group):
+            words[index] = " ".join(_sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}"
+                                    for name in differ)
+    return cells.assign(apart=words)
+
+
+def _sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
+    """In what the model's sizes differ from those of others in `group`."""
+    mine, others = unpacked(cell, "model_spec"), [unpacked(other, "model_spec") for _, other in entries(group)]
+    return " ".join(f"{key}={value}" for key, value in mine.items()
+                    if key != "name" and any(other.get(key) != value for other in others))
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    found = []
+    found, whole = [], _whole(cells)
     for index, cell in entries(cells):
-        baseline = _baseline(cells, cell)
+        baseline = _baseline(whole, index, cell)
         row: dict[str, Any] = {"cell": index, "baseline": baseline, "pairs": 0, "speedup": math.nan,
                                "speedup_low": math.nan, "speedup_high": math.nan}
         if baseline is not None and baseline != index:
@@ -158,14 +185,14 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     return cells.join(pd.DataFrame(found, columns=columns).set_index("cell").astype({"baseline": "Int64"}))
 
 
-def _baseline(cells: pd.DataFrame, cell: Mapping[str, Any]) -> int | None:
-    """The cell to compare with: one transport on the same nodes (plain Megatron-LM's behaviour), whatever its label;
-    else the slowest on as many nodes. None when nothing did the same work."""
+def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int | None:
+    """Of `cells` the one to compare `cell` with: one transport on the same nodes (plain Megatron-LM's behaviour),
+    whatever its label; else the slowest on as many nodes. None when nothing did the same work."""
     same = cells[_equal(cells, cell, SAME_WORK)]
     plain = same[_equal(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):
         return int(plain.index[plain["samples_per_s"].argmax()])
-    return int(same.index[same["samples_per_s"].argmin()]) if len(same) > 1 else None
+    return int(same.index[same["samples_per_s"].argmin()]) if len(same.index.difference([index])) else None
 
 
 def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
@@ -173,18 +200,24 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
     same system in the same environment on the fewest nodes. `of_mean`: of a hybrid cell, throughput over the mean of
     the fastest IB and the fastest RoCE cell that did the same work on as many nodes."""
     linear, mean = (pd.Series(math.nan, index=cells.index) for _ in range(2))
-    alike = ["system", "varied", "environment", *(name for name in SAME_WORK if name != "nodes")]
-    for _, group in cells[cells["nodes"].notna()].groupby(alike, dropna=False, observed=True):
-        if group["nodes"].nunique() > 1:
-            linear[group.index] = scaling_efficiency(group["samples_per_s"], group["nodes"])
-    for index, cell in entries(cells):
+    whole = _whole(cells)
+    for _, group in scaled(whole):
+        linear[group.index] = scaling_efficiency(group["samples_per_s"], group["nodes"])
+    for index, cell in entries(whole):
         if not known(cell["environment"]) or cell["environment"] != "hybrid":
             continue
-        rates = [float(cells["samples_per_s"][_equal(cells, {**cell, "environment": kind}, ["environment", *SAME_WORK])]
+        rates = [float(whole["samples_per_s"][_equal(whole, {**cell, "environment": kind}, ["environment", *SAME_WORK])]
                        .max()) for kind in ("IB", "RoCE")]
         if all(map(known, rates)):
             mean[index] = fraction_of_homogeneous(float(cell["samples_per_s"]), rates)
     return cells.assign(of_linear=linear, of_mean=mean)
+
+
+def scaled(cells: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """(its first cell, its cells) of every setting that did the same work on several numbers of nodes."""
+    alike = ["system", "varied", "environment", *(name for name in SAME_WORK if name != "nodes")]
+    groups = cells[cells["nodes"].notna()].groupby(alike, dropna=False, observed=True, sort=False)
+    return [(entries(group)[0][1], group) for _, group in groups if group["nodes"].nunique() > 1]
 
 
 def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str]) -> Any:
@@ -204,8 +237,8 @@ def label(cell: Mapping[str, Any]) -> str:
     """A cell in words: `hybrid, ib-a:2 roce-a:2, holmes`."""
     if not known(cell["placement"]):
         return "a run without a plan"
-    return ", ".join(str(cell[name]) for name in ("environment", "placement", "system", "varied")
-                     if known(cell[name]) and cell[name])
+    return ", ".join(str(cell[name]) for name in ("environment", "placement", "system", "varied", "apart")
+                     if known(cell.get(name)) and cell[name])
 
 
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
@@ -214,7 +247,7 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
     cells = comparison.cells
     if cells.empty:
         return None
-    cells = cells[cells["completed"] > 0] if (cells["completed"] > 0).any() else cells
+    cells = _whole(cells)
     groups = cells.groupby(SAME_WORK, dropna=False, observed=True, sort=False)
     group = max((g for _, g in groups), key=lambda g: (len(g), g["samples_per_s"].max()))
     name, best = entries(group)[0]
@@ -223,8 +256,10 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
         return best, None
     paired = known(best["baseline"]) and best["baseline"] in others
     base = dict(entries(cells))[int(best["baseline"]) if paired else others[-1]]
-    ratio = best["speedup"] if paired else best["samples_per_s"] / base["samples_per_s"]
-    return {**best, "ratio": float(ratio)}, base
+    if not paired:  # what it has of pairs is of another one
+        best |= {"speedup": best["samples_per_s"] / base["samples_per_s"], "pairs": 0, "speedup_low": math.nan,
+                 "speedup_high": math.nan}
+    return {**best, "ratio": float(best["speedup"])}, base
 
 
 def answer(comparison: Comparison) -> list[str]:
@@ -250,15 +285,16 @@ def differ(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     else by those of the step times; where there are none, by more than a twentieth."""
     if known(best["speedup_low"]):
         return bool(best["speedup_low"] > 1)
-    slowest = best["step_time_high_s"] / best["global_batch"]
-    quickest = base["step_time_low_s"] / base["global_batch"]
-    return bool(slowest < quickest) if known(slowest) and known(quickest) else bool(best["ratio"] > 1.05)
+    if not all(map(known, (best["global_batch"], base["global_batch"], best["step_time_high_s"],
+                           base["step_time_low_s"]))):
+        return bool(best["ratio"] > 1.05)
+    return bool(best["step_time_high_s"] / best["global_batch"] < base["step_time_low_s"] / base["global_batch"])
 
 
 def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     """Where the slower one's time went, as seconds per sample so that different batches compare."""
     saved = {}
-    for part in PARTS:
+    for part in PARTS if known(best["global_batch"]) and known(base["global_batch"]) else ():
         pair = [float(c[part]) / float(c["global_batch"]) for c in (best, base) if known(c[part])]
         if len(pair) == 2:
             saved[part] = pair[1] - pair[0]
@@ -282,7 +318,8 @@ def cell_table(comparison: Comparison) -> Table:
         base = numbers.get(int(c["baseline"]), NONE) if known(c["baseline"]) and c["baseline"] != index else NONE
         error = 100 * (c["predicted_samples_per_s"] / c["samples_per_s"] - 1)
         bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
-        system = f"{c['system']}, {c['varied']}" if c["varied"] else str(c["system"])
+        system = ", ".join(filter(None, [str(c["system"]), c["varied"], c["apart"],
+                                         "" if c["completed"] else "not completed"]))
         placed = f"{c['environment']}: {c['placement']}" if known(c["placement"]) else NONE
         rows.append([numbers[index], system, placed, word(c["layers_per_stage"]), str(c["repeats"]),
                      number(c["samples_per_s"]), number(c["step_time_s"]) + bounds, _times(c), base, percent(error),

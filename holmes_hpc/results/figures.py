@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.compare import entries, label, scaled
 from holmes_hpc.results.tables import PART_NAMES, known
 
 # Okabe and Ito's colours: told apart by the colour-blind; their order also differs in lightness, for black and white.
@@ -79,7 +80,7 @@ def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], na
             low, high = bounds[at]
             axes.errorbar(left, at, xerr=[[max(0, left - low)], [max(0, high - left)]], color="black", capsize=3)
             reach = max(left, high)
-        text = shorten(text, 52, placeholder=" …")
+        text = _plain(shorten(text, 52, placeholder=" …"))
         axes.text(0, at - 0.32, text, va="bottom", ha="left", fontsize=10, in_layout=False)
         axes.text(reach + 0.02 * most, at, end, va="center", in_layout=False)
     axes.set(xlim=(0, 1.25 * most), ylim=(len(rows) - 0.5, -0.8), yticks=[])
@@ -90,14 +91,10 @@ def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], na
         _legend(axes, patches, 2)
 
 
-def _name(cell: Mapping[str, Any]) -> str:
-    varied = f", {cell['varied']}" if cell.get("varied") else ""
-    return f"{cell['environment']} ({cell['placement']}), {cell['system']}{varied}"
-
-
-def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    rows: list[dict[Any, Any]] = frame.to_dict("records")
-    return rows
+def _plain(name: object) -> str:
+    """A name as matplotlib prints it: `$` begins no formula, and a leading `_` hides nothing from a legend."""
+    text = str(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def fastest(cells: pd.DataFrame, most: int = MOST) -> str:
@@ -106,14 +103,12 @@ def fastest(cells: pd.DataFrame, most: int = MOST) -> str:
 
 
 def throughput(cells: pd.DataFrame, most: int = MOST) -> Figure:
-    """Samples/s by NIC environment and system, with the interval of the step time (of `compare`'s cells): of the
-    fastest `most`, which the title says where there are more."""
-    rows = _rows(cells.head(most))
+    """Samples/s by NIC environment and system (of `compare`'s cells), with the interval over their runs: of the fastest
+    `most`, which the title says where there are more."""
+    rows = [c for _, c in entries(cells.head(most))]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
-    batches = [float(c["global_batch"]) if known(c["global_batch"]) else np.nan for c in rows]
-    _bars(axes, [_name(c) for c in rows], [[c["samples_per_s"]] for c in rows], ["samples/s"],
-          [f"{c['samples_per_s']:.3g}" for c in rows],
-          [(b / c["step_time_high_s"], b / c["step_time_low_s"]) for b, c in zip(batches, rows, strict=True)])
+    _bars(axes, [label(c) for c in rows], [[c["samples_per_s"]] for c in rows], ["samples/s"],
+          [f"{c['samples_per_s']:.3g}" for c in rows], [(c["samples_low"], c["samples_high"]) for c in rows])
     left_out = fastest(cells, most)
     axes.set(xlabel="throughput, samples/s",
              title="Throughput by NIC environment" + (f"\n{left_out}" if left_out else ""))
@@ -124,7 +119,7 @@ def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
     """Throughput of every cell in percent of the cell `reference` (a label of `cells`' index): what each part is
     worth."""
     base = float(cells.loc[reference, "samples_per_s"])
-    rows = _rows(cells)
+    rows = [c for _, c in entries(cells)]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
     shares = [100 * c["samples_per_s"] / base for c in rows]
     _bars(axes, [str(c["system"]) for c in rows], [[s] for s in shares], ["%"], [f"{s:.0f}%" for s in shares])
@@ -134,16 +129,17 @@ def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
 
 
 def scaling(cells: pd.DataFrame) -> Figure:
-    """Samples/s over nodes, one line per environment and system that ran on several node counts, and what linear
-    scaling from its smallest would give."""
-    groups = [(name, group) for name, group in cells.groupby(["environment", "system"], sort=False)
-              if group["nodes"].nunique() > 1]
+    """Samples/s over nodes, one line per setting that did the same work on several node counts, and what linear scaling
+    from its smallest would give."""
+    groups = scaled(cells)
+    models = len({first["model"] for first, _ in groups}) > 1
     figure, axes = _axes(3.2 + 0.25 * len(groups))
-    for index, (name, group) in enumerate(groups):
+    for index, (first, group) in enumerate(groups):
+        name = [first[key] for key in ("environment", "system", "varied", *(["model"] if models else [])) if first[key]]
         line = group.groupby("nodes")["samples_per_s"].max()
         nodes = line.index.to_numpy(dtype=float)
         axes.plot(nodes, line.to_numpy(), marker=MARKERS[index % len(MARKERS)], color=COLOURS[index % len(COLOURS)],
-                  label=", ".join(map(str, name)))
+                  label=_plain(", ".join(map(str, name))))
         axes.plot(nodes, line.iloc[0] * nodes / nodes[0], color=COLOURS[index % len(COLOURS)], linestyle=":",
                   linewidth=1)
     axes.set(xlabel="nodes", ylabel="throughput, samples/s", title="Scaling (dotted: linear)", ylim=(0, None))
@@ -167,6 +163,8 @@ def nic_bytes(entries: Sequence[Mapping[str, Any]]) -> Figure:
     labels, values, ends = [], [], []
     for e in entries:
         for what, key in (("planned", "planned_bytes"), ("counted, with headers", "counted_bytes")):
+            if key == "counted_bytes" and not known(e[key]):
+                continue  # nobody counted
             labels.append(f"{e['kind']}: {what}")
             values.append([float(e[key] or 0) / 1e6])
             ends.append(f"{float(e[key] or 0) / 1e6:.3g}")
@@ -182,7 +180,8 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
     kept = runs[runs["predicted_step_time_s"].notna() & runs["step_time_s"].notna()]
     for index, (name, group) in enumerate(kept.groupby("environment", sort=False)):
         axes.scatter(group["step_time_s"], group["predicted_step_time_s"], marker=MARKERS[index % len(MARKERS)],
-                     color=COLOURS[index % len(COLOURS)], edgecolor="black", linewidth=0.5, label=str(name), zorder=3)
+                     color=COLOURS[index % len(COLOURS)], edgecolor="black", linewidth=0.5, zorder=3,
+                     label=_plain(name))
     if len(kept):
         ends = np.array([0.0, 1.15 * max(kept["step_time_s"].max(), kept["predicted_step_time_s"].max())])
         axes.plot(ends, ends, color="black", linewidth=1)
@@ -201,7 +200,7 @@ def loss(steps: pd.DataFrame) -> Figure:
     for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
         minutes = (run["time"] - start) / 60
         colour = COLOURS[index % len(COLOURS)]
-        axes.plot(minutes, run["loss"], label=str(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
+        axes.plot(minutes, run["loss"], label=_plain(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
         for at in minutes[run["attempt"].diff() > 0]:
             axes.axvline(at, color=colour, linestyle=":", linewidth=1)
     axes.set(xlabel="time, minutes", ylabel="loss, nats a token", title="Loss (dotted: restarts)")

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from holmes_hpc.errors import ConfigError, RecordError, nearest
 from holmes_hpc.records.run import SKIPPED
 from holmes_hpc.results.columns import PARTS, RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS
+from holmes_hpc.results.reading import plain_name
 from holmes_hpc.results.shards import RUNS_PER_SHARD, fingerprint, make_shards
 
 CACHE = ".holmes-cache"
@@ -89,12 +90,12 @@ def _directories(root: Path) -> list[tuple[str, str]]:
     for directory, below, files in os.walk(root):
         recorded = "run.yaml" in files
         if recorded or (".hydra" in below and "multirun.yaml" not in files and os.fspath(root) != directory):
-            key = os.path.relpath(directory, root)
-            found.append((root.resolve().name if key == "." else key.replace(os.sep, "/"), directory))
+            key = plain_name(os.path.relpath(directory, root))
+            found.append((plain_name(root.resolve().name) if key == "." else key.replace(os.sep, "/"), directory))
         if recorded:
             below.clear()
         below[:] = [name for name in below if name not in SKIPPED and name != CACHE]
-    return sorted(found, key=lambda item: [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in item[0].split("/")])
+    return sorted(found, key=lambda item: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in item[0].split("/")])
 
 
 def _current(folder: Path, found: Sequence[tuple[str, str]]) -> tuple[pd.DataFrame, Path, pd.DataFrame]:
@@ -117,7 +118,8 @@ def _current(folder: Path, found: Sequence[tuple[str, str]]) -> tuple[pd.DataFra
     table = pa.concat_tables(parts).drop(["fingerprint"]) if parts else None
     frame = _typed(table)
     frame = frame.set_index("run").reindex(list(wanted)).reset_index() if len(frame) else frame
-    frame["path"] = pd.array([directory for directory, _ in wanted.values()], dtype="string")  # it may have been moved
+    places = [plain_name(directory) for directory, _ in wanted.values()]  # they may have been moved
+    frame["path"] = pd.array(places, dtype="string")
     return frame.astype({"run": "string"}), folder, index
 
 

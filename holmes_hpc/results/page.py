@@ -32,7 +32,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     best, base = found
     facts = [(tables.number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]
     if base is not None:
-        facts.append((f"{tables.number(best['ratio'])}x", f"as fast as {base['environment']}, {base['system']}"))
+        facts.append((f"{tables.number(best['ratio'])}x", f"as fast as {compare.label(base)}"))
     if tables.known(best["mape"]):
         facts.append((f"{tables.number(best['mape'], 2)}%", "error of the predicted step time"))
     return facts
@@ -58,11 +58,11 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
     else:
         pace = " / ".join(dict.fromkeys(tables.pace(c) for _, c in compare.entries(cells)))
         left_out = "; ".join(filter(None, [figures.fastest(cells), pace]))
-        made.append((f"medians; bars: 95% intervals; {left_out}", figures.throughput(cells)))
+        made.append((f"medians over runs, whiskers: 95% intervals; {left_out}", figures.throughput(cells)))
         shown = compare.entries(cells.head(figures.MOST))
         made.append((left_out, figures.breakdown([compare.label(c) for _, c in shown],
                                                  [{part: c[part] for part in PARTS} for _, c in shown])))
-        if (cells.groupby(["environment", "system"])["nodes"].nunique() > 1).any():
+        if compare.scaled(cells):
             made.append((pace, figures.scaling(cells)))
         if runs["predicted_step_time_s"].notna().any():
             made.append((pace, figures.predicted_measured(runs[runs["cell"] >= 0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
@@ -31,7 +32,7 @@ NIC_WORDS = {"ib": "IB", "roce": "RoCE", "ethernet": "Ethernet"}
 def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     """The row (every documented column) and the steps of one run. What cannot be read is a row that says so."""
     row: dict[str, Any] = dict.fromkeys(RUN_COLUMNS)
-    row.update(run=key, path=str(run.path), name=run.name)
+    row.update(run=key, path=plain_name(run.path), name=plain_name(run.name))
     try:
         record = _read_record(run)
     except HolmesError as e:
@@ -40,15 +41,16 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
         if missing:
             row.update(error="no run.yaml: it ended before it was recorded", overrides=_hydra_overrides(run.path))
         return row, no_steps()
-    plan = read_plan(run)
-    steps, ending = read_steps(run), _ending(run)
+    plan, ending = read_plan(run), _ending(run)
     try:
+        steps = read_steps(run)
         steps.count_from(_first_of_plan(record))
         row.update(_identity(record, steps, ending or {}), **_configuration(record), **_plan_columns(plan))
         row.update(figures(steps))
-    except (TypeError, ValueError, AttributeError) as e:
-        row.update(state="unreadable", error=f"{run.path}: {type(e).__name__}: {e}")
-        return row, steps
+    except (TypeError, ValueError, AttributeError, OverflowError, HolmesError) as e:
+        said = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
+        row.update(state="unreadable", error=said)
+        return row, no_steps()  # as many as its row says: none
     row["plan_id"] = record.get("plan_id")
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, ending)])) or None
     if row["nodes"] is None and isinstance(record.get("hosts"), list):
@@ -60,6 +62,11 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     row["setup_tx_bytes"] = to_json({name: _map(pair).get("tx") for name, pair in setup.items()})
     row["planned_bytes_per_step"] = to_json(_map(_map(plan.get("predicted")).get("nic_bytes_per_step")))
     return row, steps
+
+
+def plain_name(path: str | Path) -> str:
+    """A name that can be printed and stored, whatever bytes the file system has."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _first_of_plan(record: dict[str, Any]) -> int:
@@ -185,7 +192,10 @@ def figures(steps: Steps) -> dict[str, Any]:
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
     many = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count),
                            *(v[None] for v in steps.tx.values()), *(v[None] for v in steps.rx.values())])[:, kept]
-    parts, by_stage, tx, rx = np.split(_medians(many), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
+    parts, of_stages, tx, rx = np.split(_medians(many), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
+    by_stage = of_stages.reshape(len(PARTS), stages).T
+    while len(by_stage) and np.isnan(by_stage[-1]).all():
+        by_stage = by_stage[:-1]  # a stage that only an earlier plan had
     return {
         "steps": count, "earlier_steps": steps.earlier, "warmup_steps": steps.warmup,
         "step_time_s": times.median, "step_time_low_s": times.low, "step_time_high_s": times.high,
@@ -194,8 +204,7 @@ def figures(steps: Steps) -> dict[str, Any]:
         "first_loss": float(steps.scalars["loss"][0]), "loss": float(steps.scalars["loss"][-1]),
         "grad_norm": float(steps.scalars["grad_norm"][-1]),
         **{part: float(parts[i]) for i, part in enumerate(PARTS)},
-        "stage_breakdown": to_json([dict(zip(PARTS, stage, strict=True))
-                                    for stage in by_stage.reshape(len(PARTS), stages).T.tolist()]),
+        "stage_breakdown": to_json([dict(zip(PARTS, stage, strict=True)) for stage in by_stage.tolist()]),
         "tx_bytes_per_step": to_json(dict(zip(kinds, tx.tolist(), strict=True))),
         "rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True))),
         "peak_memory_bytes": steps.peak}

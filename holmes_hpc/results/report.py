@@ -21,13 +21,13 @@ from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
 Simulate = Callable[[Path], list[dict[str, Any]]]
-INTERVALS_UP_TO = 500  # runs: beyond, intervals over all their steps take too long for a terminal
+STEPS_OF = 8  # runs: of more no figure shows the steps
 
 
 @dataclass(frozen=True)
 class Report:
-    """Runs as they were loaded. Of the only run (empty for several): `plan`: the whole plan.yaml; `trace`: one step's
-    events, measured (see timeline.typical_step); `simulated`: the same, simulated."""
+    """Runs as they were loaded; `steps` of a few only. Of the only run (empty for several): `plan`: the whole
+    plan.yaml; `trace`: one step's events, measured (see timeline.typical_step); `simulated`: the same, simulated."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -108,7 +108,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
         if len(set(names.values()) & {name for frame in frames for name in frame["run"]}):
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
-        if len(runs) <= INTERVALS_UP_TO:
+        if len(runs) <= STEPS_OF:
             found = load_steps(path, runs=set(runs["run"]))
             found = found.assign(run=found["run"].cat.remove_unused_categories())
             steps.append(found.assign(run=found["run"].cat.rename_categories(names)))
@@ -117,7 +117,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
                           cure="give run directories, their names, or directories that hold runs")
     runs = pd.concat(frames, ignore_index=True)
     whole = _concat_steps(steps)
-    comparison = compare.compare(runs, whole if len(runs) <= INTERVALS_UP_TO else None)
+    comparison = compare.compare(runs)
     if len(runs) > 1:
         return Report(runs, whole, {}, comparison, pd.DataFrame())
     run = RunDirectory(str(runs["path"].iloc[0]))

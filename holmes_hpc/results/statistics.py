@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 CONFIDENCE = 0.95
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% of Student's t, by the number of values
 
 
 @dataclass(frozen=True)
@@ -78,22 +79,16 @@ def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estima
     return Estimate(float(np.median(ordered)), float(low), float(high), len(ordered))
 
 
-def repeats_interval(repeats: Sequence[ArrayLike], confidence: float = CONFIDENCE, draws: int = 2000,
-                     seed: int = 0) -> Estimate:
-    """Median over repeated runs of their medians, with a two-level bootstrap interval: runs drawn with replacement,
-    then their steps, so that what varies between runs counts as well as what varies between steps. `seed` makes it
-    repeatable. With one run only its steps are drawn: the interval then says nothing about another run."""
-    runs = [kept for r in repeats if len(kept := finite(r))]
-    if not runs:
-        return Estimate(math.nan, math.nan, math.nan, 0)
-    rng = np.random.default_rng(seed)
-    drawn = np.stack([np.median(rng.choice(r, (draws, len(r))), axis=1) if len(r) > 1 else np.repeat(r, draws)
-                      for r in runs])
-    if len(runs) > 1:
-        pick = rng.integers(0, len(runs), (len(runs), draws))
-        drawn = np.median(drawn[pick, np.arange(draws)], axis=0)
-    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Estimate(float(np.median([np.median(r) for r in runs])), float(low), float(high), len(runs))
+def repeats_interval(values: ArrayLike) -> Estimate:
+    """Median over repeated runs of a figure above 0 of each (median step time, rate), with an interval of what varies
+    between runs: from six runs on by order statistics, of two to five by Student's t of the logarithms, which takes
+    them as normally distributed. Of one run there is none: its steps say nothing about another run."""
+    found = median_interval(values)
+    if found.count not in STUDENT:
+        return found
+    logs = np.log(finite(values))
+    half = STUDENT[found.count] * logs.std(ddof=1) / math.sqrt(found.count)
+    return replace(found, low=float(np.exp(logs.mean() - half)), high=float(np.exp(logs.mean() + half)))
 
 
 def harmonic_mean(rates: ArrayLike) -> float:
@@ -132,19 +127,19 @@ def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.fl
     return (t / n) / np.mean(t[base] / n[base])
 
 
-def paired_ratios(runs: pd.DataFrame, system: str, baseline: object, candidate: object, value: str = "samples_per_s",
-                  session: str = "session", within: Sequence[str] = ()) -> pd.DataFrame:
-    """Ratios candidate / baseline of runs that stood side by side in time: in each session (and cell, `within`) the
-    k-th run of one system with the k-th of the other, by start time. What drifts between sessions cancels; unpaired
-    runs drop out.
+def paired_ratios(runs: pd.DataFrame, system: str, baseline: object, candidate: object,
+                  within: Sequence[str] = ()) -> pd.DataFrame:
+    """Ratios candidate / baseline of samples/s of runs that stood side by side in time: in each session (and cell,
+    `within`) the k-th run of one system with the k-th of the other, by start time. What drifts between sessions
+    cancels; unpaired runs drop out.
 
     One row per pair: the `within` columns, `session`, `pair`, `baseline`, `candidate`, `ratio`.
     """
-    keys = [*within, session]
-    used = runs[runs[system].isin([baseline, candidate]) & runs[value].notna()].sort_values("started", kind="stable")
+    keys, rate = [*within, "session"], "samples_per_s"
+    used = runs[runs[system].isin([baseline, candidate]) & runs[rate].notna()].sort_values("started", kind="stable")
     rows = []
     for key, group in used.groupby(keys, dropna=False, sort=True):
-        sides = [group[group[system] == side][value].to_numpy(dtype=float) for side in (baseline, candidate)]
+        sides = [group[group[system] == side][rate].to_numpy(dtype=float) for side in (baseline, candidate)]
         for index, (b, c) in enumerate(zip(*sides, strict=False)):
             rows.append({**dict(zip(keys, key, strict=True)), "pair": index, "baseline": b, "candidate": c,
                          "ratio": c / b})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, starmap
@@ -39,7 +40,7 @@ class Steps:
 
     def __init__(self, step: NDArray[np.int64], attempt: NDArray[np.int64], scalars: dict[str, Floats],
                  breakdown: Floats, tx: dict[str, Floats], rx: dict[str, Floats], peak: float) -> None:
-        if (step[1:] <= step[:-1]).any():
+        if (step[1:] <= step[:-1]).any() or (attempt[1:] < attempt[:-1]).any():
             kept = _counting(step, attempt)
             step, attempt, breakdown = step[kept], attempt[kept], breakdown[:, :, kept]
             scalars, tx, rx = ({name: values[kept] for name, values in group.items()} for group in (scalars, tx, rx))
@@ -77,19 +78,26 @@ class Steps:
 
 
 def _counting(step: NDArray[np.int64], attempt: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which lines count, in order of steps: of a step's lines the latest attempt's."""
+    """Which lines count, in order of steps: of a step's lines the latest attempt's, and none of an attempt beyond where
+    a later one has gone on from a checkpoint."""
     order = np.lexsort((attempt, step))
     again = step[order][1:] == step[order][:-1]
     if (again & (attempt[order][1:] == attempt[order][:-1])).any():
         raise ValueError("two lines of one step and attempt, which add up")
-    return np.asarray(order[np.append(~again, True)])
+    order = order[np.append(~again, True)]
+    return np.asarray(order[attempt[order] >= np.maximum.accumulate(attempt[order])])
 
 
 def mean_over_stages(breakdown: Floats) -> Floats:
-    """[parts, stages, steps] -> [parts, steps]; NaN where no stage said anything."""
+    """[parts, stages, steps] -> [parts, steps], of the stages that said something; NaN where none did."""
     if breakdown.shape[1] == 0:
         return np.full((breakdown.shape[0], breakdown.shape[2]), math.nan)
-    return np.asarray(breakdown.mean(axis=1))
+    means = breakdown.mean(axis=1)
+    if np.isnan(means).any():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of no stage at all
+            means = np.nanmean(breakdown, axis=1)
+    return np.asarray(means)
 
 
 def read_steps(run: RunDirectory) -> Steps:
@@ -114,7 +122,7 @@ def read_steps(run: RunDirectory) -> Steps:
 def _readable(line: bytes) -> bool:
     try:
         int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return False
     return True
 
@@ -200,9 +208,11 @@ def _from_lines(lines: Sequence[dict[str, Any]]) -> Steps:
     for i, entry in enumerate(lines):
         for s, stage in enumerate(entry["breakdown"] if isinstance(entry.get("breakdown"), list) else []):
             breakdown[:, s, i] = [_number(stage.get(part)) if isinstance(stage, dict) else math.nan for part in PARTS]
-        for name, pair in (entry["nic_bytes"].items() if isinstance(entry.get("nic_bytes"), dict) else ()):
-            for direction in ("tx", "rx"):
-                sent[direction][name][i] = _number(pair.get(direction)) if isinstance(pair, dict) else math.nan
+        if isinstance(entry.get("nic_bytes"), dict):
+            for name in names:  # a kind that is not named carried nothing
+                pair = entry["nic_bytes"].get(name, {"tx": 0, "rx": 0})
+                for direction in ("tx", "rx"):
+                    sent[direction][name][i] = _number(pair.get(direction)) if isinstance(pair, dict) else math.nan
     return Steps(np.array([int(e["step"]) for e in lines], dtype=np.int64),
                  np.array([int(e.get("attempt") or 1) for e in lines], dtype=np.int64),
                  {name: np.array([_number(e.get(name)) for e in lines], dtype=np.float64) for name in SCALARS},

@@ -97,11 +97,9 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Measured figures with their intervals, beside the predicted ones."""
     predicted = plan.get("predicted") or {}
     memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None  # a process is not a device
-    low, high = run["step_time_low_s"], run["step_time_high_s"]
-    batch = float(run["global_batch"]) if known(run["global_batch"]) else math.nan
-    rows = [_figure("step time, s (median)", run["step_time_s"], (low, high), predicted.get("step_time_s")),
-            _figure("samples/s (harmonic mean)", run["samples_per_s"], (batch / high, batch / low),
-                    predicted.get("samples_per_s")),
+    rows = [_figure("step time, s (median)", run["step_time_s"], (run["step_time_low_s"], run["step_time_high_s"]),
+                    predicted.get("step_time_s")),
+            _figure("samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s")),
             _figure("tokens/s", run["tokens_per_s"]),
             _figure("model TFLOP/s per GPU", run["model_tflops_per_gpu"],
                     predicted=predicted.get("model_tflops_per_gpu")),

@@ -23,19 +23,26 @@ TYPES = {"rank": "int64", "step": "int64", "stage": "int64", "kind": "object", "
 
 def read_trace(run: RunDirectory) -> pd.DataFrame:
     """One row per event of every rank: `rank, step, stage, kind, micro_batch, chunk, start_s, end_s` (Unix seconds),
-    `held` (passes whose activations the stage held). Empty without a trace; half-written lines are left out."""
-    rows = []
+    `held` (passes whose activations the stage held). Empty without a trace; half-written lines are left out, and so is
+    what an attempt did beyond the step from which a later one went on."""
+    rows: list[dict[str, Any]] = []
     for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = path.stem.removeprefix("rank-")
-        if not rank.isdigit():
+        if not rank.isdecimal():
             continue
+        mine: list[dict[str, Any]] = []
         for line in path.read_bytes().split(b"\n"):
             try:
                 event = json.loads(line)
-                rows.append({"rank": int(rank), "held": None, "micro_batch": None, "chunk": 0, **event,
-                             "start_s": float(event["start_s"]), "end_s": float(event["end_s"])})
-            except (ValueError, TypeError, KeyError):
+                event = {"rank": int(rank), "held": None, "micro_batch": None, "chunk": 0, **event,
+                         "step": int(event["step"]), "start_s": float(event["start_s"]),
+                         "end_s": float(event["end_s"])}
+            except (ValueError, TypeError, KeyError, OverflowError):
                 continue
+            if mine and event["step"] < mine[-1]["step"]:  # another attempt
+                mine = [e for e in mine if e["step"] < event["step"]]
+            mine.append(event)
+        rows += mine
     frame = pd.DataFrame(rows, columns=list(TYPES)).astype(TYPES)
     return frame.sort_values(["rank", "start_s"], ignore_index=True)
 

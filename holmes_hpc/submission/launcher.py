@@ -288,7 +288,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         config = {**planned.config, "run_dir": str(directory), "plan_file": str(run.plan_path)}
         if run.exists():  # of an earlier launch: it goes on from its last checkpoint
             run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
-            run.update_run(config=config, plan_id=plan.id)
+            run.update_run(config=config, plan_id=plan.id, components=plan.layout)
         else:
             RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=job.overrides,
                                 plan_id=plan.id, **planned.record)

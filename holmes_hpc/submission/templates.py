@@ -41,7 +41,7 @@ def _template(name: str, what: str, parts: tuple[ComponentRequest, ...], *, rest
     text = script_text(
         job, f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
         begin=["run=${RUN:-runs/$SLURM_JOB_ID}",
-               f"{PYTHON} -m holmes_hpc.submission.begin {RUN} {PLAN} {restarts} || exit"],
+               f'{PYTHON} -m holmes_hpc.submission.begin {RUN} {PLAN} {restarts} "$@" || exit'],
         interrupted=[f"{judge} --so-far"], finish=[f"{judge}; status=$?"])
     for mark, variable in ((RUN, '"$run"'), (PLAN, '"${PLAN:-plan.yaml}"'), (PYTHON, '"${PYTHON:-python3}"')):
         text = text.replace(mark, variable)

@@ -78,7 +78,8 @@ class Trainer:
         pace_layer_ms = config["train"]["pace_layer_ms"] or here.plan.pace_layer_ms
         self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
                                      [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
-        self.config = {**config["train"], "pace_layer_ms": pace_layer_ms}
+        self.config = {**config["train"], "pace_layer_ms": pace_layer_ms,
+                       "dtype": model.dtype_name(config["train"]["dtype"], here.cuda)}
         train, plan = self.config, here.plan
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train["seed"])

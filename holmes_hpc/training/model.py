@@ -41,8 +41,14 @@ def transformer_engine() -> bool:
     return True
 
 
-def dtype_of(name: str, cuda: bool) -> torch.dtype:
+def dtype_name(wanted: str, cuda: bool) -> str:
+    """What ``train.dtype`` means on this device; `auto` is what the planner takes it for, too (planning/costs.py)."""
+    return wanted if wanted != "auto" else "bf16" if cuda else "fp32"
+
+
+def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
     """The type of parameters and activations. ConfigError for fp16 on a CPU."""
+    name = dtype_name(wanted, cuda)
     if name == "fp16" and not cuda:
         raise ConfigError("fp16 needs a GPU", where="train.dtype", cure="use fp32 or bf16")
     return DTYPES[name]

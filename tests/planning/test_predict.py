@@ -139,6 +139,13 @@ def test_a_paced_calibration_is_for_that_pace_alone() -> None:
             Costs(calibration, pace)
 
 
+def test_a_calibration_is_for_the_type_it_was_measured_with() -> None:
+    measured = replace(paced(), dtype="bf16")
+    assert Costs(measured, 10).dtype_of(A100) == Costs(measured, 10, dtype="bf16").dtype_of(A100) == "bf16"
+    with pytest.raises(ConfigError, match="measured with bf16, used for fp32"):
+        Costs(measured, 10, dtype="fp32")
+
+
 def test_a_plan_knows_its_pace() -> None:
     made = plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, costs=Costs(pace_layer_ms=10))
     again = Plan.from_dict(made.to_dict())

@@ -47,7 +47,7 @@ def all_figures(made: report.Report) -> dict[str, Figure]:
 def test_every_axis_names_its_unit(made: report.Report) -> None:
     for name, figure in all_figures(made).items():
         axes = figure.axes[-1]  # the one that carries the shared axis
-        labels = [axes.get_xlabel()] + ([axes.get_ylabel()] if axes.get_yticks().size and axes.get_ylabel() else [])
+        labels = [axes.get_xlabel()] + ([axes.get_ylabel()] if axes.get_yticks().size else [])
         assert all(re.search(r", (s|samples/s|minutes|MB|%|nats)|^(step|stage|nodes)$", text) for text in labels), (
             name, labels)
 
@@ -93,6 +93,26 @@ def test_scaling_shows_only_what_ran_on_several_node_counts(made: report.Report)
     lines = figures.scaling(made.comparison.cells).axes[0].get_lines()
     assert len(lines) == 2 and list(lines[0].get_xdata()) == [4.0, 8.0]  # measured and linear
     assert lines[1].get_ydata()[1] == pytest.approx(2 * lines[0].get_ydata()[0])
+
+
+def test_scaling_joins_no_different_work(tmp_path: Path) -> None:
+    for i, (nodes, hidden) in enumerate(((4, 64), (8, 128), (8, 64))):
+        make_run(tmp_path / str(i), {"ib-a": nodes}, hidden=hidden, step_time_s=1 + 0.1 * i, spread=0.0)
+    first, *_ = lines = figures.scaling(report.report([tmp_path]).comparison.cells).axes[0].get_lines()
+    assert len(lines) == 2 and first.get_ydata()[1] == pytest.approx(32 / 1.2)  # of hidden=64, not the fastest
+
+
+def test_names_are_no_formulas_and_hide_from_no_legend(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, step_time_s=1.0 + i, labels={"system": label}).path
+            for i, (name, label) in enumerate(((r"x$\y$", "a$_b_c$"), ("_under", "b")))]
+    made = report.report(runs)
+    for figure in (figures.throughput(made.comparison.cells), figures.loss(made.steps)):
+        assert "$" in figures.svg(figure)
+    assert "_under" in figures.svg(figures.loss(made.steps))
+
+
+def test_what_was_not_counted_has_no_bar() -> None:
+    assert bars(figures.nic_bytes([{"kind": "ib-a", "planned_bytes": 8e6, "counted_bytes": None}])) == [8.0]
 
 
 def test_looks_differ_without_colour() -> None:
@@ -156,6 +176,18 @@ def test_perfetto_has_every_event_once_in_microseconds(tmp_path: Path) -> None:
         key = (e["pid"], e["tid"])
         assert e["ts"] >= by_thread.get(key, 0) - 1e-3
         by_thread[key] = e["ts"] + e["dur"]
+
+
+def test_a_step_that_was_made_again_is_shown_as_it_was_made_last(tmp_path: Path) -> None:
+    run = traced(tmp_path / "a")
+    for rank in range(4):
+        again = [{**event, "start_s": event["start_s"] + 3600, "end_s": event["end_s"] + 3600}
+                 for event in map(json.loads, run.trace_path(rank).read_text().splitlines()) if event["step"] >= 5]
+        with open(run.trace_path(rank), "a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in again)
+    trace = timeline.read_trace(run)
+    assert len(trace) == 4 * 16 and (trace[trace["step"] >= 5]["start_s"] > 1.7e9 + 3600).all()
+    assert timeline.typical_step(trace)["end_s"].max() < 3
 
 
 def test_without_a_trace_there_is_a_cure(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_half_lines_attempts_and_odd_lines(tmp_path: Path) -> None:
     steps = load_steps(run.path)
     assert list(steps["step"]) == [0, 1, 2, 3, 4] and steps["loss"].iloc[-1] == 0.5
     assert list(steps["attempt"]) == [1, 1, 1, 1, 2]
-    run.append_metrics({"step": 5, "loss": "odd", "breakdown": {"compute_s": 1}, "nic_bytes": None})
+    run.append_metrics({"step": 5, "attempt": 2, "loss": "odd", "breakdown": {"compute_s": 1}, "nic_bytes": None})
     steps = load_steps(run.path)
     assert list(steps["step"]) == [0, 1, 2, 3, 4, 5] and math.isnan(steps["loss"].iloc[-1])
     assert steps["tx_bytes_ib-a"].notna().sum() == 5
@@ -259,6 +259,55 @@ def test_what_is_of_another_kind_than_it_should_be_stops_no_loading(tmp_path: Pa
     rows = load_runs(tmp_path / "a").set_index("run")
     assert rows.loc["line", "steps"] == 3 and rows.loc["line", "error"] == "metrics.jsonl: 1 lines cannot be read"
     assert rows.loc["attempts", "state"] == "unreadable"
+    times = load_steps(tmp_path / "a").groupby("run", observed=True)["step_time_s"].apply(list)
+    assert list(times.index) == ["line"] and times["line"] == [m["step_time_s"] for m in line.metrics()]
+
+
+def test_odd_names_and_files_that_cannot_be_read_stop_no_loading(tmp_path: Path) -> None:
+    make_run(tmp_path / "²", steps=4)
+    os.rename(make_run(tmp_path / "run", steps=4).path, os.fsencode(tmp_path) + b"/run-\xff")
+    blocked = make_run(tmp_path / "blocked", steps=4)
+    blocked.metrics_path.unlink()
+    blocked.metrics_path.mkdir()
+    endless = make_run(tmp_path / "endless", steps=4)
+    with open(endless.metrics_path, "a") as file:
+        file.write('{"step": 1e999}\n')
+    rows = load_runs(tmp_path).set_index("run")
+    assert sorted(rows.index) == ["blocked", "endless", "run-\\xff", "²"]
+    assert rows.loc["blocked", "state"] == "unreadable" and "metrics.jsonl" in rows.loc["blocked", "error"]
+    assert list(rows.loc[["endless", "run-\\xff", "²"], "steps"]) == [4, 4, 4]
+    assert rows.loc["endless", "error"] == "metrics.jsonl: 1 lines cannot be read"
+
+
+def test_steps_beyond_the_checkpoint_a_run_went_on_from_do_not_count(tmp_path: Path) -> None:
+    """Twelve steps, resumed under another plan from the checkpoint of the sixth, three steps made since."""
+    run = resumed(tmp_path / "a", "0123456789ab")
+    lines = run.metrics()
+    run.metrics_path.write_text("")
+    for line in (*lines[:12], *({**lines[12], "step": step} for step in (6, 7, 8))):
+        run.append_metrics(line)
+    row = load_runs(run.path).iloc[0]
+    assert (row["steps"], row["earlier_steps"], row["warmup_steps"], row["step_time_s"]) == (9, 6, 1, 2.0)
+    assert [(m["step"], m["attempt"]) for m in run.metrics()] == [(n, 1 + (n > 5)) for n in range(9)]
+    assert list(load_steps(run.path)["attempt"]) == [1] * 6 + [2] * 3
+
+
+def test_a_stage_that_only_an_earlier_plan_had_is_gone(tmp_path: Path) -> None:
+    run = resumed(tmp_path / "a", "0123456789ab")
+    lines = run.metrics()
+    run.metrics_path.write_text("")
+    for line in lines:
+        run.append_metrics({**line, "breakdown": line["breakdown"][:1]} if line["attempt"] == 2 else line)
+    row = load_runs(run.path).iloc[0]
+    assert row["compute_s"] == pytest.approx(0.7, abs=1e-3) and len(json.loads(row["stage_breakdown"])) == 1
+
+
+def test_a_kind_that_carried_nothing_in_most_steps_has_a_median_of_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=2)
+    line = run.metrics()[-1]
+    for step in range(2, 20):
+        run.append_metrics({**line, "step": step, "nic_bytes": {"ethernet": {"tx": 5, "rx": 5}}})
+    assert json.loads(load_runs(run.path).iloc[0]["tx_bytes_per_step"]) == {"ethernet": 5.0, "ib-a": 0.0, "roce-a": 0.0}
 
 
 def test_a_resumed_run_waited_for_its_latest_job(tmp_path: Path) -> None:

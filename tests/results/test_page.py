@@ -53,8 +53,8 @@ def test_the_page_is_self_contained(tmp_path_factory: pytest.TempPathFactory, sw
 
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<img src=x onerror=alert(1)>", labels={"system": "<script>alert(2)</script>"},
-                   state="failed")
-    run.write_result({"state": "failed", "error": "<b>bold</b>"}, writer="batch")
+                   state=None)
+    assert run.write_result({"state": "failed", "error": "<b>bold</b>"}, writer="batch")
     report.report([run.path]).write_html(tmp_path / "page.html")
     make_run(tmp_path / "other")
     report.report([run.path, tmp_path / "other"]).write_html(tmp_path / "two.html")
@@ -62,6 +62,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
         links = Links()
         links.feed((tmp_path / name).read_text())
         assert not {"script", "img", "b"} & set(links.tags)
+        assert "&lt;b&gt;bold" in (tmp_path / name).read_text()
 
 
 def test_a_page_that_cannot_be_written_is_one_line(one: report.Report, tmp_path: Path) -> None:

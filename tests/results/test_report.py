@@ -13,7 +13,7 @@ from made_runs import make_run
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import compare, load_runs, load_steps, report, tables
+from holmes_hpc.results import compare, load_runs, report, tables
 
 
 def cells_of(made: report.Report, title: str) -> list[dict[str, str]]:
@@ -156,6 +156,47 @@ def test_without_sessions_the_medians_are_compared(tmp_path: Path) -> None:
     assert rows[0]["speed-up"] == "3.00x" and rows[0]["over"] == "2" and rows[1]["speed-up"] == "–"
 
 
+def test_what_did_not_complete_is_nobodys_baseline_and_no_share(tmp_path: Path) -> None:
+    make_run(tmp_path / "hybrid", step_time_s=1.0)
+    make_run(tmp_path / "plain", transport="single", step_time_s=4.0, state="timeout")
+    make_run(tmp_path / "ib", {"ib-a": 4}, step_time_s=0.1, state="cancelled")
+    make_run(tmp_path / "roce", {"roce-a": 4}, step_time_s=1.2)
+    made = report.report([tmp_path])
+    rows = {row["system"]: row for row in cells_of(made, "Settings by throughput")}
+    assert {name for name in rows if "not comp" in name} == {"holmes, not completed", "one transport, not completed"}
+    assert "of mean(IB, RoCE)" not in made.tables()[0].columns
+    best = made.comparison.cells[made.comparison.cells["environment"] == "hybrid"].iloc[0]
+    assert best["speedup"] == pytest.approx(1.2, rel=0.02)  # over RoCE, which completed
+    assert "roce-a:4" in made.answer()[1]
+
+
+def test_runs_without_plans_that_differ_are_reported(tmp_path: Path) -> None:
+    for rate, seconds in ((0.1, 1.0), (0.2, 3.0)):
+        run = make_run(tmp_path / str(rate), step_time_s=seconds)
+        run.update_run(overrides=[f"train.lr={rate}"])
+        run.plan_path.unlink()
+    made = report.report([tmp_path])
+    made.write_html(tmp_path / "page.html")
+    assert "a run without a plan" in " ".join(made.answer())
+    text = re.sub("<svg.*?</svg>", "", (tmp_path / "page.html").read_text(), flags=re.DOTALL)
+    assert not re.search(r"\bnan\b|\bNone\b", text)
+
+
+def test_settings_that_would_be_called_alike_are_told_apart(tmp_path: Path) -> None:
+    for i, (hidden, pace) in enumerate(((64, 30.0), (128, 30.0), (128, 20.0))):
+        make_run(tmp_path / str(i), hidden=hidden, pace_layer_ms=pace, step_time_s=1.0 + i)
+    systems = [row["system"] for row in cells_of(report.report([tmp_path]), "Settings by throughput")]
+    assert len(set(systems)) == 3 and systems[0] == "holmes, hidden=64 pace_layer_ms=30.0"
+
+
+@pytest.mark.parametrize("override", ["launcher=local", "train.overlap_param_gather=false", "slurm.cpus_per_task=1"])
+def test_what_changes_the_run_makes_another_setting(tmp_path: Path, override: str) -> None:
+    for i, words in enumerate(([], [override])):
+        make_run(tmp_path / str(i)).update_run(overrides=words)
+    cells = report.report([tmp_path]).comparison.cells
+    assert sorted(cells["varied"]) == ["", override] and list(cells["repeats"]) == [1, 1]
+
+
 def test_different_work_is_not_compared(tmp_path: Path) -> None:
     make_run(tmp_path / "a", step_time_s=1.0)
     make_run(tmp_path / "b", step_time_s=2.0, pace_layer_ms=None)
@@ -228,9 +269,9 @@ def test_shares_that_cannot_be_told_have_no_column(tmp_path: Path) -> None:
     assert not {"of linear", "of mean(IB, RoCE)"} & set(cells_of(report.report([tmp_path]), "Settings by")[0])
 
 
-def test_intervals_over_runs_and_steps(sweep: Path) -> None:
-    runs, steps = load_runs(sweep), load_steps(sweep)
-    cells = compare.compare(runs, steps).cells
+def test_intervals_over_runs(sweep: Path) -> None:
+    cells = compare.compare(load_runs(sweep)).cells
+    assert (cells["samples_low"] <= cells["samples_per_s"]).all()
     assert (cells["step_time_low_s"] <= cells["step_time_s"]).all()
     assert (cells["step_time_s"] <= cells["step_time_high_s"]).all()
 

@@ -38,7 +38,7 @@ if rank == 0:
     run.start_attempt({})
     run.append_metrics({"step": run.attempt, "loss": 1.5, "attempt": run.attempt})
 print("rank", rank, "on", os.environ["SLURMD_NODENAME"], words, flush=True)
-if rank == 1 and int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(words.get("fail") or 0):
+if rank == 1 and int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(words.get("+labels.fail") or 0):
     while not run.metrics():
         time.sleep(0.1)
     sys.exit(3)
@@ -75,8 +75,9 @@ def test_each_is_submitted_for_real(bench: Path, name: str) -> None:
         name, ("ib-a", "roce-a"))
     plan = plans.plan(*fabrics)
     plan.write(bench / "plan.yaml")
-    extra = ["fail=1"] if name == "requeue.sbatch" else []
-    job = subprocess.run(["sbatch", "--parsable", str(SLURM / name), "note=a b;$(touch pwned)", *extra], cwd=bench,
+    extra = ["+labels.fail=1"] if name == "requeue.sbatch" else []
+    note = '+labels.note="a b;$(touch pwned)"'
+    job = subprocess.run(["sbatch", "--parsable", str(SLURM / name), note, *extra], cwd=bench,
                          env={**os.environ, "RUN": "my run", "PYTHON": "python3"}, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr
     run = RunDirectory(bench / "my run")
@@ -92,3 +93,8 @@ def test_each_is_submitted_for_real(bench: Path, name: str) -> None:
         assert "a b;$(touch pwned)" in run.log_path(rank).read_text()
     assert find_run(job.stdout.strip(), bench).path == run.path
     assert not (bench / "pwned").exists()
+    record, config, restarts = run.read_run(), run.config, 3 if extra else 0
+    assert config["labels"]["note"] == "a b;$(touch pwned)" and config["launcher"]["kind"] == "slurm"
+    assert record["overrides"] == [f"train.max_restarts={restarts}", note, *extra]
+    assert config["train"]["max_restarts"] == restarts
+    assert [c["fabric"] for c in record["components"]] == list(fabrics) and record["plan_id"] == plan.id
