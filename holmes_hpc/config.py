@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
@@ -47,6 +49,29 @@ def load(overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise explained(e) from e
     finally:
         base.version_base = before
+
+
+def applied(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A recorded configuration with more `overrides`: single keys, or whole groups (``data=indexed data.prefix=x``)."""
+    made, defaults = OmegaConf.create(dict(config)), OmegaConf.create(load())
+    OmegaConf.set_struct(made, True)
+    groups = [p.name for p in files("holmes_hpc.conf").iterdir() if p.is_dir()]
+    key = ""
+    try:
+        found = OverridesParser.create().parse_overrides(list(overrides))
+        for one in found:
+            key = str(one.key_or_group)
+            if one.is_delete() or one.is_sweep_override():
+                raise ConfigError(f"{one.input_line!r} sets no value", where="overrides", cure="write KEY=VALUE")
+            if key in groups:
+                words = [str(o.input_line) for o in found if re.match(rf"\+*{key}[.=]", str(o.input_line))]
+                OmegaConf.update(made, key, load(words)[key], merge=False, force_add=True)
+            else:
+                known = OmegaConf.select(defaults, key, default=found) is not found
+                OmegaConf.update(made, key, one.value(), force_add=one.is_add() or known)
+    except (HydraException, OmegaConfBaseException) as e:
+        raise explained(HydraException(f"Could not override '{key}'") if "not in struct" in str(e) else e) from e
+    return resolve(made)
 
 
 def explained(error: Exception) -> ConfigError:
@@ -267,9 +292,11 @@ def new_run_path(config: Mapping[str, Any], plan: Plan) -> Path:
     return path
 
 
-def new_run(config: Mapping[str, Any], plan: Plan, overrides: Sequence[str]) -> RunDirectory:
-    """Make the run directory of a new run."""
+def new_run(config: Mapping[str, Any], plan: Plan, overrides: Sequence[str], alone: bool = False) -> RunDirectory:
+    """Make the run directory of a new run. `alone`: ConfigError where other files are in it."""
     path = new_run_path(config, plan)
+    if alone and path.is_dir() and not RunDirectory(path).exists() and any(path.iterdir()):
+        raise ConfigError("other files are there", where=str(path), cure="give the run a directory of its own")
     filled = {**config, "run_dir": str(path), "plan_file": str(path / "plan.yaml")}
     return RunDirectory.create(path, plan_text=plan.to_yaml(), config=filled, overrides=list(overrides),
                                plan_id=plan.id, components=plan.layout, pace_layer_ms=_pace(config, plan),

@@ -238,6 +238,14 @@ def test_output_and_names_that_cannot_be(holmes, site, tmp_path):
         refused(holmes("run", *local(name)), "%" if name == "name=%j" else "name")
 
 
+def test_a_run_directory_with_other_files_is_let_be(holmes, tmp_path):
+    mine = tmp_path / "work"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("all of it")
+    refused(holmes("run", *local(f"run_dir={mine}")), "other files are there")
+    assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
+
+
 def test_what_a_plan_has_fixed_cannot_be_overridden(holmes, tmp_path, monkeypatch):
     target = tmp_path / "plan.yaml"
     assert holmes("plan", *local(), "-o", str(target))[0] == 0

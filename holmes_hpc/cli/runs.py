@@ -107,7 +107,7 @@ def start(chosen: Any, settings: dict[str, Any], overrides: list[str] | None) ->
     from holmes_hpc import config
     from holmes_hpc.submission.submit import Unsure
 
-    record = config.new_run(settings, chosen, overrides or [])
+    record = config.new_run(settings, chosen, overrides or [], True)
     try:
         return record, _submit(chosen, record, record.config)
     except Unsure:
@@ -145,6 +145,7 @@ def resume(run: Run, overrides: Overrides = None,
     from holmes_hpc.planning.plan import Plan
     from holmes_hpc.records.run import find_run
     from holmes_hpc.submission.follow import follow
+    from holmes_hpc.submission.submit import Unsure
     from holmes_hpc.submission.track import status as status_of
     from holmes_hpc.training import saves
 
@@ -156,22 +157,38 @@ def resume(run: Run, overrides: Overrides = None,
     if not {"launcher", "train", "slurm"} <= settings.keys():
         raise RecordError("run.yaml has no whole configuration", where=str(record.path),
                           cure="start a new run with its plan: `holmes submit`")
+    before = record.read_run()
     if overrides:
+        config.check_overrides(overrides)
         fixed = {key: settings[key] for key in ("run_dir", "plan_file", "site_file")}
-        settings = {**config.load([*record.read_run()["overrides"], *overrides]), **fixed}
+        settings = {**config.applied(settings, overrides), **fixed}
     if now.state == "completed" and settings["train"]["steps"] <= record.config["train"]["steps"]:
         raise ConfigError(f"it has made all of its {record.config['train']['steps']} steps", where=str(record.path),
                           cure=f"for more: holmes resume {record.name} train.steps=N")
     chosen = Plan.read(plan_path or record.plan_path)
-    if chosen.model != Plan.read(record.plan_path).model:
+    own = Plan.read(record.plan_path)
+    if chosen.model != own.model:
         raise ConfigError("the plan is for another model", where=plan_path or "", cure="plan for this run's model")
+    size, length = own.batch.global_size, own.batch.sequence_length
+    if (chosen.batch.global_size, chosen.batch.sequence_length) != (size, length):  # which data come next hangs on them
+        raise ConfigError("the plan has another batch", where=plan_path or "",
+                          cure=f"plan with batch.global_size={size} batch.sequence_length={length}")
     if settings["launcher"]["kind"] != "local":
         config.check_site(chosen, config.site(settings))
     if not saves.complete(record.checkpoints):
         console.note("no complete checkpoint: it begins again with step 1")
-    record.reopen(chosen.to_yaml() if plan_path else None)
-    record.update_run(config=settings, plan_id=chosen.id, components=chosen.layout)
-    job = _submit(chosen, record, settings)
+    kept = record.reopen(chosen.to_yaml() if plan_path else None)
+    record.update_run(config=settings, plan_id=chosen.id, components=chosen.layout,
+                      overrides=[*before["overrides"], *(overrides or [])])
+    try:
+        job = _submit(chosen, record, settings)
+    except Unsure:
+        raise
+    except BaseException:
+        made = record.read_run()
+        if (made["slurm"], made.get("local")) == (before["slurm"], before.get("local")):  # no job was made
+            record.close_again(kept, before)
+        raise
     console.note(f"job {job.id}: {record.path}")
     raise typer.Exit(follow(record, job))
 
@@ -239,7 +256,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
     from holmes_hpc.records.logs import follow as follow_logs
     from holmes_hpc.records.logs import tail
     from holmes_hpc.records.run import find_run
-    from holmes_hpc.submission.track import log_paths
+    from holmes_hpc.submission.track import ended, log_paths
 
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
@@ -253,8 +270,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
         console.as_json({"run": str(record.path), "logs": {path.name: list(tail(path, lines)) for path in paths}})
         return
     if follow:
-        for number, line in follow_logs(record, lambda: record.read_result() is not None,
-                                        None if rank is None else [rank]):
+        for number, line in follow_logs(record, ended(record), None if rank is None else [rank]):
             console.text(f"{number}: {line}")
         return
     for path in paths:

@@ -152,7 +152,7 @@ def check_script(text: str, name: str = "script") -> list[Finding]:
     steps = _SRUN.findall(text)
     for step in steps:
         line = " ".join(step.replace("\\\n", " ").split())[:60]
-        if "--kill-on-bad-exit" not in step and not re.search(r"\s-K\b", step):
+        if not re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step):
             found.append(Finding("error", name, f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others "
                                  "running", "add --kill-on-bad-exit=1"))
         if hetjob and "--het-group" not in step:
@@ -163,7 +163,7 @@ def check_script(text: str, name: str = "script") -> list[Finding]:
                                  "use a path without %j, %J and %A"))
     if hetjob:
         for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE):
-            if not re.search(r"^#SBATCH\s+(-p|--partition)", part, re.MULTILINE):
+            if not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE):
                 found.append(Finding("error", name, "a component has no partition: it lands in the default one",
                                      "give every component -p and -C"))
         if re.search(r"--dependency[= ]\S*singleton", text):

@@ -25,6 +25,7 @@ from holmes_hpc.fabric.scontrol import Node
 from holmes_hpc.fabric.site import NicType
 
 MARK = "holmes-facts "
+ASLEEP = {"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "POWER_DOWN", "POWER_UP", "RESERVED"}  # though idle
 WAIT_S = 10  # for idle nodes; a busy node is said to be so, not waited for
 
 
@@ -87,10 +88,10 @@ def gather(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[F
         if partition is None:
             silent.append(_silent("info", members, "in closed partitions only, so not asked"))
             continue
-        idle = [n for n in members if "IDLE" in n.states]
+        idle = [n for n in members if "IDLE" in n.states and not ASLEEP & set(n.states)]
         busy = [n for n in members if n not in idle]
         if busy:
-            silent.append(_silent("info", busy, "busy, so not asked"))
+            silent.append(_silent("info", busy, "busy, reserved or powered down, so not asked"))
         if not idle:
             continue
         limit_s = limit(len(idle))

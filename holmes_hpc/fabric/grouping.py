@@ -17,6 +17,7 @@ from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
 UNKNOWN_GPU = dict(peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
+MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
 
@@ -115,6 +116,8 @@ def _fit(nodes: Sequence[Node], open_: dict[str, Partition], work: _Work) -> lis
             work.leave([n], f"{n.reading.problems[0]}; label it with `holmes label`")
         elif any("fabrics" in p for p in n.reading.problems):
             work.leave([n], next(p for p in n.reading.problems if "fabrics" in p))
+        elif slices := [kind for kind in n.gpu_types if MIG.search(kind)]:
+            work.leave([n], f"its GPUs are cut into MIG slices ({slices[0]}), which NCCL cannot join")
         elif with_gpus and not n.gpus:
             work.leave([n], "no GPU in Slurm's GRES, other nodes have some")
         else:

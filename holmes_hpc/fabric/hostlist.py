@@ -22,13 +22,15 @@ def expand(text: str) -> list[str]:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """A host list for `hosts`, without duplicates; numbers ascending, names in the order of their first appearance."""
+    """A host list for `hosts`, without duplicates; numbers ascending, names in the order of their first appearance.
+    Only numbers at the end of a name make ranges: Slurm takes no others everywhere."""
     groups: dict[tuple[str, str] | str, list[str]] = {}
     for host in hosts:
         if not _PLAIN.match(host):
             raise _bad(host, "a host name is empty or holds brackets, commas or spaces")
         match = _NUMBERED.match(host)
-        groups.setdefault((match[1], match[3]) if match else host, []).append(match[2] if match else host)
+        ends = match is not None and not match[3]
+        groups.setdefault((match[1], "") if match and ends else host, []).append(match[2] if match and ends else host)
     parts = []
     for key, numbers in groups.items():
         if isinstance(key, str):

@@ -201,7 +201,7 @@ for port in "$SYS"/class/infiniband/*/ports/[0-9]*; do
     device=${port%/ports/*}
     case "$(read_ "$port/state")" in *ACTIVE*) ;; *) continue ;; esac
     case "$(read_ "$device/node_type")" in 1:*) ;; *) continue ;; esac   # iWARP and others are not used
-    case "${device##*/}" in hfi1*) continue ;; esac                      # Omni-Path
+    case "${device##*/}" in hfi1*|opa*) continue ;; esac                 # Omni-Path
     rate=$(read_ "$port/rate" | awk '{print $1 + 0}')
     case "$(read_ "$port/link_layer")" in
     InfiniBand) ib=$(add "$ib" "$rate"); ib_ports=$((ib_ports + 1)) ;;

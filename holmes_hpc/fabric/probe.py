@@ -153,7 +153,7 @@ def _kind(device: str, node_type: str, layer: str) -> str:
         return "iwarp"
     if node_type in ("5", "6"):
         return "usnic"
-    if device.startswith("hfi1"):
+    if device.startswith(("hfi1", "opa")):  # opa: rdma-core's persistent names
         return "omnipath"
     if node_type not in ("1", ""):
         return "efa" if device.startswith(("efa", "rdmap")) else f"of node type {node_type}"

@@ -17,6 +17,7 @@ from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.fabric.transport import LOCAL, Place, Transport, check, decide
 from holmes_hpc.planning.grid import PIPELINE_ORDER, Group, Parallel, groups
 from holmes_hpc.planning.model import Batch, ModelSpec
+from holmes_hpc.planning.orders import Order
 
 VERSION = 1
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
@@ -157,6 +158,7 @@ class Plan:
         self._check_sizes()
         self._check_model()
         self._check_fabrics()
+        self._check_components()
 
     def _check_sizes(self) -> None:
         p = self.parallel
@@ -192,6 +194,9 @@ class Plan:
             if value % p.tp:
                 raise PlanError(f"{value} {name} cannot be divided by TP {p.tp}", where=where,
                                 cure=f"use a TP that divides {value}")
+        if p.sequence_parallel and self.batch.sequence_length % p.tp:
+            raise PlanError(f"TP {p.tp} does not divide a sequence of {self.batch.sequence_length}",
+                            where="parallel.sequence_parallel", cure="switch it off, or use a TP that divides it")
         if sum(s.layers for s in self.stages) != m.layers:
             raise PlanError(f"stages hold {sum(s.layers for s in self.stages)} layers, the model has {m.layers}",
                             where="stages", cure="make them equal")
@@ -204,7 +209,7 @@ class Plan:
         if self.batch.sequence_length > m.max_positions:
             raise PlanError(f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
                             where="batch", cure="shorten the sequence or raise model.max_positions")
-        self.batch.micro_batches(p.dp)
+        Order(self.schedule.kind, p.pp, self.batch.micro_batches(p.dp), p.virtual_stages, self.schedule.in_flight)
 
     def _check_fabrics(self) -> None:
         if self.transport_mode == "single":
@@ -216,6 +221,24 @@ class Plan:
             if spans and g.kind in inside:
                 raise PlanError(f"{g.kind} group of ranks {_short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
                                 where="plan", cure="put stage boundaries on fabric boundaries, or plan again")
+
+    def _check_components(self) -> None:
+        """Components and stages say where ranks are, and the order of ranks says it too."""
+        fabrics = [c.fabric for c in self.components]
+        if len(set(fabrics)) < len(fabrics):
+            raise PlanError(f"fabrics {', '.join(fabrics)}: one is there twice", where="components",
+                            cure="make one component of a fabric")
+        first = 0
+        for c in self.components:
+            held = tuple(sorted({self.parallel.coordinates(rank)[0] for rank in range(first, first + c.ranks)}))
+            first += c.ranks
+            if held != tuple(sorted(c.stages)):
+                raise PlanError(f"its ranks hold stages {_short(held)}, it says {_short(c.stages)}",
+                                where=f"component {c.fabric}", cure="write the stages that follow from the order")
+            wrong = [s for s in held if self.stages[s].fabric != c.fabric]
+            if wrong and self.strategy != "hierarchical-dp":
+                raise PlanError(f"stage {wrong[0]} is said to be on {self.stages[wrong[0]].fabric}",
+                                where=f"component {c.fabric}", cure="give a stage the fabric of its component")
 
     @property
     def layout(self) -> list[dict[str, Any]]:

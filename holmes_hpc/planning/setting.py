@@ -176,6 +176,8 @@ class Setting:
             elif calibration is None or not calibration.parts:
                 said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
                             " fitted efficiency), not measured")
+            if gpu.name != "cpu" and self.costs.software.flash:
+                said.append("attention is fused, as with Transformer Engine: without it scores take memory and time")
             if calibration is None or not calibration.links:
                 said.append("link latencies and efficiencies from published figures, not measured")
         return tuple(dict.fromkeys(said))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.memory import memory, room
 from holmes_hpc.planning.setting import Setting
 from holmes_hpc.planning.timing import step_s, timing
@@ -36,20 +35,16 @@ def uniform(setting: Setting) -> list[int]:
 
 
 def proportional(setting: Setting) -> list[int]:
-    """The paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers, the last one the rest.
-    S_i: speed of its fabric, here one over the predicted seconds that an equal share of the layers keeps it busy:
-    computing, and its data-parallel traffic."""
-    stages, layers = setting.parallel.pp, setting.model.layers
+    """The paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers, the last one the rest
+    (which may be too few). S_i: speed of its fabric, here one over the predicted seconds that an equal share of the
+    layers keeps it busy: computing, and its data-parallel traffic."""
+    layers = setting.model.layers
     d = timing(setting, chunked(uniform(setting), setting.parallel.virtual_stages)).lanes[0]
     busy = ((d.forward + d.backward).sum(axis=2) * setting.order.micro_batches + d.reduce.sum(axis=2))[0]
     busy += d.ready[0].max(axis=1)
     speed = 1 / busy
     made = [max(setting.parallel.virtual_stages, int(layers * s / speed.sum())) for s in speed[:-1]]
-    made.append(layers - sum(made))
-    if made[-1] < setting.parallel.virtual_stages:
-        raise PlanError(f"{layers} layers are too few for {stages} stages", where="plan.partition",
-                        cure="use fewer stages")
-    return made
+    return [*made, layers - sum(made)]
 
 
 def balanced(setting: Setting, most_gib: float | None = None) -> list[int] | None:

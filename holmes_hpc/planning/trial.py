@@ -109,9 +109,13 @@ class Bench:
             at += b.stages
         batch = replace(self.batch, micro_size=placement.micro)
         order = HIERARCHICAL_ORDER if hierarchical else PIPELINE_ORDER
+        divides = batch.sequence_length % placement.tp == 0
+        if o.sequence_parallel and not divides:
+            raise PlanError(f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}", where="plan",
+                            cure="leave plan.sequence_parallel out")
         parallel = Parallel(placement.tp, pp, placement.dp, order=order, virtual_stages=chunks,
                             optimizer_instances=placement.instances, distributed_optimizer=o.distributed_optimizer,
-                            sequence_parallel=placement.tp > 1 and o.sequence_parallel is not False)
+                            sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False)
         depths = in_flight(pp, batch.micro_batches(placement.dp), chunks)
         return Setting(self.model, batch, parallel, recompute, Schedule(kind, depths), tuple(components), self.site,
                        self.costs, o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)

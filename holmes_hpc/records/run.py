@@ -44,6 +44,7 @@ from holmes_hpc.records.files import append_line, locked, to_json, write_whole
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
 STATES = ("completed", "failed", "cancelled", "timeout", "preempted")
+BLANK: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 WRITERS = ("follower", "batch")  # of result.json, the lesser first: the batch script has seen the exit codes themselves
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -264,9 +265,7 @@ class RunDirectory:
         if result.get("state") not in STATES:
             raise RecordError(f"state is {result.get('state')!r}", where=str(self.result_path),
                               cure=f"use one of {', '.join(STATES)}")
-        blank: dict[str, Any] = {
-            "exit_code": 0 if result["state"] == "completed" else 1, "error": None, "failed_rank": None,
-            "failed_node": None, "log_tail": [], "final": {}}
+        blank = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK}
         with locked(self.path / ".lock"):
             data = {"version": VERSION, **blank, "attempt": self.attempt, "time": time.time(), **result,
                     "writer": writer}
@@ -276,24 +275,36 @@ class RunDirectory:
             write_whole(self.result_path, json.dumps(json.loads(to_json(data)), indent=1, ensure_ascii=False) + "\n")
         return True
 
-    def reopen(self, plan_text: str | None = None) -> None:
+    def reopen(self, plan_text: str | None = None) -> dict[Path, Path]:
         """Make a run that ended ready to go on: its result, and its plan where `plan_text` is another, are kept under
-        names with the attempt's number."""
+        names with the attempt's number; which they are comes back."""
         with locked(self.path / ".lock"):
+            kept = {path: self.path / f"{path.stem}-{self.attempt}{path.suffix}" for path, wanted in (
+                (self.plan_path, plan_text is not None), (self.result_path, self.result_path.exists())) if wanted}
+            for path, place in kept.items():
+                os.replace(path, place)
             if plan_text is not None:
-                os.replace(self.plan_path, self.path / f"plan-{self.attempt}.yaml")
                 write_whole(self.plan_path, plan_text)
-            if self.result_path.exists():
-                os.replace(self.result_path, self.path / f"result-{self.attempt}.json")
+        return kept
+
+    def close_again(self, kept: Mapping[Path, Path], record: Mapping[str, Any]) -> None:
+        """Undo :meth:`reopen`, which gave `kept`; `record` is run.yaml as it was before."""
+        with locked(self.path / ".lock"):
+            for path, place in kept.items():
+                os.replace(place, path)
+            self._write_run(dict(record))
 
     def read_result(self) -> dict[str, Any] | None:
-        """How the latest attempt ended; None while it has not."""
+        """How the latest attempt ended, every key of it there; None while it has not (or nobody can read how)."""
         data = _read_json(self.result_path)
         if data is None:
             return None
-        if int(data.get("version") or VERSION) > VERSION:
-            raise _too_new(data["version"], str(self.result_path))
-        return data if int(data.get("attempt") or 0) >= self.attempt else None
+        version, attempt = data.get("version"), data.get("attempt")
+        if isinstance(version, int) and version > VERSION:
+            raise _too_new(version, str(self.result_path))
+        if data.get("state") not in STATES or not isinstance(attempt, int) or attempt < self.attempt:
+            return None
+        return {**BLANK, "exit_code": 0 if data["state"] == "completed" else 1, "writer": WRITERS[0], **data}
 
 
 def measured(value: Any, name: str = "") -> Any:

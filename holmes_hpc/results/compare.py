@@ -3,7 +3,6 @@ say which placement wins, by how much, and where the time went."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from holmes_hpc.results.statistics import (
     Estimate,
     fraction_of_homogeneous,
     mape,
-    median_interval,
     paired_ratios,
     repeats_interval,
     scaling_efficiency,
@@ -178,7 +176,7 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
             labelled = runs[runs["session"].notna()]
             pairs = paired_ratios(labelled, "cell", baseline, index)
             if len(pairs):
-                ratio = median_interval(pairs["ratio"])
+                ratio = repeats_interval(pairs["ratio"])
                 row.update(pairs=len(pairs), speedup=ratio.median, speedup_low=ratio.low, speedup_high=ratio.high)
         found.append(row)
     columns = ["cell", "baseline", "pairs", "speedup", "speedup_low", "speedup_high"]
@@ -365,8 +363,7 @@ def bytes_table(comparison: Comparison) -> Table:
     """Bytes that the NICs of all nodes sent in a step."""
     whole = comparison.cells
     cells = whole.head(SHOWN)
-    sent = [json.loads(c["tx_bytes_per_step"]) if isinstance(c["tx_bytes_per_step"], str) else {}
-            for _, c in entries(cells)]
+    sent = [unpacked(c, "tx_bytes_per_step") for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
     rows = [[str(i), str(c["system"]), word(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
             for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]

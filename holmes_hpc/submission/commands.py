@@ -21,7 +21,8 @@ AWAY = ("Socket timed out", "Unable to contact slurm controller", "Connection re
 _COMPONENT_OPTIONS = ("PARTITION", "CONSTRAINT", "CLUSTER_CONSTRAINT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES",
                       "EXCLUSIVE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "ARRAY_INX", "CPUS_PER_GPU",
                       "DISTRIBUTION", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "JOB_NAME", "OPEN_MODE", "SIGNAL", "WAIT",
-                      "OVERCOMMIT", "HINT", "CORE_SPEC", "THREAD_SPEC", "USE_MIN_NODES", "TEST_ONLY", "IGNORE_PBS")
+                      "OVERCOMMIT", "HINT", "CORE_SPEC", "THREAD_SPEC", "USE_MIN_NODES", "TEST_ONLY", "IGNORE_PBS",
+                      "OUTPUT", "ERROR", "INPUT")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_WORKING_CLUSTER", "SLURM_CONF_SERVER")
 
 

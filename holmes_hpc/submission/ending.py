@@ -6,6 +6,7 @@ others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -197,7 +198,7 @@ def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slu
             state = "cancelled" if signalled and not any(e.get("state") == "failed" for e in exits) else "failed"
     found = Culprit()
     if state == "failed":
-        found = culprit(exits, list(srun), len(list(run.logs.glob("rank-*.txt"))))
+        found = culprit(exits, list(srun), _world(run))
         if found.rank is None and slurm is not None and slurm.ended and (
                 slurm.state != "FAILED" or slurm.source == "nobody"):
             found = Culprit(None, None, f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
@@ -206,6 +207,14 @@ def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slu
     return {"state": state, "exit_code": code, "error": found.error or _silence(run, state) or _error(state, status),
             "failed_rank": found.rank, "failed_node": found.node, "log_tail": _log_tail(run, found.rank, state),
             "final": final_figures(run)}
+
+
+def _world(run: RunDirectory) -> int:
+    """How many ranks have written a log, but no more than the plan has now: an earlier attempt may have had more."""
+    logs = len(list(run.logs.glob("rank-*.txt")))
+    with contextlib.suppress(HolmesError, OSError):
+        return min(logs, Plan.read(run.plan_path).world_size)
+    return logs
 
 
 def _silence(run: RunDirectory, state: str) -> str | None:

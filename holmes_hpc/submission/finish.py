@@ -76,7 +76,7 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
     blameless = state is not None and state.state == "PREEMPTED"
     why_not = should_restart(run, result["state"], start, blameless=blameless) if job_id else "not in a job"
     if why_not is None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(HolmesError, OSError):
             note_progress(run, start, result["state"])
         answer = patient(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
         if answer.ok:

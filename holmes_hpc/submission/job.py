@@ -34,9 +34,10 @@ class SlurmHetJob(core.Job[Any]):
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
         super().__init__(folder=folder, job_id=job_id, tasks=tasks)
         if not self._tasks[0]:
-            self._expect()
+            self.expected()
 
-    def _expect(self) -> None:
+    def expected(self) -> None:
+        """Tell the watcher which job of this id is meant."""
         ticket: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):  # without one, states are told by the id alone
             ticket = json.loads(ticket_path(self.paths.folder, self.job_id).read_text(encoding="utf-8"))
@@ -51,12 +52,12 @@ class SlurmHetJob(core.Job[Any]):
         temporary.write_text(json.dumps({"job_id": self.job_id, "name": name, "submitted": submitted,
                                          "tasks": self.num_tasks, **more}), encoding="utf-8")
         os.replace(temporary, path)
-        self._expect()
+        self.expected()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not self._tasks[0]:
-            self._expect()
+            self.expected()
 
     def slurm_state(self, mode: str = "force") -> JobState:
         """State with reason, nodes and source."""

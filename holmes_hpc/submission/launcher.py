@@ -274,7 +274,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             job.num, tuple(job.overrides), _relative(job.directory, manifest), "plain", self.WHERE, made.job_id,
             _relative(Path(made.paths.folder), manifest), max(1, made.num_tasks),
             str(job.config.hydra.launcher.name), submitted, job.digest,
-            len(job.config.hydra.launcher.get("components") or [None]), job.copy)
+            len(job.config.hydra.launcher.get("components") or [None]), job.copy, os.uname().nodename)
         return entry, made
 
     def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned,
@@ -298,7 +298,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         entry = SweepJob(
             job.num, tuple(job.overrides), _relative(directory, manifest), "plan", self.WHERE, made.id,
             _relative(directory / "submission", manifest), plan.world_size, f"holmes-{run.name}", submitted, job.digest,
-            len(plan.components), job.copy)
+            len(plan.components), job.copy, os.uname().nodename)
         return entry, made
 
     def _shield(self) -> contextlib.AbstractContextManager[None]:

@@ -22,7 +22,8 @@ NAME = "sweep.json"
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep. `directory`: Hydra's output directory, of a plan's job its run directory."""
+    """One job of a sweep. `directory`: Hydra's output directory, of a plan's job its run directory; `host`: where a
+    local one runs."""
 
     num: int
     overrides: tuple[str, ...]
@@ -37,6 +38,7 @@ class SweepJob:
     digest: str = ""
     components: int = 1
     copy: int = 0
+    host: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(self.overrides))

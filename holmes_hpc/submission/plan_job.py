@@ -95,7 +95,7 @@ class PlanExecutor(SlurmHetExecutor):
         super().__init__(self.run_path / "submission", components=list(parts), python=python,  # type: ignore[arg-type]
                          max_num_timeout=WHILE_IT_GAINS)
         self._internal_update_parameters(
-            job_name=name, time=settings.get("timeout_min") or 60, setup=list(settings.get("setup") or []),
+            job_name=name, time=settings.get("timeout_min") or 60, setup=settings.get("setup") or [],
             container=self.container, requeue=True, dependency=dependency)
 
     @classmethod

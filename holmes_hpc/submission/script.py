@@ -146,7 +146,7 @@ def directives(job: JobRequest) -> list[str]:
 
 def _step(job: JobRequest, command: str) -> str:
     """The srun command: one step over all components, block distribution, so component order is rank order."""
-    common = ["--unbuffered", "--kill-on-bad-exit=1", "--distribution=block"]
+    common = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", "--distribution=block"]
     if job.container and not is_apptainer(job.container):
         common.append(f"--container-image={shlex.quote(job.container)}")
     common += [shlex.quote(a) for a in job.srun_args]

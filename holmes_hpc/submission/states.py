@@ -15,6 +15,7 @@ from pathlib import Path
 
 from submitit.core import core
 
+from holmes_hpc.errors import SubmissionError
 from holmes_hpc.submission.commands import Answer, slurm
 
 SEPARATOR = "\x1f"
@@ -391,7 +392,10 @@ class StateWatcher(core.InfoWatcher):
 
     @staticmethod
     def _query(command: list[str]) -> Answer:
-        return slurm(*command, timeout_s=15, seconds_as_epoch=True)
+        try:
+            return slurm(*command, timeout_s=15, seconds_as_epoch=True)
+        except SubmissionError as e:  # no such command here: the next source is asked
+            return Answer(127, "", str(e))
 
 
 WATCHER = StateWatcher()  # one for all jobs of this process

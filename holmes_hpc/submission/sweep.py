@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -14,11 +15,12 @@ from typing import Any
 
 from submitit.core.job_environment import JobPaths
 
+from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.job import SlurmHetJob
 from holmes_hpc.submission.manifest import Manifest, SweepJob, read_manifest
 from holmes_hpc.submission.states import UNKNOWN, WATCHER, Expected, JobState
-from holmes_hpc.submission.track import OnThisMachine, record_end
+from holmes_hpc.submission.track import Job, OnThisMachine, job_of, record_end
 
 ENDED = ("completed", "failed", "cancelled", "timeout", "preempted")
 
@@ -73,10 +75,14 @@ def states(manifest: Manifest, mode: str = "force") -> dict[SweepJob, JobState]:
     return found
 
 
-def on_this_machine(manifest: Manifest, job: SweepJob) -> OnThisMachine:
-    """A sweep's local job, to ask or to cancel."""
-    return OnThisMachine(RunDirectory(manifest.place(job.directory)), int(job.job_id), os.uname().nodename,
-                         job.submitted, manifest.place(job.folder))
+def on_this_machine(manifest: Manifest, job: SweepJob) -> Job:
+    """A sweep's local job, to ask or to cancel; only the machine where it runs can tell."""
+    run = RunDirectory(manifest.place(job.directory))
+    if job.kind == "plan" and run.exists():
+        with contextlib.suppress(SubmissionError):
+            return job_of(run)
+    return OnThisMachine(run, int(job.job_id), job.host or os.uname().nodename, job.submitted,
+                         manifest.place(job.folder))
 
 
 def finished(manifest: Manifest, job: SweepJob) -> bool:
@@ -118,6 +124,8 @@ def _plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     path = _pickle(manifest, job)
     if not path.exists():
         return None, None
+    if path.stat().st_uid != os.getuid():  # reading a pickle runs what is in it
+        return "failed", f"its result {path} is another user's file, which is not read"
     try:
         with path.open("rb") as file:
             outcome, value = _Lenient(file).load()

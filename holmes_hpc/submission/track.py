@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from submitit.core.utils import JobPaths
 
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.plan import Plan
@@ -45,7 +45,9 @@ class OnSlurm:
         self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id)
 
     def state(self, mode: str = "standard") -> JobState:
-        return self._job.slurm_state(mode)
+        self._job.expected()  # of two jobs of one id (Slurm was set up again) the one that was asked about last counts
+        found = self._job.slurm_state(mode)
+        return found if found != JobState() or mode != "cache" else self._job.slurm_state("force")
 
     def cancel(self) -> None:
         try:
@@ -108,13 +110,26 @@ class OnThisMachine:
 
 def job_of(run: RunDirectory) -> Job:
     """The job that `run` was last submitted as."""
-    record = run.read_run()
-    local, slurm = record.get("local") or {}, record.get("slurm") or {}
-    if local.get("pid") and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0):
-        return OnThisMachine(run, int(local["pid"]), str(local["host"]), float(local["started"]))
-    if slurm.get("job_id"):
+    local, slurm = _submitted(run.read_run())
+    if local:
+        return OnThisMachine(run, int(local["pid"]), str(local.get("host")), float(local.get("started") or 0))
+    if slurm:
         return OnSlurm(run, str(slurm["job_id"]))
     raise SubmissionError("it was never submitted", where=str(run.path), cure="`holmes submit`, or `holmes run`")
+
+
+def _submitted(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(its local processes, its job in Slurm): what `record` says of the latest submission; at least one is empty."""
+    local, slurm = (held if isinstance(held, dict) and held.get(key) else {}
+                    for held, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id")))
+    here = local and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0)
+    return (local, {}) if here else ({}, slurm)
+
+
+def _job_id(record: Mapping[str, Any]) -> str | None:
+    local, slurm = _submitted(record)
+    found = local.get("pid") or slurm.get("job_id")
+    return None if found is None else str(found)
 
 
 @dataclass(frozen=True)
@@ -155,29 +170,37 @@ def status(run: RunDirectory, mode: str = "force") -> Status:
 
 def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
     """The states of runs, with one Slurm query for all of them, and none for those whose end is recorded."""
-    found: list[tuple[RunDirectory, dict[str, Any], Job | None]] = []
-    made = []
+    found: list[tuple[RunDirectory, dict[str, Any], dict[str, Any] | None, Job | None]] = []
+    made: dict[RunDirectory, Status] = {}
     for run in runs:
         try:
-            record = run.read_run()
-            found.append((run, record, job_of(run)))
-        except SubmissionError:
-            found.append((run, record, None))
-        except RecordError as e:
-            if len(runs) == 1:
-                raise
-            made.append(Status(run.name, str(run.path), None, "unreadable", source="run record", error=str(e)))
-    for run, record, job in found:
-        result = run.read_result()
-        if result is not None and last_word(result):
-            state = JobState("COMPLETED" if result["state"] == "completed" else "FAILED", source="result.json")
-        elif job is None:
-            state = JobState("NOT_SUBMITTED")
-        else:
+            record, result = run.read_run(), run.read_result()
+            known = _job_id(record) is not None and not (result is not None and last_word(result))
+            found.append((run, record, result, job_of(run) if known else None))
+        except (RecordError, TypeError, ValueError) as e:
+            made[run] = _unreadable(run, e, len(runs) == 1)
+    for run, record, result, job in found:
+        if job is not None:
             state = job.state(mode)
             mode = "cache" if isinstance(job, OnSlurm) and mode == "force" else mode  # that query was about all
-        made.append(_status(run, record, job, state, result))
-    return made
+        elif result is not None:
+            state = JobState("COMPLETED" if result["state"] == "completed" else "FAILED", source="result.json")
+        else:
+            state = JobState("NOT_SUBMITTED")
+        try:
+            made[run] = _status(run, record, job, state, result)
+        except (RecordError, TypeError, ValueError) as e:
+            made[run] = _unreadable(run, e, len(runs) == 1)
+    return [made[run] for run in runs]
+
+
+def _unreadable(run: RunDirectory, error: Exception, alone: bool) -> Status:
+    """One bad record among several is a row; alone it is an error."""
+    e = error if isinstance(error, RecordError) else RecordError(
+        f"{type(error).__name__}: {error}", where=str(run.path), cure="restore its files")
+    if alone:
+        raise e
+    return Status(run.name, str(run.path), None, "unreadable", source="run record", error=str(e))
 
 
 def last_word(result: Mapping[str, Any]) -> bool:
@@ -193,7 +216,7 @@ def lags(result: Mapping[str, Any] | None, last_step: int | None) -> bool:
 
 def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState,
             result: dict[str, Any] | None) -> Status:
-    steps = (record.get("config", {}).get("train") or {}).get("steps")
+    steps = ((record.get("config") or {}).get("train") or {}).get("steps")
     metrics = run.metrics()
     last = metrics[-1] if metrics else {}
     if state.ended and job is not None and lags(result, last.get("step")):
@@ -201,7 +224,7 @@ def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: J
     over = state.ended or state.state == UNKNOWN
     blamed = result if result is not None and over else {}
     return Status(
-        run.name, str(run.path), job.id if job else None, str(blamed.get("state") or state.state.lower()), state.reason,
+        run.name, str(run.path), _job_id(record), str(blamed.get("state") or state.state.lower()), state.reason,
         state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
         last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
         tuple(blamed.get("log_tail") or ()))
@@ -244,10 +267,19 @@ def log_paths(run: RunDirectory) -> list[Path]:
     return sorted(run.logs.glob("rank-*.txt"), key=rank) + [p for p in (run.logs / "batch.txt",) if p.exists()]
 
 
-def submission_script(run: RunDirectory) -> Path:
-    """The batch script of the run's latest submission."""
-    job_id = job_of(run).id
-    path = JobPaths(Path(run.path).absolute() / "submission", job_id=job_id).submission_file
-    if not path.exists():
-        raise HolmesError("no batch script", where=str(run.path), cure="it ran as local processes")
-    return Path(path)
+def ended(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
+    """What tells, as often as it is called, whether a run has ended: by its result, or by what its job's state says,
+    asked for every `slurm_every_s`; a run that is to be requeued has not."""
+    asked = -math.inf
+
+    def over() -> bool:
+        nonlocal asked
+        result = run.read_result()
+        if result is not None and last_word(result):
+            return True
+        if time.monotonic() - asked < slurm_every_s:
+            return False
+        asked = time.monotonic()
+        return status(run, "standard").ended
+
+    return over

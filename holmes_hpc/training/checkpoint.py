@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,10 @@ class Checkpoints:
     def save(self, step: int, more: Mapping[str, Any], wait: bool = False) -> None:
         """Save the state after `step`; in the background where configured, unless `wait`. One at a time."""
         self.settle()
+        if any(not inner.optimizer.state for inner in _inner(self.optimizer)):
+            if self._rank == 0:  # in fp16, while the loss scale is still too large
+                say(f"step {step}: no update has counted yet, so there is nothing to save")
+            return
         self._began = time.perf_counter()
         for model in self.models:  # parameters that are gathered before the next forward pass only
             if model.ddp_config.overlap_param_gather:
@@ -98,7 +103,7 @@ class Checkpoints:
                 raise saves.failed(path, e) from e
         dist.barrier(group=self._group)
         about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
-                 "distributed_optimizer": self.plan.parallel.distributed_optimizer, **more}
+                 "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
         try:
             request = dist_checkpointing.save(
                 self._state(is_loading=False), str(path), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
@@ -135,7 +140,14 @@ class Checkpoints:
 
     def writing_anywhere(self) -> bool:
         """Whether any rank's writer is; all ranks ask at the same time."""
-        word = torch.tensor(int(self.writing()))
+        return self._anywhere(self.writing())
+
+    @property
+    def _device(self) -> str:
+        return next(self.models[0].parameters()).device.type
+
+    def _anywhere(self, here: bool) -> bool:
+        word = torch.tensor(int(here))
         dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
         return bool(word)
 
@@ -198,9 +210,13 @@ class Checkpoints:
         return [Path(path) for path in said[0]]
 
     def _damage(self, save: saves.Save | None) -> str | None:
-        """What any rank found wrong; every rank reads its share of the files."""
+        """What any rank found wrong; every rank reads its share of the files, however long that takes."""
         size = dist.get_world_size()
-        own = saves.damage(save, self._rank, size) if save is not None else f"not to be seen by rank {self._rank}"
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(saves.damage, save, self._rank, size) if save is not None else None
+            while self._anywhere(looking is not None and not looking.done()):
+                time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
+            own = looking.result() if looking is not None else f"not to be seen by rank {self._rank}"
         said: list[Any] = [None] * size
         dist.all_gather_object(said, own, group=self._group)
         return next((text for text in said if text is not None), None)
@@ -208,7 +224,8 @@ class Checkpoints:
     def _load(self, save: saves.Save) -> None:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
-        same_layout = dict(save.about["parallel"]) == asdict(self.plan.parallel)
+        same_layout = (dict(save.about["parallel"]) == asdict(self.plan.parallel)
+                       and save.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
             loaded = dist_checkpointing.load(state, str(save.path))
@@ -250,9 +267,12 @@ def check_model(save: saves.Save, plan: Plan) -> None:
                             where=str(save.path), cure="resume with a plan for the model that was trained")
 
 
+def _inner(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def _distributed(optimizer: Any) -> list[DistributedOptimizer]:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [inner for inner in chained if isinstance(inner, DistributedOptimizer)]
+    return [inner for inner in _inner(optimizer) if isinstance(inner, DistributedOptimizer)]
 
 
 def _prepare_for_loading(inner: DistributedOptimizer) -> None:

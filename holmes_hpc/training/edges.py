@@ -237,7 +237,9 @@ class EdgeCommunicator(P2PCommunicator):
         for name, stream, tensor in (("send_next", self.forward_out, tensor_send_next),
                                      ("send_prev", self.backward_out, tensor_send_prev)):
             if tensor is not None:
-                started[name] = self._there(stream, name).send(tensor)
+                there = self._there(stream, name)
+                there.settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept for ever
+                started[name] = there.send(tensor)
         if wait_on_reqs:
             for transfer in started.values():
                 transfer.wait()

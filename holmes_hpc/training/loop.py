@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.orders import Order
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -111,6 +111,9 @@ class Trainer:
             keep=train["checkpoint_keep"], background=train["checkpoint_async"], group=self.control)
         chosen = config.get("checkpoint")
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
+        if chosen and here.attempt == 1 and self.step >= train["steps"]:
+            raise ConfigError(f"it stands at step {self.step}, and train.steps is {train['steps']}",
+                              where=f"checkpoint {chosen}", cure="train.steps counts from step 0: raise it")
         self.word = Word(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = traffic.NicLog(here.run.nics, here.launch.node, here.attempt)
@@ -197,7 +200,7 @@ class Trainer:
         self.optimizer.zero_grad()
         with self.breakdown.part("pipeline_wait_s"):  # what is neither computing nor one of the other parts
             stored = self._forward_backward(batches, forward_only=False)
-        optimizer.set_learning_rate(self.optimizer, rate)
+        optimizer.set_options(self.optimizer, self.config, rate)
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
         losses = [float(loss) for loss in stored]

@@ -90,9 +90,13 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
     return optimizer
 
 
-def set_learning_rate(optimizer: Any, rate: float) -> None:
+def set_options(optimizer: Any, train: Mapping[str, Any], rate: float) -> None:
+    """Adam's numbers for the next step: `train`'s own, also where a checkpoint brought others along. Norms and biases
+    do not decay (Megatron's wd_mult, which its own scheduler applies)."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = train["weight_decay"] * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = (train["beta1"], train["beta2"]), train["eps"]
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:

@@ -107,10 +107,13 @@ srun --het-group=0,1 --kill-on-bad-exit=1 \\
 
 def test_a_good_script_gets_no_line() -> None:
     assert check_script(GOOD) == []
+    short = GOOD.replace("--kill-on-bad-exit=1", "-K1").replace("-p ib -C nic_ib -N 2", "-N 2 -p ib -C nic_ib")
+    assert short.count("-K1") == short.count("-N 2 -p ib") == 1 and check_script(short) == []
 
 
 @pytest.mark.parametrize(("old", "new", "says"), [
     (" --kill-on-bad-exit=1", "", "no --kill-on-bad-exit"),
+    (" --kill-on-bad-exit=1", " --kill-on-bad-exit=0", "no --kill-on-bad-exit"),
     (" --het-group=0,1", "", "no --het-group"),
     ("log.txt", "log-%j.txt", "path with %j"),
     ("--partition=roce ", "", "a component has no partition"),
@@ -179,10 +182,12 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     does, asked = srun
     does(f"echo noise\n{answer('a1', 100)}\necho '{MARK}not json'")
     nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN"),
-             node("a5", IB, "old")]
+             node("a5", IB, "old"), node("a6", IB, "ib", state="IDLE+CLOUD+POWERED_DOWN"),
+             node("a7", IB, "ib", state="IDLE+RESERVED")]
     found, silent = gather(nodes)
     assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
-    assert [(f.level, f.where) for f in silent] == [("info", "nodes a3"), ("warning", "nodes a2"), ("info", "nodes a5")]
+    assert [(f.level, f.where) for f in silent] == [
+        ("info", "nodes a[3,6-7]"), ("warning", "nodes a2"), ("info", "nodes a5")]
     assert "--nodelist=a[1-2]" in asked() and "--partition=ib" in asked()
     assert _understand("holmes-facts {}") is None
 

@@ -88,6 +88,13 @@ def test_gpus_from_gres_and_unequal_ones_are_said() -> None:
     assert "no GPU" in found.left_out["c1"]
 
 
+def test_gpus_cut_into_slices_are_left_out() -> None:
+    nodes = [node("g1", "nic_ib,nic_200g,whole", "p", gres="gpu:a100:8"),
+             node("g2", "nic_ib,nic_200g", "p", gres="gpu:a100_1g.5gb:7,gpu:a100:3")]
+    found = grouped(nodes, [partition("p", "g[1-2]")])
+    assert found.fabrics[0].node_names == ("g1",) and "MIG slices (a100_1g.5gb)" in found.left_out["g2"]
+
+
 def test_an_unknown_gpu_is_said() -> None:
     found = grouped([node("g1", "nic_ib,nic_200g", "p", gres="gpu:warp9:2")], [partition("p", "g1")])
     assert found.fabrics[0].gpu.name == "warp9"

@@ -33,6 +33,7 @@ def test_compress_keeps_padding_apart() -> None:
     assert compress(["n1", "n2", "n3", "n5", "m7", "n2"]) == "n[1-3,5],m7"
     assert compress(["n9", "n10", "n09"]) == "n[9,09-10]"
     assert compress(["head"]) == "head"
+    assert compress(["n1-ib", "n2-ib", "n1"]) == "n1-ib,n2-ib,n1"  # Slurm's own ranges end a name
 
 
 names = st.from_regex(r"[a-z]{1,3}-?[0-9]{0,3}[a-z]{0,2}", fullmatch=True)

@@ -196,6 +196,7 @@ def converged_roce(tree: Tree) -> None:
 def omnipath(tree: Tree) -> None:
     ethernet_card(tree)
     tree.rdma("hfi1_0", tree.pci("0000:01:01.0", "0000:11:00.0"), rate="100 Gb/sec (4X EDR)")
+    tree.rdma("opap18s0", tree.pci("0000:01:02.0", "0000:12:00.0"), rate="100 Gb/sec (4X EDR)")  # by rdma-core's rules
 
 
 def a_slow_cable(tree: Tree) -> None:

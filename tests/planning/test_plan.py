@@ -87,6 +87,14 @@ def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
     (lambda d: d.update(version=99), "version 99"),
     (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
     (lambda d: d.pop("model"), "KeyError"),
+    (lambda d: d["components"][0].update(stages=[1]), "its ranks hold stages 0, it says 1"),
+    (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is there twice"),
+    (lambda d: d["stages"][0].update(fabric="roce-a"), "stage 0 is said to be on roce-a"),
+    (lambda d: (d["parallel"].update(sequence_parallel=True), d["batch"].update(sequence_length=1023)),
+     "TP 2 does not divide a sequence of 1023"),
+    (lambda d: (d["parallel"].update(virtual_stages=2), d["schedule"].update(kind="interleaved"),
+                d["batch"].update(global_size=96), [s.update(chunks=[8, 7]) for s in d["stages"]]),
+     "3 micro-batches cannot be dealt out"),
 ])
 def test_a_broken_plan_is_one_line(plan: Plan, change: Any, says: str, tmp_path: Path) -> None:
     data = plan.to_dict()
@@ -149,6 +157,25 @@ def test_ethernet_only_nodes_use_tcp_inside(plan: Plan) -> None:
     site = two_clusters(2)
     only = replace(site, fabrics=tuple(replace(f, nic=NicType.ETHERNET, rdma_gbps=None) for f in site.fabrics))
     assert {g.transport.kind for g in replace(plan, site=only).transports() if g.kind == "dp"} == {"tcp"}
+
+
+def test_sequence_parallel_only_where_it_divides() -> None:
+    def planned(length: int, **options: Any) -> Plan:
+        return best_plan(named("gpt_3_6b"), Batch(768, 4, length), two_clusters(2), PlanOptions(tp=4, **options),
+                         Costs())
+
+    assert planned(1024).parallel.sequence_parallel and not planned(1022).parallel.sequence_parallel
+    with pytest.raises(PlanError):
+        planned(1022, sequence_parallel=True)
+
+
+def test_the_papers_rule_looks_past_virtual_stages_it_has_no_layers_for() -> None:
+    site = two_clusters(2)
+    slow = replace(site.fabrics[1], gpu=replace(site.fabrics[1].gpu, name="slow", peak_tflops=30.0))
+    made = best_plan(replace(named("gpt_3_6b"), layers=12), Batch(768, 1, 2048),
+                     replace(site, fabrics=(site.fabrics[0], slow)),
+                     PlanOptions(tp=2, pp=4, partition="proportional", recompute="full"), Costs())
+    assert sum(s.layers for s in made.stages) == 12
 
 
 def test_what_fits_nowhere_is_said_and_nothing_else() -> None:

@@ -39,7 +39,7 @@ def test_checkpoints_are_kept_and_described(whole: spawn.Ended) -> None:
     found = saves.complete(whole.run.checkpoints)
     assert [s.step for s in found] == [10, 8]
     assert all(saves.damage(s) is None for s in found)
-    assert found[0].about["model"]["hidden"] == spawn.MODEL.hidden
+    assert found[0].about["model"]["hidden"] == spawn.MODEL.hidden and found[0].about["device"] == "cpu"
     assert sorted(p.name for p in whole.run.checkpoints.iterdir()) == ["step-00000008", "step-00000010"]
 
 
@@ -197,6 +197,8 @@ def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(whol
     assert [line["attempt"] for line in again.run.metrics()] == [1, 1, 2, 2]
     none = spawn.train(tmp_path / "none", spawn.plan(dp=2), {"train": STEPS, "checkpoint": "/nowhere/step-00000008"})
     assert set(none.codes) == {2} and "not a complete checkpoint" in none.output[0], none.output
+    late = spawn.train(tmp_path / "late", spawn.plan(dp=2), {"train": {**STEPS, "steps": 8}, **chosen})
+    assert set(late.codes) == {2} and "stands at step 8, and train.steps is 8" in late.output[0], late.output
 
 
 def complete(folder: Path, step: int) -> Path:

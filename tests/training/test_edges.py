@@ -125,6 +125,20 @@ def edges_of(parallel: Parallel) -> list[tuple[int, ...]]:
     return found + ([(0, 1)] if parallel.pp == 2 and parallel.virtual_stages > 1 else [])
 
 
+def test_sends_that_nobody_waits_for_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's interleaved schedule does not wait for a step's last send: what follows would pile up behind it."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(edges.Stream, "_post", lambda *_: [])
+    stream = edges.Stream("forward 0->1", [None], 1)  # type: ignore[list-item]
+    config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32)
+    monkeypatch.setattr(edges.P2PCommunicator, "__init__", lambda self, group, config: None)
+    ends = edges.EdgeCommunicator(None, config, {"forward_out": stream})  # type: ignore[arg-type]
+    for _ in range(10):
+        ends._communicate(tensor_send_next=torch.ones(2), tensor_send_prev=None, recv_prev=False, recv_next=False,
+                          tensor_shape=None, wait_on_reqs=False)
+    assert len(stream._leaving) <= 2
+
+
 # ---- between two processes
 
 
