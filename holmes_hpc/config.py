@@ -53,7 +53,7 @@ def load(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def applied(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A recorded configuration with more `overrides`: single keys, or whole groups (``data=indexed data.prefix=x``)."""
-    made, defaults = OmegaConf.create(dict(config)), OmegaConf.create(load())
+    made, defaults = OmegaConf.create(_literal(dict(config))), OmegaConf.create(load())
     OmegaConf.set_struct(made, True)
     groups = [p.name for p in files("holmes_hpc.conf").iterdir() if p.is_dir()]
     key = ""
@@ -72,6 +72,15 @@ def applied(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     except (HydraException, OmegaConfBaseException) as e:
         raise explained(HydraException(f"Could not override '{key}'") if "not in struct" in str(e) else e) from e
     return resolve(made)
+
+
+def _literal(value: Any) -> Any:
+    """Plain data whose text OmegaConf takes as it is: what was resolved once may hold a shell's ``${HOME}``."""
+    if isinstance(value, dict):
+        return {key: _literal(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_literal(entry) for entry in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def explained(error: Exception) -> ConfigError:
@@ -191,8 +200,10 @@ def site(config: Mapping[str, Any]) -> Site:
 
 
 def node_settings(config: Mapping[str, Any]) -> NodeSettings:
-    """How Slurm's nodes are to be read: the site's own vocabulary of features."""
-    return NodeSettings(vocabulary=config["vocabulary"])
+    """How Slurm's nodes are to be read: the site's own vocabulary of features, and the partitions to use."""
+    named = config.get("partitions") or ()
+    return NodeSettings(vocabulary=config["vocabulary"],
+                        partitions=(named,) if isinstance(named, str) else tuple(named))
 
 
 def _local_ranks(plan: Mapping[str, Any]) -> int:

@@ -95,7 +95,8 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     from holmes_hpc.train import run_rank  # by its own name, so that the ranks find it
 
     config = {**configuration.resolve(cfg), "launcher": {"kind": where}}
-    site = None if where == "local" or config["plan_file"] else _site(config["site_file"], config["vocabulary"])
+    site = None if where == "local" or config["plan_file"] else _site(
+        config["site_file"], config["vocabulary"], configuration.node_settings(config).partitions)
     plan = configuration.make_plan(config, site)
     record = {**_program(), "components": plan.layout, "pace_layer_ms": config["train"]["pace_layer_ms"]}
     return Planned(plan, config, run_rank, config["slurm"], record)
@@ -107,9 +108,10 @@ def _program() -> dict[str, Any]:
 
 
 @functools.cache
-def _site(site_file: str | None, vocabulary: str | None) -> Site:
+def _site(site_file: str | None, vocabulary: str | None, partitions: tuple[str, ...]) -> Site:
     """The site of a sweep's jobs, read once for all of them."""
-    return configuration.site({"site_file": site_file, "vocabulary": vocabulary, "launcher": {"kind": "slurm"}})
+    return configuration.site({"site_file": site_file, "vocabulary": vocabulary, "partitions": partitions,
+                               "launcher": {"kind": "slurm"}})
 
 
 app.plan_job = plan_job  # type: ignore[attr-defined]

@@ -132,7 +132,7 @@ def _labelled(fit: list[Node], open_: dict[str, Partition], work: _Work) -> list
         if len(types) > 1:
             work.say(members, f"label fabric_{label} is on nodes of {len(types)} NIC types, taken for one fabric each")
         for nic, part in types:
-            partition = _choose(part, fit, [open_[p] for n in part for p in n.partitions if p in open_])
+            partition = _ranked(part, fit, [open_[p] for n in part for p in n.partitions if p in open_])[0]
             outside = [n for n in part if partition.name not in n.partitions]
             if outside:
                 work.leave(outside, f"fabric {label} is used through partition {partition.name}, which has most of it")
@@ -149,7 +149,8 @@ def _unlabelled(fit: list[Node], open_: dict[str, Partition], work: _Work) -> li
         assert nic is not None
         rest = members
         while rest:
-            partition = _choose(rest, fit, [open_[p] for n in rest for p in n.partitions if p in open_], purest=True)
+            ranked = _ranked(rest, fit, [open_[p] for n in rest for p in n.partitions if p in open_], purest=True)
+            partition = next((p for p in ranked if _leaves_a_way(p, rest, open_)), ranked[0])
             part = [n for n in rest if partition.name in n.partitions]
             rest = [n for n in rest if n not in part]
             base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
@@ -169,20 +170,29 @@ def _free(name: str, taken: set[str | None]) -> str:
     return free
 
 
-def _choose(members: Sequence[Node], everyone: Sequence[Node], options: Sequence[Partition],
-            purest: bool = False) -> Partition:
-    """The partition to ask for: with most of the `members` (or, `purest`, fewest other nodes), then the reverse of
-    that, then of the highest priority, then not the default one, then by name."""
+def _leaves_a_way(chosen: Partition, nodes: Sequence[Node], open_: dict[str, Partition]) -> bool:
+    """Whether all `nodes` that are not in the `chosen` partition are in one that holds none of those that are."""
+    part = {n.name for n in nodes if chosen.name in n.partitions}
+    return all(any(not part & set(open_[p].nodes) for p in n.partitions if p in open_)
+               for n in nodes if n.name not in part)
+
+
+def _ranked(members: Sequence[Node], everyone: Sequence[Node], options: Sequence[Partition],
+            purest: bool = False) -> list[Partition]:
+    """The partitions to ask for, the best first: with most of the `members` that a job may have (or, `purest`, that
+    allow jobs on all they have, with fewest other nodes), then the reverse of that, then of the highest priority, then
+    not the default one, then by name."""
     names = {n.name for n in members}
     others = {n.name for n in everyone if n.reading.nic is not members[0].reading.nic} if purest else \
              {n.name for n in everyone} - names
 
-    def rank(p: Partition) -> tuple[int, int, int, bool, str]:
+    def rank(p: Partition) -> tuple[int, int, int, int, bool, str]:
         inside, foreign = len(names & set(p.nodes)), len(others & set(p.nodes))
-        first = (foreign, -inside) if purest else (-inside, foreign)
+        allowed = min(inside, int(p.max_nodes)) if p.max_nodes.isdecimal() else inside
+        first = (allowed < inside, foreign, -inside) if purest else (-allowed, foreign, -inside)
         return (*first, -p.priority, p.default, p.name)
 
-    return min(options, key=rank)
+    return sorted(options, key=rank)
 
 
 def _fabric(g: _Group, nodes: Sequence[Node], vocabulary: Vocabulary, settings: NodeSettings,

@@ -58,6 +58,7 @@ def nothing_fits(bench: Bench, placements: list[Placement]) -> NoReturn:
     o = bench.options
     recompute = "full" if o.recompute == "auto" else o.recompute
     best: tuple[float, float, int, Placement] | None = None
+    said: PlanError | None = None
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:100]:
         kind = "interleaved" if (o.virtual_stages or 1) > 1 else "1f1b"
         try:
@@ -66,14 +67,17 @@ def nothing_fits(bench: Bench, placements: list[Placement]) -> NoReturn:
             if len(layers) != placement.pp:
                 continue
             need = memory(setting, split.chunked(layers, setting.parallel.virtual_stages)).total()[0]
-        except PlanError:
+        except PlanError as e:
+            said = e
             continue
         short = need - room(setting, o.max_memory_gib)
         stage = int(short.argmax())
         if best is None or short[stage] < best[0]:
             best = float(short[stage]), float(need[stage]), stage, placement
+    if best is None and said is not None:
+        raise said
     if best is None or best[0] <= 0:
-        given = o.layers_per_stage or o.virtual_stages or o.schedule
+        given = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
         raise PlanError(f"no placement can have {given}", where="plan",
                         cure="layers_per_stage must sum up to the model's layers, and virtual stages need as many"
                              " layers in each stage and a multiple of PP micro-batches")

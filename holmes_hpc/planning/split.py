@@ -64,6 +64,11 @@ def balanced(setting: Setting, most_gib: float | None = None) -> list[int] | Non
     return [int(n) for n in made]
 
 
+def full(setting: Setting, layers: np.ndarray, most_gib: float | None = None) -> bool:
+    """Whether any stage has as many of the `layers` ([stages, chunks]) as its memory holds."""
+    return bool((layers.sum(axis=-1) >= _most(setting, most_gib)).any())
+
+
 def _load(setting: Setting, layers: np.ndarray) -> np.ndarray:
     """Seconds that each stage is busy in a step, and that its gradients take beyond their last backward pass."""
     times = timing(setting, layers)

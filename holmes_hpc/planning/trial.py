@@ -67,7 +67,8 @@ class Bench:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
 
     def ways(self, placement: Placement) -> Iterator[Trial]:
-        """Every number of virtual stages, each with the least recomputation that fits in memory, not yet simulated."""
+        """Every number of virtual stages, each with the least recomputation that fits in memory, and with more as long
+        as memory keeps a stage from having more layers. Not yet simulated."""
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
         for chunks in self._chunks(placement):
             for recompute in recomputations:
@@ -75,7 +76,14 @@ class Bench:
                                           for kind in self._kinds(placement, chunks))), None)
                 if made is not None:
                     yield made
-                    break
+                    if not self._full(made):
+                        break
+
+    def _full(self, trial: Trial) -> bool:
+        """Whether a stage has as many layers as fit on it, where the planner divides them."""
+        o = self.options
+        return o.partition == "exact" and o.layers_per_stage is None and split.full(
+            trial.setting, trial.layers, o.max_memory_gib)
 
     def _chunks(self, placement: Placement) -> list[int]:
         """Virtual stages to try. Megatron-Core deals micro-batches out to them in groups of PP."""

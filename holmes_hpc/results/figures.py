@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from holmes_hpc.results.columns import PARTS
-from holmes_hpc.results.compare import entries, label, scaled
-from holmes_hpc.results.tables import PART_NAMES, known
+from holmes_hpc.results.compare import SAME_WORK, entries, label, scaled
+from holmes_hpc.results.tables import PART_NAMES, known, word
 
 # Okabe and Ito's colours: told apart by the colour-blind; their order also differs in lightness, for black and white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -132,10 +132,12 @@ def scaling(cells: pd.DataFrame) -> Figure:
     """Samples/s over nodes, one line per setting that did the same work on several node counts, and what linear scaling
     from its smallest would give."""
     groups = scaled(cells)
-    models = len({first["model"] for first, _ in groups}) > 1
+    told = [key for key in SAME_WORK if key not in ("nodes", "model_spec")
+            and len({word(first[key]) for first, _ in groups}) > 1]
     figure, axes = _axes(3.2 + 0.25 * len(groups))
     for index, (first, group) in enumerate(groups):
-        name = [first[key] for key in ("environment", "system", "varied", *(["model"] if models else [])) if first[key]]
+        name = [first[key] for key in ("environment", "system", "varied") if known(first[key]) and first[key]]
+        name += [f"{key}={word(first[key])}" for key in told]
         line = group.groupby("nodes")["samples_per_s"].max()
         nodes = line.index.to_numpy(dtype=float)
         axes.plot(nodes, line.to_numpy(), marker=MARKERS[index % len(MARKERS)], color=COLOURS[index % len(COLOURS)],

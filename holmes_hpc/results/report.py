@@ -94,7 +94,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
     where the only run has a trace to show beside it.
     """
     frames: list[pd.DataFrame] = []
-    steps: list[pd.DataFrame] = []
+    wanted: list[tuple[str | os.PathLike[str], set[str], dict[str, str]]] = []
     seen: set[str] = set()
     for index, path in enumerate(paths):
         prefix = "" if len(paths) == 1 else f"{Path(path).resolve().name}/"
@@ -108,15 +108,12 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
         if len(set(names.values()) & {name for frame in frames for name in frame["run"]}):
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
-        if len(runs) <= STEPS_OF:
-            found = load_steps(path, runs=set(runs["run"]))
-            found = found.assign(run=found["run"].cat.remove_unused_categories())
-            steps.append(found.assign(run=found["run"].cat.rename_categories(names)))
+        wanted.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
         raise RecordError("no runs there", where=", ".join(map(str, paths)) or "report",
                           cure="give run directories, their names, or directories that hold runs")
     runs = pd.concat(frames, ignore_index=True)
-    whole = _concat_steps(steps)
+    whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
     comparison = compare.compare(runs)
     if len(runs) > 1:
         return Report(runs, whole, {}, comparison, pd.DataFrame())
@@ -124,6 +121,13 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
     trace = typical_step(read_trace(run))
     simulated = pd.DataFrame(simulate(run.plan_path)) if simulate and len(trace) else None
     return Report(runs, whole, _plan(run), comparison, trace, simulated)
+
+
+def _steps(path: str | os.PathLike[str], runs: set[str], names: dict[str, str]) -> pd.DataFrame:
+    """The steps of `runs` below `path`, under their `names` in the report."""
+    found = load_steps(path, runs=runs)
+    found = found.assign(run=found["run"].cat.remove_unused_categories())
+    return found.assign(run=found["run"].cat.rename_categories(names))
 
 
 def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:

@@ -31,6 +31,7 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
         if not rank.isdecimal():
             continue
         mine: list[dict[str, Any]] = []
+        seen: set[tuple[Any, ...]] = set()
         for line in path.read_bytes().split(b"\n"):
             try:
                 event = json.loads(line)
@@ -39,9 +40,13 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
                          "end_s": float(event["end_s"])}
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
-            if mine and event["step"] < mine[-1]["step"]:  # another attempt
+            computed = tuple(event.get(key) for key in ("step", "kind", "micro_batch", "chunk"))
+            if computed in seen or (mine and event["step"] < mine[-1]["step"]):  # another attempt
                 mine = [e for e in mine if e["step"] < event["step"]]
+                seen = {key for key in seen if key[0] < event["step"]}
             mine.append(event)
+            if event.get("kind") in COMPUTING:
+                seen.add(computed)
         rows += mine
     frame = pd.DataFrame(rows, columns=list(TYPES)).astype(TYPES)
     return frame.sort_values(["rank", "start_s"], ignore_index=True)

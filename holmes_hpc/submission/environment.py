@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from submitit.core import job_environment, logger, utils
 
@@ -105,11 +104,3 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
 def exit_record_path(folder: str | Path, job_id: str) -> Path:
     """The file where the batch script leaves the step's exit status: ``STATUS EPOCH SIGNAL``."""
     return Path(utils.JobPaths(folder, job_id=job_id).folder) / f"{job_id}_exit"
-
-
-def describe(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Rank, size, component and ids of this task, as plain data for a run's record."""
-    return {"rank": int(environ.get("SLURM_PROCID", 0)), "world_size": int(environ.get("SLURM_NTASKS", 1)),
-            "local_rank": int(environ.get("SLURM_LOCALID", 0)), "node": environ.get("SLURMD_NODENAME", ""),
-            "component": own_component(environ), "job_id": leader_id(environ),
-            "restarts": int(environ.get("SLURM_RESTART_COUNT") or 0)}

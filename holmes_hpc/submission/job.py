@@ -36,13 +36,13 @@ class SlurmHetJob(core.Job[Any]):
         if not self._tasks[0]:
             self.expected()
 
-    def expected(self) -> None:
-        """Tell the watcher which job of this id is meant."""
+    def expected(self) -> bool:
+        """Tell the watcher which job of this id is meant; whether it thought of another one."""
         ticket: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):  # without one, states are told by the id alone
             ticket = json.loads(ticket_path(self.paths.folder, self.job_id).read_text(encoding="utf-8"))
         record = exit_record_path(self.paths._folder, self.job_id)
-        self.watcher.expect(self.job_id, Expected(
+        return self.watcher.expect(self.job_id, Expected(
             ticket.get("name"), ticket.get("submitted"), record, int(ticket.get("components") or 1)))
 
     def write_ticket(self, name: str, submitted: float, **more: Any) -> None:

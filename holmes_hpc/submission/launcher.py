@@ -137,16 +137,23 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched]) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
         from holmes_hpc.submission.states import CONTROLLER, UNKNOWN
-        from holmes_hpc.submission.sweep import states
+        from holmes_hpc.submission.sweep import UNREAD, states, unread
 
+        if others := unread(manifest):
+            raise SubmissionError(f"job {others[0].num}: {UNREAD}", where=str(manifest.path),
+                                  cure="use a hydra.sweep.dir of your own")
         found = states(manifest) if manifest.jobs else {}
+        for job, state in found.items():
+            if job.where == "local" and state.state == UNKNOWN:  # it may still run
+                raise SubmissionError(f"job {job.num} {state.reason}", where=str(manifest.path),
+                                      cure="launch again there, or use another hydra.sweep.dir")
         if any(j.where == "slurm" and s.state == UNKNOWN and s.source not in CONTROLLER for j, s in found.items()):
             raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
                                   where=str(manifest.path), cure="wait for it (`scontrol ping`), then launch again")
         known = {j.key: s for j, s in found.items()}
         self._refuse_other_runs(manifest, known, wanted)
-        for job in wanted:
-            self._launch_one(manifest, known, job, launched)
+        for each in wanted:
+            self._launch_one(manifest, known, each, launched)
 
     # -- one job ----------------------------------------------------------------------------------------------------
 

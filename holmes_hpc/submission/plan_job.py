@@ -61,7 +61,6 @@ def plan_components(plan: Plan, settings: Mapping[str, Any]) -> tuple[ComponentR
     for key in settings:
         if key not in SETTINGS:
             raise SubmissionError(f"unknown key {key!r}", where="slurm", cure=nearest(str(key), SETTINGS))
-    known = [c.fabric for c in plan.components]
     site_fabrics = [f.name for f in plan.site.fabrics]
     for name, values in own.items():
         if name not in site_fabrics:
@@ -70,7 +69,6 @@ def plan_components(plan: Plan, settings: Mapping[str, Any]) -> tuple[ComponentR
             if key not in COMPONENT_SETTINGS:
                 cure = "set it for the whole job" if key in JOB_SETTINGS else nearest(key, COMPONENT_SETTINGS)
                 raise SubmissionError(f"{key!r} cannot be set for one fabric", where=f"slurm.fabrics.{name}", cure=cure)
-    assert known
     made = []
     for index, part in enumerate(plan.components):
         values = {k: settings[k] for k in COMPONENT_SETTINGS if settings.get(k) is not None}

@@ -244,10 +244,12 @@ class StateWatcher(core.InfoWatcher):
         self._failures = 0
         self._controller: str | None = None  # the source through which it answered the last query
 
-    def expect(self, job_id: str, expected: Expected) -> None:
-        """Say what tells this job from another one of the same id. What was learnt of such another one is dropped."""
+    def expect(self, job_id: str, expected: Expected) -> bool:
+        """Say what tells this job from another one of the same id. What was learnt of such another one is dropped; True
+        then."""
         before = self._expected.get(job_id)
-        if before is not None and before.other_than(expected):
+        another = before is not None and before.other_than(expected)
+        if another:
             self._states.pop(job_id, None)
             self._info_dict.pop(job_id, None)
             for times in self._times:
@@ -255,6 +257,7 @@ class StateWatcher(core.InfoWatcher):
             self._finished.discard(job_id)
             self._registered_at[job_id] = time.time()
         self._expected[job_id] = expected
+        return another
 
     @property
     def _times(self) -> tuple[dict[str, float], ...]:

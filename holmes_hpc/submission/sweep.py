@@ -22,6 +22,7 @@ from holmes_hpc.submission.manifest import Manifest, SweepJob, read_manifest
 from holmes_hpc.submission.states import UNKNOWN, WATCHER, Expected, JobState
 from holmes_hpc.submission.track import Job, OnThisMachine, job_of, record_end
 
+UNREAD = "its result is another user's file, which is not read"
 ENDED = ("completed", "failed", "cancelled", "timeout", "preempted")
 
 
@@ -93,6 +94,11 @@ def finished(manifest: Manifest, job: SweepJob) -> bool:
     return _plain_outcome(manifest, job)[0] == "completed"
 
 
+def unread(manifest: Manifest) -> list[SweepJob]:
+    """The jobs whose results are another user's."""
+    return [job for job in manifest.jobs if job.kind != "plan" and _plain_outcome(manifest, job)[0] == "unread"]
+
+
 def _pickle(manifest: Manifest, job: SweepJob) -> Path:
     return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
 
@@ -120,12 +126,12 @@ class _Named:
 
 
 def _plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
-    """("completed" | "failed" | None while there is no result, the value that came back or the error)."""
+    """("completed" | "failed" | "unread" | None while there is no result, the value that came back or the error)."""
     path = _pickle(manifest, job)
     if not path.exists():
         return None, None
     if path.stat().st_uid != os.getuid():  # reading a pickle runs what is in it
-        return "failed", f"its result {path} is another user's file, which is not read"
+        return "unread", UNREAD
     try:
         with path.open("rb") as file:
             outcome, value = _Lenient(file).load()
@@ -153,7 +159,9 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
             word, error = result["state"], result["error"]
     else:
         found, value = _plain_outcome(manifest, job)
-        if found is not None:
+        if found == "unread":
+            error = value
+        elif found is not None:
             word, error = found, value if found == "failed" else None
         elif state.ended:
             word, error = "cancelled" if state.state == "CANCELLED" else "failed", f"Slurm says {state.state}"

@@ -45,9 +45,8 @@ class OnSlurm:
         self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id)
 
     def state(self, mode: str = "standard") -> JobState:
-        self._job.expected()  # of two jobs of one id (Slurm was set up again) the one that was asked about last counts
-        found = self._job.slurm_state(mode)
-        return found if found != JobState() or mode != "cache" else self._job.slurm_state("force")
+        another = self._job.expected()  # of two jobs of one id (Slurm was set up again) the other one was asked about
+        return self._job.slurm_state("force" if another and mode == "cache" else mode)
 
     def cancel(self) -> None:
         try:

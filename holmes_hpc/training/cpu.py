@@ -133,8 +133,3 @@ def threads(environ: Mapping[str, str], ranks_here: int, cores: int) -> int:
         if environ.get(name, "").isdigit() and int(environ[name]) > 0:
             return int(environ[name])
     return max(1, cores // max(1, ranks_here))
-
-
-def installed() -> bool:
-    """Whether :func:`install` was called in this process."""
-    return _mode is not None

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,14 +134,12 @@ def failed(path: Path, error: OSError) -> RunFailed:
     return RunFailed(f"the checkpoint could not be written: {error.strerror or error}", where=str(path), cure=cure)
 
 
-def prune(folder: Path, keep: int, but: Iterable[int] = ()) -> list[int]:
-    """Remove all complete checkpoints but the latest `keep` (and the steps in `but`), and what was never finished."""
-    spared, removed = set(but), []
-    for save in complete(folder)[keep:]:
-        if save.step not in spared:
-            shutil.rmtree(save.path, ignore_errors=True)
-            removed.append(save.step)
-    return removed
+def prune(folder: Path, keep: int) -> list[int]:
+    """Remove all complete checkpoints but the latest `keep`; the steps of those removed."""
+    old = complete(folder)[keep:]
+    for save in old:
+        shutil.rmtree(save.path, ignore_errors=True)
+    return [save.step for save in old]
 
 
 def sweep(folder: Path) -> None:

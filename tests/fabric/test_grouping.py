@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,27 @@ def test_no_label_means_one_fabric_per_type_and_partition_said_aloud() -> None:
                                                              "roce-gpu": ("b1",)}
     assert {f.name: f.constraint for f in found.fabrics}["ib-gpu"] == "ib_hdr"
     assert sum("no fabric label" in a for a in found.assumptions) == 3
+
+
+def test_a_small_partition_inside_a_mixed_one_costs_no_node() -> None:
+    nodes = [*(node(f"ib{i}", "nic_ib", "gpu,debug" if i < 3 else "gpu") for i in range(1, 9)),
+             *(node(f"eth{i}", "nic_ethernet", "gpu") for i in (1, 2))]
+    found = grouped(nodes, [partition("gpu", "ib[1-8],eth[1-2]"), partition("debug", "ib[1-2]", priority=10)])
+    assert {f.partition: f.nodes for f in found.fabrics if f.nic is NicType.IB} == {"gpu": 8}
+
+
+def test_a_partition_whose_jobs_may_not_have_all_its_nodes_comes_last() -> None:
+    nodes = [node(f"ib{i}", "nic_ib", "gpu,debug") for i in range(1, 5)]
+    for most, chosen in (("2", "gpu"), ("UNLIMITED", "debug"), ("4", "debug")):
+        limited = replace(partition("debug", "ib[1-4]", priority=10), max_nodes=most)
+        assert grouped(nodes, [partition("gpu", "ib[1-4]"), limited]).fabrics[0].partition == chosen
+
+
+def test_a_limit_costs_a_labelled_fabric_no_more_nodes_than_it_says() -> None:
+    nodes = [node(f"ib{i}", "nic_ib,fabric_a", "ib,debug" if i < 3 else "ib") for i in range(1, 9)]
+    limited = replace(partition("ib", "ib[1-8]"), max_nodes="6")
+    found = grouped(nodes, [limited, partition("debug", "ib[1-2]")]).fabrics[0]
+    assert (found.partition, found.nodes) == ("ib", 8)
 
 
 def test_two_types_unknown_and_none_are_never_guessed_silently() -> None:

@@ -165,8 +165,24 @@ def test_sequence_parallel_only_where_it_divides() -> None:
                          Costs())
 
     assert planned(1024).parallel.sequence_parallel and not planned(1022).parallel.sequence_parallel
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="TP 4 does not divide a sequence of 1022"):
         planned(1022, sequence_parallel=True)
+
+
+def test_recomputation_is_looked_at_also_where_less_would_do() -> None:
+    """On GPUs of little memory the first stages hold few layers without it, and the last ones too many."""
+    site = two_clusters(2)
+    small = replace(site.fabrics[0].gpu, name="l40s", memory_gib=48.0)
+    one = replace(site, fabrics=(replace(site.fabrics[0], nodes=16, gpu=small),))
+
+    def step_s(recompute: str) -> float:
+        options = PlanOptions(tp=1, pp=8, dp=16, recompute=recompute, virtual_stages=1)
+        made = best_plan(named("llama2_7b"), Batch(768, 4, 4096), one, options, Costs()).predicted
+        assert made
+        return made.step_time_s
+
+    assert step_s("auto") <= min(step_s("none"), step_s("full")) * 1.001
+    assert step_s("full") < step_s("none")
 
 
 def test_the_papers_rule_looks_past_virtual_stages_it_has_no_layers_for() -> None:

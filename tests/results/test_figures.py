@@ -102,6 +102,16 @@ def test_scaling_joins_no_different_work(tmp_path: Path) -> None:
     assert len(lines) == 2 and first.get_ydata()[1] == pytest.approx(32 / 1.2)  # of hidden=64, not the fastest
 
 
+def test_lines_of_different_work_have_names_of_their_own(tmp_path: Path) -> None:
+    for i, (nodes, pace) in enumerate(((4, 30.0), (8, 30.0), (4, 20.0), (8, 20.0), (2, 10.0), (8, 10.0))):
+        run = make_run(tmp_path / str(i), {"ib-a": nodes}, pace_layer_ms=pace, step_time_s=1 + 0.1 * i)
+        if pace == 10.0:
+            run.plan_path.unlink()  # nothing is known but the nodes
+    figure = figures.scaling(report.report([tmp_path]).comparison.cells)
+    names = [line.get_label() for line in figure.axes[0].get_lines()[::2]]
+    assert len(set(names)) == 3 and "IB, holmes, model=gpt_tiny, sequence_length=64, pace_layer_ms=20.0" in names
+
+
 def test_names_are_no_formulas_and_hide_from_no_legend(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, step_time_s=1.0 + i, labels={"system": label}).path
             for i, (name, label) in enumerate(((r"x$\y$", "a$_b_c$"), ("_under", "b")))]
@@ -178,15 +188,16 @@ def test_perfetto_has_every_event_once_in_microseconds(tmp_path: Path) -> None:
         by_thread[key] = e["ts"] + e["dur"]
 
 
-def test_a_step_that_was_made_again_is_shown_as_it_was_made_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [5, 7])
+def test_a_step_that_was_made_again_is_shown_as_it_was_made_last(tmp_path: Path, first: int) -> None:
     run = traced(tmp_path / "a")
     for rank in range(4):
         again = [{**event, "start_s": event["start_s"] + 3600, "end_s": event["end_s"] + 3600}
-                 for event in map(json.loads, run.trace_path(rank).read_text().splitlines()) if event["step"] >= 5]
+                 for event in map(json.loads, run.trace_path(rank).read_text().splitlines()) if event["step"] >= first]
         with open(run.trace_path(rank), "a") as file:
             file.writelines(json.dumps(event) + "\n" for event in again)
     trace = timeline.read_trace(run)
-    assert len(trace) == 4 * 16 and (trace[trace["step"] >= 5]["start_s"] > 1.7e9 + 3600).all()
+    assert len(trace) == 4 * 16 and (trace[trace["step"] >= first]["start_s"] > 1.7e9 + 3600).all()
     assert timeline.typical_step(trace)["end_s"].max() < 3
 
 

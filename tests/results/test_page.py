@@ -28,7 +28,10 @@ class Links(HTMLParser):
         self.found += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data")]
 
 
-def pages(tmp_path: Path, sweep: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory, sweep: Path) -> list[Path]:
+    """Of one run with its timeline, and of a sweep."""
+    tmp_path = tmp_path_factory.mktemp("pages")
     run = make_run(tmp_path / "alone")
     for rank, stage in ((0, 0), (2, 1)):
         lines = [{"step": step, "stage": stage, "kind": kind, "micro_batch": 0, "chunk": 0, "start_s": step + at,
@@ -41,8 +44,8 @@ def pages(tmp_path: Path, sweep: Path) -> list[Path]:
     return [tmp_path / "one.html", tmp_path / "many.html"]
 
 
-def test_the_page_is_self_contained(tmp_path_factory: pytest.TempPathFactory, sweep: Path) -> None:
-    for path in pages(tmp_path_factory.mktemp("pages"), sweep):
+def test_the_page_is_self_contained(pages: list[Path]) -> None:
+    for path in pages:
         text, links = path.read_text(), Links()
         links.feed(text)
         assert all(link.startswith(("#", "data:")) for link in links.found), links.found
@@ -88,11 +91,10 @@ window.innerHeight,
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)], ids=["phone", "desktop"])
-def test_the_page_in_a_real_browser(tmp_path_factory: pytest.TempPathFactory, sweep: Path, width: int,
-                                    height: int) -> None:
+def test_the_page_in_a_real_browser(pages: list[Path], width: int, height: int) -> None:
     if reason := missing():
         pytest.skip(reason)
-    for path in pages(tmp_path_factory.mktemp("pages"), sweep):
+    for path in pages:
         with Browser(width, height) as browser:
             browser.open(path)
             look = browser.script(LOOK)

@@ -120,6 +120,7 @@ def test_a_run_named_twice_is_one_run(sweep: Path) -> None:
     once, twice = report.report([sweep]), report.report([sweep, sweep / "3", sweep / "3"])
     assert len(twice.runs) == len(once.runs) and len(twice.steps) == len(once.steps)
     assert report.report([sweep / "3", sweep / "3"]).single
+    assert report.report([sweep / "3", sweep]).steps.empty  # of all or of none: a figure of some would mislead
 
 
 def test_a_lead_within_the_noise_is_no_difference(tmp_path: Path) -> None:

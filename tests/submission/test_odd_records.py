@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import plans
@@ -17,8 +18,10 @@ from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission import sweep, track
 from holmes_hpc.submission.ending import judge
+from holmes_hpc.submission.launcher import HolmesLauncher
 from holmes_hpc.submission.manifest import Manifest, SweepJob
 from holmes_hpc.submission.plan_job import script_for_plan
+from holmes_hpc.submission.states import Expected, JobState, StateWatcher
 
 PLAN = plans.plan("ib-a", "roce-a")
 
@@ -63,6 +66,11 @@ def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
     monkeypatch.setattr(track, "_status", lambda run, record, job, state, _: (run, state.state, track._job_id(record)))
     assert track.statuses([new, old]) == [(new, "NOT_SUBMITTED", "7"), (old, "COMPLETED", "7")]
     assert asked == [new]
+
+
+def test_the_watcher_says_when_it_dropped_another_jobs_state() -> None:
+    watcher = StateWatcher()
+    assert [watcher.expect("7", Expected(name)) for name in ("a", "a", "b", "a")] == [False, False, True, True]
 
 
 def test_following_ends_with_the_job_also_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +124,11 @@ def test_another_users_result_is_not_unpickled(tmp_path: Path, monkeypatch: pyte
     path.write_bytes(pickle.dumps(("success", 5)))
     assert sweep._plain_outcome(made, entry) == ("completed", 5)
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    outcome, said = sweep._plain_outcome(made, entry)
-    assert outcome == "failed" and "another user's" in said
+    assert sweep._plain_outcome(made, entry) == ("unread", sweep.UNREAD) and sweep.unread(made) == [entry]
+    row = sweep.row_of(made, entry, JobState("COMPLETED", source="sacct"))
+    assert (row.state, row.error) == ("completed", sweep.UNREAD)
+    with pytest.raises(SubmissionError, match="another user's"):
+        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
 
 
 def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> None:
@@ -125,6 +136,8 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
     assert sweep.on_this_machine(made, entry).state().state == "UNKNOWN"
     with pytest.raises(SubmissionError, match="elsewhere"):
         sweep.on_this_machine(made, entry).cancel()
+    with pytest.raises(SubmissionError, match="runs on elsewhere"):
+        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -139,6 +152,8 @@ def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> No
     assert other["data"]["kind"] == "indexed" and other["data"]["prefix"] == "/x/y" and other["train"]["lr"] == 0.5
     older = {**recorded, "train": {k: v for k, v in recorded["train"].items() if k != "watchdog_s"}}
     assert config.applied(older, ["train.watchdog_s=5"])["train"]["watchdog_s"] == 5
+    odd = {**recorded, "slurm": {**recorded["slurm"], "setup": ["source ${HOME}/env.sh", "echo ${"]}}
+    assert config.applied(odd, ["train.steps=9"])["slurm"]["setup"] == ["source ${HOME}/env.sh", "echo ${"]
     for word, says in (("train.stps=1", "train.stps"), ("~train.lr", "KEY=VALUE"), ("train.lr=1,2", "KEY=VALUE"),
                        ("train.steps=0", "train.steps"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
         with pytest.raises(ConfigError, match=says):
