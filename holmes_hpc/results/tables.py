@@ -50,8 +50,10 @@ def known(value: Any) -> bool:
 
 
 def word(value: Any) -> str:
-    """A text; a dash where there is none."""
-    return str(value) if known(value) else NONE
+    """A text, of a whole number without a point; a dash where there is none."""
+    if not known(value):
+        return NONE
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def percent(value: Any) -> str:
