@@ -96,11 +96,16 @@ def finished(manifest: Manifest, job: SweepJob) -> bool:
 
 def unread(manifest: Manifest) -> list[SweepJob]:
     """The jobs whose results are another user's."""
-    return [job for job in manifest.jobs if job.kind != "plan" and _plain_outcome(manifest, job)[0] == "unread"]
+    return [job for job in manifest.jobs if job.kind != "plan" and _foreign(_pickle(manifest, job))]
 
 
 def _pickle(manifest: Manifest, job: SweepJob) -> Path:
     return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
+
+
+def _foreign(pickle: Path) -> bool:
+    """Whether it is there and another user's: reading a pickle runs what is in it."""
+    return pickle.exists() and pickle.stat().st_uid != os.getuid()
 
 
 class _Lenient(pickle.Unpickler):
@@ -130,7 +135,7 @@ def _plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     path = _pickle(manifest, job)
     if not path.exists():
         return None, None
-    if path.stat().st_uid != os.getuid():  # reading a pickle runs what is in it
+    if _foreign(path):
         return "unread", UNREAD
     try:
         with path.open("rb") as file:
