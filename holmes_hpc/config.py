@@ -32,7 +32,8 @@ from holmes_hpc.planning.model import Batch, ModelSpec
 from holmes_hpc.planning.options import PlanOptions
 from holmes_hpc.planning.plan import Plan
 from holmes_hpc.planning.search import best_plan, given_plan
-from holmes_hpc.records.run import RunDirectory, runs_root
+from holmes_hpc.records.find import runs_root
+from holmes_hpc.records.run import RunDirectory
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 

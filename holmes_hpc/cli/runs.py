@@ -143,7 +143,7 @@ def resume(run: Run, overrides: Overrides = None,
     """
     from holmes_hpc import config
     from holmes_hpc.planning.plan import Plan
-    from holmes_hpc.records.run import find_run
+    from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.follow import follow
     from holmes_hpc.submission.submit import Unsure
     from holmes_hpc.submission.track import status as status_of
@@ -201,7 +201,7 @@ def export(run: Run, safetensors: Annotated[str, typer.Option("--safetensors", m
     Example: holmes export my-run --safetensors weights/
     """
     from holmes_hpc.errors import DataError
-    from holmes_hpc.records.run import find_run
+    from holmes_hpc.records.find import find_run
     from holmes_hpc.training import saves
     from holmes_hpc.training.export import export as export_weights
 
@@ -220,7 +220,7 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
 
     Example: holmes status 20260101-120000-gpt_tiny
     """
-    from holmes_hpc.records.run import find_run, run_directories, runs_root
+    from holmes_hpc.records.find import find_run, run_directories, runs_root
     from holmes_hpc.submission.states import UNKNOWN
     from holmes_hpc.submission.track import statuses
 
@@ -253,9 +253,9 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
          follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
          json: Json = False) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
+    from holmes_hpc.records.find import find_run
     from holmes_hpc.records.logs import follow as follow_logs
     from holmes_hpc.records.logs import tail
-    from holmes_hpc.records.run import find_run
     from holmes_hpc.submission.track import ended, log_paths
 
     record = find_run(run)
@@ -282,7 +282,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
 @app.command()
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
-    from holmes_hpc.records.run import find_run
+    from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.states import UNKNOWN
     from holmes_hpc.submission.track import cancel as cancel_run
 
@@ -304,7 +304,7 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
-    from holmes_hpc.records.run import find_run
+    from holmes_hpc.records.find import find_run
     from holmes_hpc.results import report as reports
 
     for file in (html, trace):

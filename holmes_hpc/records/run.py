@@ -27,18 +27,17 @@ Readers take records of this version and older ones, with keys missing, and of r
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from holmes_hpc.errors import HolmesError, RecordError
+from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, to_json, write_whole
 
 VERSION = 1
@@ -342,65 +341,6 @@ def check_run(data: Any, where: str) -> dict[str, Any]:
     return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
 
 
-def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """Where runs are kept: `root`, else $HOLMES_RUNS, else ``runs``."""
-    return Path(root if root is not None else os.environ.get("HOLMES_RUNS") or "runs")
-
-
-def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
-    """Every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
-    for directory, below, files in os.walk(root, followlinks=False):
-        if "run.yaml" in files:
-            below.clear()  # a run does not hold runs
-            yield RunDirectory(directory)
-        below[:] = sorted(name for name in below if name not in SKIPPED)
-
-
-def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
-    """The run that `name` means: a run directory, the name of one, or the Slurm job id of its leader.
-
-    Of several runs with one job id (a Slurm that was set up again counts from 1) the latest is meant; several runs of
-    one name are an error. RecordError when there is none.
-    """
-    word, base = os.fspath(name), runs_root(root)
-    for path in (Path(word), base / word):
-        if RunDirectory(path).exists():
-            return RunDirectory(path)
-    runs = list(run_directories(base)) if base.is_dir() else []
-    if word.isdigit() and (held := [(str(data["created"] or ""), run) for run in runs
-                                    if (data := _readable(run)) and int(word) in job_ids(data)]):
-        return max(held, key=lambda pair: pair[0])[1]
-    named = [run for run in runs if run.name == word]
-    if len(named) > 1:
-        raise RecordError(f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}", where=word,
-                          cure="give the directory")
-    if named:
-        return named[0]
-    close = difflib.get_close_matches(word, [run.name for run in runs], n=1)
-    cure = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
-    raise RecordError(f"no such run under {base}", where=word, cure=cure)
-
-
-def job_ids(run: dict[str, Any]) -> set[int]:
-    """All Slurm job ids that a run record names: its leader's, its components', its attempts'."""
-    ids: set[int] = set()
-    for holder in (run.get("slurm"), *(run.get("attempts") or [])):
-        if isinstance(holder, dict):
-            for key in ("job_id", "job_ids", "het_job_ids"):
-                value = holder.get(key)
-                for item in value if isinstance(value, list) else [value]:
-                    if str(item).isdigit():
-                        ids.add(int(str(item)))
-    return ids
-
-
-def _readable(run: RunDirectory) -> dict[str, Any] | None:
-    try:
-        return run.read_run()
-    except HolmesError:
-        return None
-
-
 def _too_new(version: Any, where: str) -> RecordError:
     return RecordError(f"record version {version!r}, this release reads up to {VERSION}", where=where,
                        cure="use the holmes_hpc release that wrote it, or a newer one")
@@ -434,5 +374,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["STATES", "VERSION", "RunDirectory", "check_run", "find_run", "job_ids", "now", "parse_run",
-           "run_directories", "runs_root"]
+__all__ = ["STATES", "VERSION", "RunDirectory", "check_run", "now", "parse_run"]

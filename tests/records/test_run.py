@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import files
+from holmes_hpc.records.find import find_run, run_directories
 from holmes_hpc.records.logs import follow, tail
-from holmes_hpc.records.run import VERSION, RunDirectory, find_run, parse_run, run_directories
+from holmes_hpc.records.run import VERSION, RunDirectory, parse_run
 
 
 @pytest.fixture

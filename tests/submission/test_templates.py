@@ -12,7 +12,8 @@ from pathlib import Path
 import plans
 import pytest
 
-from holmes_hpc.records.run import RunDirectory, find_run
+from holmes_hpc.records.find import find_run
+from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.templates import templates
 
 SLURM = Path(__file__).parents[2] / "slurm"

@@ -1,0 +1,71 @@
+"""Which run a word means: a directory, a name or a Slurm job id; and all runs below a directory."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import HolmesError, RecordError
+from holmes_hpc.records.run import SKIPPED, RunDirectory
+
+
+def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """Where runs are kept: `root`, else $HOLMES_RUNS, else ``runs``."""
+    return Path(root if root is not None else os.environ.get("HOLMES_RUNS") or "runs")
+
+
+def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
+    """Every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
+    for directory, below, files in os.walk(root, followlinks=False):
+        if "run.yaml" in files:
+            below.clear()  # a run does not hold runs
+            yield RunDirectory(directory)
+        below[:] = sorted(name for name in below if name not in SKIPPED)
+
+
+def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
+    """The run that `name` means: a run directory, the name of one, or the Slurm job id of its leader.
+
+    Of several runs with one job id (a Slurm that was set up again counts from 1) the latest is meant; several runs of
+    one name are an error. RecordError when there is none.
+    """
+    word, base = os.fspath(name), runs_root(root)
+    for path in (Path(word), base / word):
+        if RunDirectory(path).exists():
+            return RunDirectory(path)
+    runs = list(run_directories(base)) if base.is_dir() else []
+    if word.isdigit() and (held := [(str(data["created"] or ""), run) for run in runs
+                                    if (data := _readable(run)) and int(word) in job_ids(data)]):
+        return max(held, key=lambda pair: pair[0])[1]
+    named = [run for run in runs if run.name == word]
+    if len(named) > 1:
+        raise RecordError(f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}", where=word,
+                          cure="give the directory")
+    if named:
+        return named[0]
+    close = difflib.get_close_matches(word, [run.name for run in runs], n=1)
+    cure = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
+    raise RecordError(f"no such run under {base}", where=word, cure=cure)
+
+
+def job_ids(run: dict[str, Any]) -> set[int]:
+    """All Slurm job ids that a run record names: its leader's, its components', its attempts'."""
+    ids: set[int] = set()
+    for holder in (run.get("slurm"), *(run.get("attempts") or [])):
+        if isinstance(holder, dict):
+            for key in ("job_id", "job_ids", "het_job_ids"):
+                value = holder.get(key)
+                for item in value if isinstance(value, list) else [value]:
+                    if str(item).isdigit():
+                        ids.add(int(str(item)))
+    return ids
+
+
+def _readable(run: RunDirectory) -> dict[str, Any] | None:
+    try:
+        return run.read_run()
+    except HolmesError:
+        return None
