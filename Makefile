@@ -41,7 +41,7 @@ test-breaking: install ## the tests that break NICs, daemons and nodes of a test
 	$(BIN)/pytest -q -m breaking --durations=10
 
 faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
-	$(BIN)/python tests/faults/interruptions.py $(FAULTS)
+	$(BIN)/python tests/support/interruptions.py $(FAULTS)
 
 bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's own minimal loop
 	$(BIN)/python benchmarks/gpu.py $(BENCH)

@@ -35,9 +35,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from holmes_hpc.console import note, table
-from holmes_hpc.planning.costs import Costs, Software
-from holmes_hpc.planning.plan import Plan
-from holmes_hpc.planning.predict import predict
+from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
 from holmes_hpc.results.columns import PARTS

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc import config as configuration
-from holmes_hpc.planning.counts import model_flops_per_step
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.config import composition as configuration
+from holmes_hpc.planning.cost.flops import model_flops_per_step
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 DEFAULTS = ["model=gpt_small", "batch.global_size=32", "batch.micro_size=8", "batch.sequence_length=1024",
@@ -59,7 +59,9 @@ def minimal(overrides: list[str]) -> Figures:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from holmes_hpc.training import cpu, metrics, model
+    from holmes_hpc.training.metrics import line as metrics
+    from holmes_hpc.training.model import gpt as model
+    from holmes_hpc.training.rank import cpu
 
     config = configuration.load(overrides)
     train, plan = config["train"], configuration.make_plan(config, configuration.local_site(1))

@@ -14,11 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import spawn
 
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.console import table
-from holmes_hpc.planning.model import Batch, ModelSpec
 
 MODEL = ModelSpec("small", layers=4, hidden=64, heads=4, vocab=257, ffn=256, kv_heads=4, max_positions=64)
 BATCH = Batch(global_size=16, micro_size=4, sequence_length=64)

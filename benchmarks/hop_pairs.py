@@ -34,18 +34,18 @@ from typing import Any
 
 import yaml
 
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.console import note, table
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.fabric.slurm import read_site
-from holmes_hpc.planning.calibration import Calibration
-from holmes_hpc.planning.costs import Costs
-from holmes_hpc.planning.model import Batch, ModelSpec
-from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.orders import in_flight
-from holmes_hpc.planning.plan import Plan, Schedule
-from holmes_hpc.planning.predict import predict
-from holmes_hpc.planning.search import best_plan
+from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.query import read_site
 
 HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # the fewest bytes of other things than activations, and little to compute
 SAMPLE_BYTES = 4 * HIDDEN * SEQUENCE

@@ -24,14 +24,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training import data, edges, model, optimizer, pace, session
-from holmes_hpc.training.breakdown import Breakdown
-from holmes_hpc.training.launch import Launch
+from holmes_hpc.training import session
+from holmes_hpc.training.data import samples as data
 from holmes_hpc.training.loop import _forward
-from holmes_hpc.training.output import Exits, RankLog
-from holmes_hpc.training.schedule import run_ahead
+from holmes_hpc.training.metrics.breakdown import Breakdown
+from holmes_hpc.training.model import gpt as model
+from holmes_hpc.training.model import optimizer, pace
+from holmes_hpc.training.pipeline import point_to_point as edges
+from holmes_hpc.training.pipeline.run_ahead import run_ahead
+from holmes_hpc.training.rank.failure import Exits, RankLog
+from holmes_hpc.training.rank.launch import Launch
 
 CONF = Path(session.__file__).parents[1] / "conf"
 

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc.console import table
-from holmes_hpc.training import edges, groups
+from holmes_hpc.training.network import process_groups as groups
+from holmes_hpc.training.pipeline import point_to_point as edges
 
 SIZES, STRIPES, TIMES = (100_000, 1_000_000, 10_000_000), (1, 2, 4), 20
 

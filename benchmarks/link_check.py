@@ -14,11 +14,22 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from holmes_hpc.fabric.counters import read_counters
-from holmes_hpc.fabric.linkcheck import Limits
-from holmes_hpc.fabric.links import Card, Endpoint, Report, Talk, audit, peers, rounds, skewed, slow, unreachable
-from holmes_hpc.fabric.linktest import LinkServer, reach
-from holmes_hpc.training.traffic import NicLog
+from holmes_hpc.training.network.counters import read_counters
+from holmes_hpc.training.network.link_check import Limits
+from holmes_hpc.training.network.link_diagnosis import (
+    Card,
+    Endpoint,
+    Report,
+    Talk,
+    audit,
+    peers,
+    rounds,
+    skewed,
+    slow,
+    unreachable,
+)
+from holmes_hpc.training.network.link_sockets import LinkServer, reach
+from holmes_hpc.training.network.nic_bytes import NicLog
 
 GPUS = 8
 STEP_S = 0.5

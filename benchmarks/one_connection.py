@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc.console import table
-from holmes_hpc.training import groups
+from holmes_hpc.training.network import process_groups as groups
 
 SIZES, TIMES = (8_000, 35_000, 70_000, 300_000), 20
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.costs import Costs
-from holmes_hpc.planning.model import Batch, ModelSpec
-from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.plan import Plan, Schedule
-from holmes_hpc.planning.predict import predict
-from holmes_hpc.planning.search import given_plan
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("memory", 12, 512, 8, 16000, ffn=1376, kv_heads=8, max_positions=512)
@@ -126,7 +126,7 @@ def rank(path: str) -> None:
 
 def measure(plan: Plan, directory: Path) -> list[int]:
     """Measured bytes of every rank."""
-    from holmes_hpc import config as configuration
+    from holmes_hpc.config import composition as configuration
 
     config = configuration.load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"])
     run = RunDirectory.create(directory / "run", plan.to_yaml(), config, [])

@@ -15,16 +15,16 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
-from holmes_hpc.planning.costs import SC21, Costs
-from holmes_hpc.planning.grid import Parallel
-from holmes_hpc.planning.hardware import FITTED, MEMORY_GBPS, Fitted, published_links
-from holmes_hpc.planning.model import Batch, ModelSpec
-from holmes_hpc.planning.orders import in_flight
-from holmes_hpc.planning.plan import Component, Schedule
-from holmes_hpc.planning.setting import Setting
-from holmes_hpc.planning.split import chunked, uniform
-from holmes_hpc.planning.timing import step_s
+from holmes_hpc.planning.cost.costs import SC21, Costs
+from holmes_hpc.planning.cost.hardware import FITTED, MEMORY_GBPS, Fitted, published_links
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.search.layers import chunked, uniform
+from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.spec.plan import Component, Schedule
 
 A100 = Gpu("a100-80gb", peak_tflops=312, memory_gib=80, intra_node_gbps=2400)
 SEQUENCE = 2048

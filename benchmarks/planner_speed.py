@@ -9,12 +9,12 @@ import argparse
 import resource
 import time
 
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
-from holmes_hpc.planning.costs import Costs
-from holmes_hpc.planning.model import Batch, ModelSpec
-from holmes_hpc.planning.models import named
-from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.search import best_plan
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
 
 A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)

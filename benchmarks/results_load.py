@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "results"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 DIFFERENT = 40
 
 

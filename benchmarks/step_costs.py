@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import spawn
 
 from holmes_hpc.records.run import RunDirectory
@@ -41,7 +41,7 @@ def rank(config: str, out: str) -> None:
     """One rank; rank 0 writes what it found."""
     warnings.filterwarnings("ignore")
     from holmes_hpc.training import loop
-    from holmes_hpc.training.breakdown import Breakdown
+    from holmes_hpc.training.metrics.breakdown import Breakdown
 
     record, enter = loop.Trainer._record, Breakdown.enter
     records: list[float] = []

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.grid import Parallel
-from holmes_hpc.planning.model import Batch, ModelSpec
-from holmes_hpc.planning.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission import commands, states, submit, sweep
-from holmes_hpc.submission.manifest import SweepJob, open_manifest
+from holmes_hpc.slurm import commands
+from holmes_hpc.submission.executor import states, submit
 from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.sweeps import overview as sweep
+from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
 SITE = Site("bench", (Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
                       Fabric("roce-a", NicType.ROCE, "roce", 4, 8, 25, CPU, 200, "nic_roce")))
@@ -66,8 +68,8 @@ def work(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     fake = StandIns()
-    targets = ("holmes_hpc.submission.commands.slurm", "holmes_hpc.submission.submit.slurm",
-               "holmes_hpc.submission.states.slurm")
+    targets = ("holmes_hpc.slurm.commands.slurm", "holmes_hpc.submission.executor.submit.slurm",
+               "holmes_hpc.submission.executor.states.slurm")
     with tempfile.TemporaryDirectory() as folder, mock.patch(targets[0], fake), mock.patch(targets[1], fake), \
             mock.patch(targets[2], fake):
         root = Path(folder)

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 
 class HolmesError(Exception):
-    """Bad input or a bad site: `what` is wrong, `where`, and `cure` (what to do). Exit code 2.
+    """Bad input or a bad site: `what` is wrong, `where`, and `hint` (what to do). Exit code 2.
 
-    ``str(error)`` is always one line: ``where: what; cure``.
+    ``str(error)`` is always one line: ``where: what; hint``.
     """
 
     exit_code = 2
 
-    def __init__(self, what: str, *, where: str = "", cure: str = "") -> None:
-        self.what, self.where, self.cure = what, where, cure
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
         text = f"{where}: {what}" if where else what
-        super().__init__(" ".join((f"{text}; {cure}" if cure else text).split()))
+        super().__init__(" ".join((f"{text}; {hint}" if hint else text).split()))
 
 
 class SiteError(HolmesError):

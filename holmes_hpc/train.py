@@ -19,12 +19,12 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from holmes_hpc import config as configuration
+from holmes_hpc.config import composition as configuration
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.ending import judge
-from holmes_hpc.submission.launcher import Planned
+from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.sweeps.launcher import Planned
 
 
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
@@ -32,11 +32,11 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     the final figures come back."""
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.cpu")
-    from holmes_hpc.training import cpu  # torch is heavy: only ranks load it
+    from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
 
     with cpu.without_compiler():
         if config["train"].get("measure"):
-            from holmes_hpc.training.measure import measure as task
+            from holmes_hpc.training.calibration.measure import measure as task
         else:
             from holmes_hpc.training.loop import train as task
     return task(config)
@@ -54,7 +54,7 @@ def _local_plan(config: dict[str, Any]) -> dict[str, Any]:
     """Without a plan: plan for the processes of this machine; rank 0 makes the run directory."""
     rank, size = _rank()
     if not config["run_dir"]:
-        raise HolmesError("several processes and no run_dir", where="train", cure="give run_dir=DIR")
+        raise HolmesError("several processes and no run_dir", where="train", hint="give run_dir=DIR")
     plan = configuration.make_plan(config, configuration.local_site(size))
     directory = Path(config["run_dir"])
     config = {**config, "plan_file": str(directory / "plan.yaml")}

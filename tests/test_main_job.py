@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
 

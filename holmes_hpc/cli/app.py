@@ -30,12 +30,12 @@ def with_steps(overrides: list[str] | None, steps: int | None) -> list[str]:
 def check_output(file: str | None) -> None:
     """Refuse, before anything is done, a file that cannot be written."""
     if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
-        raise ConfigError("not a file in a directory that exists", where=file, cure="give another FILE")
+        raise ConfigError("not a file in a directory that exists", where=file, hint="give another FILE")
 
 
 def configuration(overrides: list[str] | None, site: str | None = None, **values: Any) -> dict[str, Any]:
     """The composed configuration; `site`: of --site."""
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
 
     made = config.load(overrides or [])
     if site:
@@ -45,7 +45,7 @@ def configuration(overrides: list[str] | None, site: str | None = None, **values
 
 def asked_site(settings: dict[str, Any]) -> Any:
     """The site of a configuration; says that Slurm is asked where it takes long to answer."""
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
 
     with console.waiting("asking Slurm"):
         return config.site(settings)

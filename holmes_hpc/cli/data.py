@@ -23,13 +23,13 @@ def data_prepare(
         stdlib: Annotated[bool, typer.Option("--stdlib", help="Python's own sources, for trying.")] = False,
         json: Json = False) -> None:
     """Text or JSONL, also compressed, to Megatron's indexed data set. Example: holmes data prepare a.jsonl.gz -o d/a"""
-    from holmes_hpc.training import prepare
+    from holmes_hpc.training.data import prepare
 
     if not output:
-        raise ConfigError("no output", where="data prepare", cure="give -o PREFIX")
+        raise ConfigError("no output", where="data prepare", hint="give -o PREFIX")
     if bool(files) == stdlib:
         raise ConfigError("nothing to read" if not files else "FILES and --stdlib", where="data prepare",
-                          cure="give FILES, or --stdlib")
+                          hint="give FILES, or --stdlib")
     made = (prepare.demo_corpus(output, progress=console.Progress()) if stdlib else
             prepare.prepare(files or [], output, tokenizer=tokenizer, workers=workers, json_key=json_key,
                             progress=console.Progress()))

@@ -25,7 +25,7 @@ from holmes_hpc.cli.app import (
 from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
-    from holmes_hpc.planning.plan import Plan
+    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.submission.earliest import Candidate
 
 # A short run, unless overrides say otherwise.
@@ -41,7 +41,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
 
     settings = configuration(with_steps(overrides, steps), site)
     check_output(output)
@@ -56,7 +56,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         chosen.write(output)
     costs = config.costs(settings, chosen)
     if json:
-        from holmes_hpc.planning.hops import hop_cost
+        from holmes_hpc.planning.cost.stage_transfer import hop_cost
 
         hop = hop_cost(chosen, costs)
         console.as_json({**chosen.to_dict(), "hop": hop.to_dict() if hop else None,
@@ -76,14 +76,14 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
     """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
     asked; SubmissionError when none of them can run."""
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
     from holmes_hpc.submission.earliest import candidates
     from holmes_hpc.submission.earliest import earliest as order
 
     for given, what in ((settings["site_file"], "a site file"), (settings["plan_file"], "one plan only"),
                         (settings["launcher"]["kind"] == "local", "launcher=local")):
         if given:
-            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", cure="leave one of them out")
+            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
     here = config.site(settings)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:
@@ -96,7 +96,7 @@ def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
         found = order(plans, settings["train"]["steps"], settings["slurm"])
     if found[0].end is None:
         raise SubmissionError(f"none of {len(found)} plans can run; the best: {found[0].reason}", where="--earliest",
-                              cure="see `holmes nodes` and `holmes doctor`")
+                              hint="see `holmes nodes` and `holmes doctor`")
     return found
 
 
@@ -136,21 +136,21 @@ def predict(
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
-    from holmes_hpc import config
-    from holmes_hpc.planning.plan import Plan
-    from holmes_hpc.planning.predict import chrome_trace, timeline
-    from holmes_hpc.planning.predict import predict as predict_plan
+    from holmes_hpc.config import composition as config
+    from holmes_hpc.planning.cost.predict import chrome_trace, timeline
+    from holmes_hpc.planning.cost.predict import predict as predict_plan
+    from holmes_hpc.planning.spec.plan import Plan
 
     check_output(trace)
     settings = configuration([], site, calibration=calibration)
     settings["train"]["pace_layer_ms"] = pace_layer_ms
     if (plan_path is None) == (site is None):
-        raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", cure="holmes predict --help")
+        raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
     if plan_path is not None:
         given = Plan.read(plan_path)
     else:
         if global_batch is None:
-            raise ConfigError("no batch", where="predict", cure="give --global-batch")
+            raise ConfigError("no batch", where="predict", hint="give --global-batch")
         settings["batch"] = {"global_size": global_batch, "micro_size": micro_batch, "sequence_length": sequence}
         settings["model"] = _model(model, layers, hidden, heads, vocab, sequence)
         settings["plan"] |= {
@@ -191,10 +191,10 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc import config
     from holmes_hpc.cli.runs import start
+    from holmes_hpc.config import composition as config
     from holmes_hpc.records.files import write_whole
-    from holmes_hpc.submission.follow import follow
+    from holmes_hpc.submission.lifecycle.follow import follow
 
     check_output(output)
     settings = config.for_calibration(configuration([*CALIBRATION, *(overrides or [])], site))
@@ -225,7 +225,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
 def _model(name: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int | None,
            sequence: int) -> dict[str, Any]:
     """The configuration group of a named model, or of a GPT of the given sizes."""
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
 
     sizes = {"layers": layers, "hidden": hidden, "heads": heads}
     if name is not None:
@@ -234,7 +234,7 @@ def _model(name: str | None, layers: int | None, hidden: int | None, heads: int 
             "max_positions": max(sequence, made["max_positions"])}
     missing = [f"--{k}" for k, v in sizes.items() if v is None]
     if hidden is None or missing:
-        raise ConfigError(f"no {', '.join(missing)}", where="predict", cure="give --model NAME, or the model's sizes")
+        raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
     return {"name": "gpt", **sizes, "vocab": vocab or 51200, "ffn": 4 * hidden, "kv_heads": heads, "swiglu": False,
             "rmsnorm": False, "rope": False, "tied": True, "bias": True, "max_positions": sequence}
 
@@ -243,11 +243,11 @@ def _numbers(text: str | None) -> list[int] | None:
     try:
         return [int(n) for n in text.split(",")] if text else None
     except ValueError as e:
-        raise ConfigError(f"{text!r} is not whole numbers", where="--layers-per-stage", cure="write 26,22") from e
+        raise ConfigError(f"{text!r} is not whole numbers", where="--layers-per-stage", hint="write 26,22") from e
 
 
 def _nodes(text: str | None) -> dict[str, int] | None:
     try:
         return {k: int(v) for k, v in (part.split("=") for part in text.split(","))} if text else None
     except ValueError as e:
-        raise ConfigError(f"{text!r} is not FABRIC=NODES,…", where="--nodes", cure="write ib-a=4,roce-a=4") from e
+        raise ConfigError(f"{text!r} is not FABRIC=NODES,…", where="--nodes", hint="write ib-a=4,roce-a=4") from e

@@ -33,10 +33,10 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
            dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
            json: Json = False) -> None:
     """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
 
     if plan_path is None or ("=" in plan_path and not Path(plan_path).exists()):
-        raise ConfigError("no plan", where="submit", cure="make one with `holmes plan … -o plan.yaml`, then "
+        raise ConfigError("no plan", where="submit", hint="make one with `holmes plan … -o plan.yaml`, then "
                           "`holmes submit plan.yaml`; `holmes run` does both")
     chosen, settings = planned(overrides, plan_file=plan_path)
     if dry_run:
@@ -56,7 +56,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
-    from holmes_hpc.submission.follow import follow
+    from holmes_hpc.submission.lifecycle.follow import follow
 
     overrides = with_steps(overrides, steps)
     chosen, settings = planned(overrides, site, earliest=earliest)
@@ -77,13 +77,13 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
             **values: Any) -> tuple[Any, dict[str, Any]]:
     """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
-    from holmes_hpc import config
     from holmes_hpc.cli.planning import earliest_ends, show_ends
+    from holmes_hpc.config import composition as config
 
     settings = configuration(overrides, site, **values)
     if settings["data"]["kind"] == "indexed":  # here, before anything is queued
         with console.waiting("looking at the data"):
-            from holmes_hpc.training.indexed import Prefix, parse_blend
+            from holmes_hpc.training.data.indexed import Prefix, parse_blend
 
             for prefix in parse_blend(settings["data"]["prefix"])[0]:
                 Prefix.open(prefix)
@@ -104,8 +104,8 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
 def start(chosen: Any, settings: dict[str, Any], overrides: list[str] | None) -> tuple[Any, Any]:
     """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
     has a job, or may have one, is kept, whatever happens here."""
-    from holmes_hpc import config
-    from holmes_hpc.submission.submit import Unsure
+    from holmes_hpc.config import composition as config
+    from holmes_hpc.submission.executor.submit import Unsure
 
     record = config.new_run(settings, chosen, overrides or [], True)
     try:
@@ -123,9 +123,9 @@ def start(chosen: Any, settings: dict[str, Any], overrides: list[str] | None) ->
 
 def _submit(chosen: Any, record: Any, settings: dict[str, Any]) -> Any:
     """Submit a run as its launcher says; its job comes back."""
+    from holmes_hpc.submission.lifecycle.status import job_of
     from holmes_hpc.submission.local import run_plan_here
     from holmes_hpc.submission.plan_job import submit_plan
-    from holmes_hpc.submission.track import job_of
     from holmes_hpc.train import run_rank
 
     if settings["launcher"]["kind"] == "local":
@@ -141,22 +141,22 @@ def resume(run: Run, overrides: Overrides = None,
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
-    from holmes_hpc import config
-    from holmes_hpc.planning.plan import Plan
+    from holmes_hpc.config import composition as config
+    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.submission.follow import follow
-    from holmes_hpc.submission.submit import Unsure
-    from holmes_hpc.submission.track import status as status_of
-    from holmes_hpc.training import saves
+    from holmes_hpc.submission.executor.submit import Unsure
+    from holmes_hpc.submission.lifecycle.follow import follow
+    from holmes_hpc.submission.lifecycle.status import status as status_of
+    from holmes_hpc.training.checkpoint import folder as saves
 
     record = find_run(run)
     now = status_of(record)
     if not now.ended and now.state != "not_submitted":
-        raise ConfigError(f"it is {now.state}", where=str(record.path), cure="wait for its end, or `holmes cancel` it")
+        raise ConfigError(f"it is {now.state}", where=str(record.path), hint="wait for its end, or `holmes cancel` it")
     settings = record.config
     if not {"launcher", "train", "slurm"} <= settings.keys():
         raise RecordError("run.yaml has no whole configuration", where=str(record.path),
-                          cure="start a new run with its plan: `holmes submit`")
+                          hint="start a new run with its plan: `holmes submit`")
     before = record.read_run()
     if overrides:
         config.check_overrides(overrides)
@@ -164,15 +164,15 @@ def resume(run: Run, overrides: Overrides = None,
         settings = {**config.applied(settings, overrides), **fixed}
     if now.state == "completed" and settings["train"]["steps"] <= record.config["train"]["steps"]:
         raise ConfigError(f"it has made all of its {record.config['train']['steps']} steps", where=str(record.path),
-                          cure=f"for more: holmes resume {record.name} train.steps=N")
+                          hint=f"for more: holmes resume {record.name} train.steps=N")
     chosen = Plan.read(plan_path or record.plan_path)
     own = Plan.read(record.plan_path)
     if chosen.model != own.model:
-        raise ConfigError("the plan is for another model", where=plan_path or "", cure="plan for this run's model")
+        raise ConfigError("the plan is for another model", where=plan_path or "", hint="plan for this run's model")
     size, length = own.batch.global_size, own.batch.sequence_length
     if (chosen.batch.global_size, chosen.batch.sequence_length) != (size, length):  # which data come next hangs on them
         raise ConfigError("the plan has another batch", where=plan_path or "",
-                          cure=f"plan with batch.global_size={size} batch.sequence_length={length}")
+                          hint=f"plan with batch.global_size={size} batch.sequence_length={length}")
     if settings["launcher"]["kind"] != "local":
         config.check_site(chosen, config.site(settings))
     if not saves.complete(record.checkpoints):
@@ -202,14 +202,14 @@ def export(run: Run, safetensors: Annotated[str, typer.Option("--safetensors", m
     """
     from holmes_hpc.errors import DataError
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.training import saves
-    from holmes_hpc.training.export import export as export_weights
+    from holmes_hpc.training.checkpoint import folder as saves
+    from holmes_hpc.training.checkpoint.export import export as export_weights
 
     record = find_run(run)
     found = saves.complete(record.checkpoints)
     if not found:
         raise DataError("no complete checkpoint", where=str(record.checkpoints),
-                        cure="train with train.checkpoint_interval=N")
+                        hint="train with train.checkpoint_interval=N")
     console.text(str(export_weights(record, found[0].path, safetensors, found[0].step)))
 
 
@@ -221,8 +221,8 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     Example: holmes status 20260101-120000-gpt_tiny
     """
     from holmes_hpc.records.find import find_run, run_directories, runs_root
-    from holmes_hpc.submission.states import UNKNOWN
-    from holmes_hpc.submission.track import statuses
+    from holmes_hpc.submission.executor.states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
     if not found and not json:
@@ -256,16 +256,16 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
     from holmes_hpc.records.find import find_run
     from holmes_hpc.records.logs import follow as follow_logs
     from holmes_hpc.records.logs import tail
-    from holmes_hpc.submission.track import ended, log_paths
+    from holmes_hpc.submission.lifecycle.status import ended, log_paths
 
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
     if rank is not None and not paths[0].exists():
-        raise ConfigError(f"no log of rank {rank}", where=str(record.path), cure="`holmes logs RUN` shows all")
+        raise ConfigError(f"no log of rank {rank}", where=str(record.path), hint="`holmes logs RUN` shows all")
     if not paths:
         console.note("no log yet; `holmes status` tells what the run waits for")
     if follow and json:
-        raise ConfigError("--follow and --json", where="logs", cure="leave one of them out")
+        raise ConfigError("--follow and --json", where="logs", hint="leave one of them out")
     if json:
         console.as_json({"run": str(record.path), "logs": {path.name: list(tail(path, lines)) for path in paths}})
         return
@@ -283,15 +283,15 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.submission.states import UNKNOWN
-    from holmes_hpc.submission.track import cancel as cancel_run
+    from holmes_hpc.submission.executor.states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import cancel as cancel_run
 
     record = find_run(run)
     with console.waiting("asking Slurm"):
         before = cancel_run(record)
     if before.state == UNKNOWN:
         raise ConfigError("Slurm gives no answer, or knows no such job", where=str(record.path),
-                          cure="look with `scontrol ping` and `squeue --me`")
+                          hint="look with `scontrol ping` and `squeue --me`")
     if json:
         console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
         return
@@ -326,9 +326,9 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
 
 def _simulated(plan_path: Path) -> list[dict[str, Any]]:
     """The timeline that a run's plan should have had, to show beside the measured one; none if it cannot be told."""
-    from holmes_hpc import config
-    from holmes_hpc.planning.plan import Plan
-    from holmes_hpc.planning.predict import timeline
+    from holmes_hpc.config import composition as config
+    from holmes_hpc.planning.cost.predict import timeline
+    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.run import RunDirectory
 
     try:

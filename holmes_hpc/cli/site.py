@@ -16,7 +16,7 @@ Vocabulary = Annotated[str | None, typer.Option(help="The site's own file of nod
 @app.command()
 def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
     """Fabrics, partitions, NICs, GPUs and states, as Slurm tells them. Example: holmes nodes --json"""
-    from holmes_hpc.fabric import report
+    from holmes_hpc.fabric import listing as report
     from holmes_hpc.fabric.grouping import NodeSettings
 
     with console.waiting("asking Slurm"):
@@ -38,11 +38,13 @@ def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the 
     Example: holmes probe --check
     """
     from holmes_hpc.errors import SiteError
-    from holmes_hpc.fabric import gather, label, report
+    from holmes_hpc.fabric import label
+    from holmes_hpc.fabric import listing as report
+    from holmes_hpc.fabric import node_facts as gather
     from holmes_hpc.fabric.probe import probe as probe_node
 
     if not Path(sysfs, "class").is_dir():
-        raise SiteError("no sysfs tree", where=sysfs, cure="copy /sys/class and /sys/devices of a node")
+        raise SiteError("no sysfs tree", where=sysfs, hint="copy /sys/class and /sys/devices of a node")
     nics = probe_node(Path(sysfs))
     findings = []
     if check:
@@ -69,8 +71,8 @@ def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...",
 
     Example: holmes label ib1 ib2 --fabric ib-a
     """
-    from holmes_hpc.fabric import gather
     from holmes_hpc.fabric import label as labels
+    from holmes_hpc.fabric import node_facts as gather
 
     if helper:
         console.text(labels.helper_script())
@@ -105,13 +107,13 @@ def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
         "--ask-nodes/--no-ask-nodes", help="Also run one short job a partition on idle nodes.")] = True,
         script: Annotated[list[str] | None, typer.Option(help="Also look at a batch script of your own.")] = None,
         json: Json = False) -> None:
-    """What would make a run fail or crawl here, each with its cure; exit code 1 where there is an error.
+    """What would make a run fail or crawl here, each with its hint; exit code 1 where there is an error.
 
     Example: holmes doctor --script my-job.sbatch
     """
-    from holmes_hpc import config
+    from holmes_hpc.config import composition as config
     from holmes_hpc.fabric import doctor as doctors
-    from holmes_hpc.fabric import report
+    from holmes_hpc.fabric import listing as report
 
     found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):

@@ -1,0 +1,1 @@
+"""What the site has: NICs, nodes and fabrics, from Slurm's features or probed."""

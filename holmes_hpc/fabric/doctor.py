@@ -1,4 +1,4 @@
-"""Everything about a site that would make a run fail or crawl, each with its cure. Checks are pure; `examine` asks."""
+"""Everything about a site that would make a run fail or crawl, each with its hint. Checks are pure; `examine` asks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric import slurm
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import LEVELS, Finding
-from holmes_hpc.fabric.gather import Facts, gather
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
-from holmes_hpc.fabric.hostlist import compress
-from holmes_hpc.fabric.links import MOST_SKEW_S
 from holmes_hpc.fabric.nccl import refusals
-from holmes_hpc.fabric.scontrol import Config, Node, Partition
+from holmes_hpc.fabric.node_facts import Facts, gather
+from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.scontrol import Config, Node, Partition
+from holmes_hpc.training.network.link_diagnosis import MOST_SKEW_S
 
 SAFE_HETJOBS = (24, 11)
 
@@ -26,8 +26,8 @@ def check_config(config: Config) -> list[Finding]:
     """The scheduler's settings."""
     found: list[Finding] = []
 
-    def say(level: str, what: str, cure: str) -> None:
-        found.append(Finding(level, "slurm.conf", what, cure))
+    def say(level: str, what: str, hint: str) -> None:
+        found.append(Finding(level, "slurm.conf", what, hint))
 
     if config.get("SchedulerType") != "sched/backfill":
         say("error", f"SchedulerType is {config.get('SchedulerType') or 'unknown'}: heterogeneous jobs never start",
@@ -114,8 +114,8 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
         where = f"node {f.node}"
         found += f.findings
         if f.trouble:
-            what, _, cure = f.trouble.partition("; ")
-            found.append(Finding("error", where, f"no Ethernet address that others can reach: {what}", cure, f.node))
+            what, _, hint = f.trouble.partition("; ")
+            found.append(Finding("error", where, f"no Ethernet address that others can reach: {what}", hint, f.node))
         elif f.network != usual:
             found.append(Finding("warning", where, f"its Ethernet address {f.address} ({f.ethernet}) is not in the "
                                  f"others' network {usual}", "see that a route leads there, and that it is the right "
@@ -142,7 +142,7 @@ def read_script(path: Path) -> list[Finding]:
     try:
         return check_script(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except OSError as e:
-        raise SiteError(e.strerror or str(e), where=str(path), cure="give the path of a batch script") from e
+        raise SiteError(e.strerror or str(e), where=str(path), hint="give the path of a batch script") from e
 
 
 def check_script(text: str, name: str = "script") -> list[Finding]:

@@ -197,31 +197,31 @@ def _vocabulary(path: str | None) -> Vocabulary:
 
 
 def _load(path: Path) -> tuple[str, dict[str, Any]]:
-    cure = "see holmes_hpc/fabric/features.yaml for what it may hold"
+    hint = "see holmes_hpc/fabric/features.yaml for what it may hold"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise SiteError(e.strerror or str(e), where=str(path), cure="correct HOLMES_FEATURES") from e
+        raise SiteError(e.strerror or str(e), where=str(path), hint="correct HOLMES_FEATURES") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise SiteError(f"not YAML: {e}", where=str(path), cure=cure) from e
+        raise SiteError(f"not YAML: {e}", where=str(path), hint=hint) from e
     data = {} if data is None else data
     if not isinstance(data, dict):
-        raise SiteError("not a vocabulary", where=str(path), cure=cure)
+        raise SiteError("not a vocabulary", where=str(path), hint=hint)
     for key in data:
         if key not in _SECTIONS:
-            raise SiteError(f"unknown key {key!r}", where=str(path), cure=nearest(str(key), _SECTIONS))
+            raise SiteError(f"unknown key {key!r}", where=str(path), hint=nearest(str(key), _SECTIONS))
     return path.name, data
 
 
 def _list(value: Any, where: str) -> list[Any]:
     if value is not None and not isinstance(value, list):
-        raise SiteError(f"{value!r} is not a list", where=where, cure="write each entry on a line after '-'")
+        raise SiteError(f"{value!r} is not a list", where=where, hint="write each entry on a line after '-'")
     return value or []
 
 
 def _mapping(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not (isinstance(value, dict) and all(_is_rate(v) for v in value.values())):
-        raise SiteError(f"{value!r} is not words with rates", where=where, cure="write {hdr: 200}")
+        raise SiteError(f"{value!r} is not words with rates", where=where, hint="write {hdr: 200}")
     return value or {}
 
 
@@ -233,7 +233,7 @@ def _compile(text: Any, where: str) -> re.Pattern[str]:
     try:
         return re.compile(text, re.IGNORECASE)
     except (re.error, TypeError) as e:
-        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, cure="correct it") from e
+        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, hint="correct it") from e
 
 
 def _rules(entries: Any, where: str) -> list[Rule]:
@@ -241,18 +241,18 @@ def _rules(entries: Any, where: str) -> list[Rule]:
     for entry in _list(entries, where):
         here = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
-            raise SiteError(f"{entry!r} has no match", where=here, cure="write {match: 'REGEX', nic: ib}")
+            raise SiteError(f"{entry!r} has no match", where=here, hint="write {match: 'REGEX', nic: ib}")
         for key in entry:
             if key not in _RULE_KEYS:
-                raise SiteError(f"unknown key {key!r}", where=here, cure=nearest(str(key), _RULE_KEYS))
+                raise SiteError(f"unknown key {key!r}", where=here, hint=nearest(str(key), _RULE_KEYS))
         pattern = _compile(entry["match"], here)
         for group in pattern.groupindex:
             if group not in _GROUPS:
                 raise SiteError(f"unknown group {group!r} in {entry['match']!r}", where=here,
-                                cure=nearest(group, _GROUPS))
+                                hint=nearest(group, _GROUPS))
         if "nic" in entry and entry["nic"] not in [n.value for n in NicType]:
             raise SiteError(f"unknown NIC type {entry['nic']!r}", where=here,
-                            cure=nearest(str(entry["nic"]), [n.value for n in NicType]))
+                            hint=nearest(str(entry["nic"]), [n.value for n in NicType]))
         rules.append(Rule(pattern, {k: entry[k] for k in _GROUPS if k in entry}, bool(entry.get("own", False)),
                           entry.get("unsupported")))
     return rules
@@ -260,5 +260,5 @@ def _rules(entries: Any, where: str) -> list[Rule]:
 
 def _gpu(entry: Any, where: str) -> tuple[re.Pattern[str], Gpu]:
     if not isinstance(entry, dict) or set(entry) != set(_GPU_KEYS):
-        raise SiteError(f"{entry!r} is not a GPU", where=f"{where}: gpus", cure=f"give {', '.join(_GPU_KEYS)}")
+        raise SiteError(f"{entry!r} is not a GPU", where=f"{where}: gpus", hint=f"give {', '.join(_GPU_KEYS)}")
     return _compile(entry["match"], where), Gpu(**{k: entry[k] for k in _GPU_KEYS[1:]})

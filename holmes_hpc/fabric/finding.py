@@ -15,13 +15,13 @@ LEVELS = ("error", "warning", "info")
 class Finding:
     """`level`: ``error`` (a run fails or crawls), ``warning`` (it may), ``info``. `node`, `nic`: where it is about one.
 
-    ``str(finding)`` is one line: ``level: where: what; cure``.
+    ``str(finding)`` is one line: ``level: where: what; hint``.
     """
 
     level: str
     where: str
     what: str
-    cure: str
+    hint: str
     node: str = ""
     nic: str = ""
 
@@ -30,7 +30,7 @@ class Finding:
             raise ValueError(f"level {self.level!r} is not one of {LEVELS}")
 
     def __str__(self) -> str:
-        return " ".join(f"{self.level}: {self.where}: {self.what}; {self.cure}".split())
+        return " ".join(f"{self.level}: {self.where}: {self.what}; {self.hint}".split())
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,4 +45,4 @@ def raise_errors(findings: Iterable[Finding]) -> None:
     bad = errors(findings)
     if bad:
         more = f" (and {len(bad) - 1} more like it)" if len(bad) > 1 else ""
-        raise NetworkError(bad[0].what + more, where=bad[0].where, cure=bad[0].cure)
+        raise NetworkError(bad[0].what + more, where=bad[0].where, hint=bad[0].hint)

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
-from holmes_hpc.fabric.hostlist import compress
-from holmes_hpc.fabric.scontrol import Node, Partition
 from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.scontrol import Node, Partition
 
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
@@ -44,7 +44,7 @@ class Grouping:
         if not self.fabrics:
             reasons = [f"{node}: {why}" for node, why in self.left_out.items()]
             why = reasons[0] if reasons else "Slurm shows none"
-            raise SiteError(f"no usable node ({why})", where=f"cluster {name}", cure="see `holmes nodes`")
+            raise SiteError(f"no usable node ({why})", where=f"cluster {name}", hint="see `holmes nodes`")
         return Site(name, self.fabrics, self.assumptions)
 
 
@@ -91,7 +91,7 @@ def group(nodes: Sequence[Node], partitions: Sequence[Partition], vocabulary: Vo
     known = {p.name for p in partitions}
     for name in settings.partitions:
         if name not in known:
-            raise SiteError(f"no partition {name!r}", where="settings", cure=f"Slurm has {', '.join(sorted(known))}")
+            raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(known))}")
     open_ = {p.name: p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)}
     fit = _fit(nodes, open_, work)
     groups = _labelled(fit, open_, work) + _unlabelled(fit, open_, work)

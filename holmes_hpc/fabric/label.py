@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric import slurm
 from holmes_hpc.fabric.features import Vocabulary, read_features
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.hostlist import compress
 from holmes_hpc.fabric.nics import NodeNics, candidates
-from holmes_hpc.fabric.scontrol import Node
 from holmes_hpc.fabric.site import NicType
+from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.scontrol import Node
 
 NOT_PERMANENT = ("scontrol's changes last until slurmctld restarts or reads slurm.conf again: put the NodeName lines "
                  "into slurm.conf as well")
@@ -53,8 +53,8 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
 def check(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node") -> list[Finding]:
     """Where Slurm's `features` of a node differ from its NICs; ``info`` where the kernel cannot tell."""
     reading = read_features(features, vocabulary)
-    where, cure = f"node {node}", f"holmes label {node}"
-    found = [Finding("error", where, problem, cure, node) for problem in reading.problems]
+    where, hint = f"node {node}", f"holmes label {node}"
+    found = [Finding("error", where, problem, hint, node) for problem in reading.problems]
     nic = nics.type
     if reading.nic is None:
         return found
@@ -62,29 +62,29 @@ def check(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node:
         seen = [f"{p.name} {p.kind} {p.state}" for p in nics.ports] or [n.name for n in nics.interfaces]
         ports = ", ".join(seen) or "no NIC"
         found.append(Finding("error", where, f"Slurm's features say {reading.nic}, the kernel says {nic} ({ports})",
-                             f"{cure}, or bring the NIC back", node))
+                             f"{hint}, or bring the NIC back", node))
         return found
     if not any(m.nic for m in reading.meanings) and nic.rdma:
-        found.append(Finding("error", where, f"no feature names its {nic} NIC", cure, node))
+        found.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
     if nic.rdma:
-        found += _compare(nic, reading.rdma_gbps, nics.rdma_gbps(nic), f"nic_{nic}", where, cure, node)
+        found += _compare(nic, reading.rdma_gbps, nics.rdma_gbps(nic), f"nic_{nic}", where, hint, node)
         port = next((m.port for m in reading.meanings if m.port), None)
         if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):
-            found = [Finding("warning", f.where, f.what, f.cure, f.node) if "rate" in f.what else f for f in found]
-    found += _compare(NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), "eth", where, cure, node)
+            found = [Finding("warning", f.where, f.what, f.hint, f.node) if "rate" in f.what else f for f in found]
+    found += _compare(NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), "eth", where, hint, node)
     return found
 
 
-def _compare(nic: NicType, said: float | None, measured: float | None, label: str, where: str, cure: str,
+def _compare(nic: NicType, said: float | None, measured: float | None, label: str, where: str, hint: str,
              node: str) -> list[Finding]:
     if measured is None:
         return [Finding("info", where, f"the kernel does not know the {nic} rate: not compared", "none needed", node)]
     if said is None:
         what = f"no feature gives the {nic} rate, the kernel says {measured:g} Gb/s"
-        return [Finding("error", where, what, cure, node)]
+        return [Finding("error", where, what, hint, node)]
     if abs(said - measured) > _SAME_RATE * max(said, measured):
         what = f"Slurm's features give {said:g} Gb/s as the {nic} rate, the kernel {measured:g} Gb/s"
-        return [Finding("error", where, what, cure, node)]
+        return [Finding("error", where, what, hint, node)]
     return []
 
 
@@ -118,7 +118,7 @@ def merge(present: Sequence[str], deserved: Sequence[str]) -> tuple[str, ...]:
     its kind (``nic_ib`` to ``nic_roce``), for a node has one of each."""
     for feature in deserved:
         if not _FEATURE.match(feature):
-            raise SiteError(f"{feature!r} cannot be a feature", where="label", cure="use letters, digits and _ . : + -")
+            raise SiteError(f"{feature!r} cannot be a feature", where="label", hint="use letters, digits and _ . : + -")
     renewed = [pattern for pattern in _OWN if any(pattern.match(f) for f in deserved)]
     kept = [f for f in present if f in deserved or not any(pattern.match(f) for pattern in renewed)]
     return tuple(dict.fromkeys([*kept, *deserved]))
@@ -131,7 +131,7 @@ def changes(nodes: Iterable[Node], deserved: Mapping[str, Sequence[str]],
     known = {n.name: n for n in nodes}
     for name in [*deserved, *fabrics]:
         if name not in known:
-            raise SiteError(f"no node {name!r}", where="label", cure=f"Slurm has {compress(known)}")
+            raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(known)}")
     result = []
     for name in dict.fromkeys([*deserved, *fabrics]):
         labels = [*deserved.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]

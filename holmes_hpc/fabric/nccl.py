@@ -11,7 +11,7 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.nics import NodeNics, data_interface
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.fabric.transport import Transport
+from holmes_hpc.planning.spec.transport import Transport
 
 # What undoes the choice per group, wherever it is set.
 FORBIDDEN = {
@@ -47,7 +47,7 @@ def environment(nics: NodeNics, nic: NicType, node: str = "", ethernet: str | No
         if not ports:
             seen = ", ".join(f"{p.name} {p.kind} {p.state}" for p in nics.ports)
             raise SiteError(f"no active {nic} port among {seen}", where=f"node {node}" if node else "this node",
-                            cure="bring the port up, or correct the node's features (holmes label)")
+                            hint="bring the port up, or correct the node's features (holmes label)")
         values["NCCL_IB_HCA"] = "=" + ",".join(p.name for p in ports)
     return values
 
@@ -86,13 +86,13 @@ def refusals(env: Mapping[str, str] | None = None, wanted: Mapping[str, str] | N
     sources = [("", dict(env))] + [(str(f), read_conf(f)) for f in (conf_files(env) if files is None else files)]
     for source, values in sources:
         at = f" in {source}" if source else ""
-        cure = f"remove it from {source}" if source else "unset it"
+        hint = f"remove it from {source}" if source else "unset it"
         meant = f" (meant: NIC {nic})" if nic else ""
         for name, why in (*FORBIDDEN.items(), *DOUBTFUL.items()):
             if name in values and values[name] not in _OFF.get(name, ("",)):
                 level = "error" if name in FORBIDDEN else "warning"
                 what = f"{name}={values[name]}{at} {why}{meant}"
-                found.append(Finding(level, where, what, f"{cure} ({name})", node, nic))
+                found.append(Finding(level, where, what, f"{hint} ({name})", node, nic))
         if source:
             continue
         for name, value in (wanted or {}).items():

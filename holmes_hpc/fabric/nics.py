@@ -163,7 +163,7 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
 def data_interface(nics: NodeNics, nic: NicType, name: str | None = None, node: str = "") -> Nic:
     """The kernel interface that `nic` traffic of this node uses, up and with an IPv4 address.
 
-    `name` forces one; `node` is only for messages. Raises SiteError, which names the interface and the cure.
+    `name` forces one; `node` is only for messages. Raises SiteError, which names the interface and the hint.
     """
     where = f"node {node}" if node else "this node"
     found = candidates(nics, nic)
@@ -171,21 +171,21 @@ def data_interface(nics: NodeNics, nic: NicType, name: str | None = None, node: 
         found = [n for n in nics.interfaces if n.name == name]
         if not found:
             raise SiteError(f"no interface {name}", where=where,
-                            cure=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}")
+                            hint=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}")
     if not found:
         ports = ", ".join(p.name for p in nics.usable_ports(nic))
         if ports:
             raise SiteError(f"{nic} ports {ports} have no kernel interface", where=where,
-                            cure="give them one with an IPv4 address (IPoIB for InfiniBand)")
+                            hint="give them one with an IPv4 address (IPoIB for InfiniBand)")
         raise SiteError(f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}", where=where,
-                        cure="correct the node's features (holmes label), or bring the interface back under its name")
+                        hint="correct the node's features (holmes label), or bring the interface back under its name")
     best = found[0]
     if not best.up and not best.carrier:
         raise SiteError(f"{nic} interface {best.name} has no carrier", where=where,
-                        cure="see its cable and switch port")
+                        hint="see its cable and switch port")
     if not best.up:
-        raise SiteError(f"{nic} interface {best.name} is down", where=where, cure=f"ip link set {best.name} up")
+        raise SiteError(f"{nic} interface {best.name} is down", where=where, hint=f"ip link set {best.name} up")
     if best.address is None:
         raise SiteError(f"{nic} interface {best.name} has no IPv4 address", where=where,
-                        cure=f"ip addr add ADDRESS/PREFIX dev {best.name}")
+                        hint=f"ip addr add ADDRESS/PREFIX dev {best.name}")
     return best

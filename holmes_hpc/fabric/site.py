@@ -29,7 +29,7 @@ class NicType(str, Enum):
 
 def _positive(what: str, value: float | None, where: str) -> None:
     if value is None or not math.isfinite(value) or value <= 0:
-        raise SiteError(f"{what} is {value}, must be a number above 0", where=where, cure=f"correct {what}")
+        raise SiteError(f"{what} is {value}, must be a number above 0", where=where, hint=f"correct {what}")
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,20 @@ class Fabric:
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, cure="rename")
+            raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
         object.__setattr__(self, "nic", NicType(self.nic))
         object.__setattr__(self, "node_names", tuple(self.node_names))
         for key in ("nodes", "gpus_per_node"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SiteError(f"{key} is {value}, must be a whole number above 0", where=where, cure=f"correct {key}")
+                raise SiteError(f"{key} is {value}, must be a whole number above 0", where=where, hint=f"correct {key}")
         _positive("ethernet_gbps", self.ethernet_gbps, where)
         if self.nic.rdma:
             _positive("rdma_gbps", self.rdma_gbps, where)
         elif self.rdma_gbps is not None:
-            raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, cure="remove rdma_gbps or set nic")
+            raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
         if self.node_names and len(self.node_names) != self.nodes:
-            raise SiteError(f"{len(self.node_names)} node names for {self.nodes} nodes", where=where, cure="correct it")
+            raise SiteError(f"{len(self.node_names)} node names for {self.nodes} nodes", where=where, hint="correct it")
 
     @property
     def gpus(self) -> int:
@@ -110,18 +110,18 @@ class Site:
         object.__setattr__(self, "fabrics", tuple(self.fabrics))
         object.__setattr__(self, "assumptions", tuple(self.assumptions))
         if not self.fabrics:
-            raise SiteError("no fabric", where=f"site {self.name}", cure="list at least one fabric")
+            raise SiteError("no fabric", where=f"site {self.name}", hint="list at least one fabric")
         names = [f.name for f in self.fabrics]
         for name in names:
             if names.count(name) > 1:
-                raise SiteError(f"two fabrics are named {name!r}", where=f"site {self.name}", cure="rename one")
+                raise SiteError(f"two fabrics are named {name!r}", where=f"site {self.name}", hint="rename one")
 
     def fabric(self, name: str) -> Fabric:
         for fabric in self.fabrics:
             if fabric.name == name:
                 return fabric
         raise SiteError(f"no fabric {name!r}", where=f"site {self.name}",
-                        cure=f"it has {', '.join(f.name for f in self.fabrics)}")
+                        hint=f"it has {', '.join(f.name for f in self.fabrics)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.costs import Costs
-from holmes_hpc.planning.explain import PARTS
-from holmes_hpc.planning.hops import hop_cost
-from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.plan import Plan, Predicted
-from holmes_hpc.planning.predict import predict
-from holmes_hpc.planning.search import best_plan
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.cost.stage_transfer import hop_cost
+from holmes_hpc.planning.search.alternatives import PARTS
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.spec.plan import Plan, Predicted
 
 WIDTH = 100
 

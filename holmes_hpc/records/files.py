@@ -81,7 +81,7 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                     raise _failed(path, e) from e
                 if time.monotonic() > end:
                     raise RecordError(f"another writer has held it for {wait_s:.0f} s", where=str(path),
-                                      cure="find the process that hangs, or try again") from e
+                                      hint="find the process that hangs, or try again") from e
                 time.sleep(0.01)
         yield
     finally:
@@ -108,6 +108,6 @@ def _finite(value: Any) -> Any:
 
 def _failed(path: Path, error: OSError) -> RunFailed:
     full = error.errno in (28, 122)  # ENOSPC, EDQUOT
-    cure = ("free some space, then `holmes resume` the run" if full
+    hint = ("free some space, then `holmes resume` the run" if full
             else "make the run directory writable from this node")
-    return RunFailed(error.strerror or str(error), where=str(path), cure=cure)
+    return RunFailed(error.strerror or str(error), where=str(path), hint=hint)

@@ -43,12 +43,12 @@ def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None =
     named = [run for run in runs if run.name == word]
     if len(named) > 1:
         raise RecordError(f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}", where=word,
-                          cure="give the directory")
+                          hint="give the directory")
     if named:
         return named[0]
     close = difflib.get_close_matches(word, [run.name for run in runs], n=1)
-    cure = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
-    raise RecordError(f"no such run under {base}", where=word, cure=cure)
+    hint = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
+    raise RecordError(f"no such run under {base}", where=word, hint=hint)
 
 
 def job_ids(run: dict[str, Any]) -> set[int]:

@@ -130,13 +130,13 @@ class RunDirectory:
         run = cls(path)
         if run.exists():
             raise RecordError("it already holds a run", where=str(run.path),
-                              cure="`holmes resume` goes on with it; or give another directory")
+                              hint="`holmes resume` goes on with it; or give another directory")
         try:
             for directory in (run.logs, run.trace, run.checkpoints, run.exits):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise RecordError(e.strerror or str(e), where=str(run.path),
-                              cure="give a directory that can be made, on a file system all nodes share") from e
+                              hint="give a directory that can be made, on a file system all nodes share") from e
         if plan_text is not None:
             write_whole(run.plan_path, plan_text)
         run._write_run({"version": VERSION, "name": run.name, "created": now(), **ids, "config": dict(config or {}),
@@ -149,10 +149,10 @@ class RunDirectory:
             text = self.run_path.read_text(encoding="utf-8")
         except FileNotFoundError as e:
             raise RecordError("not a run directory (no run.yaml)", where=str(self.path),
-                              cure="give a directory under runs/ (or HOLMES_RUNS)") from e
+                              hint="give a directory under runs/ (or HOLMES_RUNS)") from e
         except (OSError, UnicodeDecodeError) as e:
             raise RecordError(getattr(e, "strerror", None) or str(e), where=str(self.run_path),
-                              cure="restore the file") from e
+                              hint="restore the file") from e
         return parse_run(text, str(self.run_path))
 
     @property
@@ -160,7 +160,7 @@ class RunDirectory:
         """The resolved configuration that the run was started with."""
         config = self.read_run().get("config")
         if not isinstance(config, dict):
-            raise RecordError("no configuration in it", where=str(self.path / "run.yaml"), cure="start a new run")
+            raise RecordError("no configuration in it", where=str(self.path / "run.yaml"), hint="start a new run")
         return config
 
     def update_run(self, **values: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class RunDirectory:
                              allow_unicode=True)
         except yaml.YAMLError as e:
             raise RecordError(f"not plain data: {e}", where=str(self.run_path),
-                              cure="record strings, numbers, lists") from e
+                              hint="record strings, numbers, lists") from e
         write_whole(self.run_path, text)
 
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class RunDirectory:
         Times and rates are kept to 7 digits, finer than any clock here; losses and norms to the last bit.
         """
         if not isinstance(line.get("step"), int):
-            raise RecordError(f"step is {line.get('step')!r}", where=str(self.metrics_path), cure="number the steps")
+            raise RecordError(f"step is {line.get('step')!r}", where=str(self.metrics_path), hint="number the steps")
         append_line(self.metrics_path, to_json(measured(dict(line))))
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -214,7 +214,7 @@ class RunDirectory:
         except FileNotFoundError:
             return []
         except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), cure="restore the file") from e
+            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
         steps: dict[int, dict[str, Any]] = {}
         for raw in text.split(b"\n"):
             try:
@@ -260,10 +260,10 @@ class RunDirectory:
         """
         if writer not in WRITERS:
             raise RecordError(f"{writer!r} may not write it", where=str(self.result_path),
-                              cure=f"only {' and '.join(WRITERS)} do; ranks write exits/")
+                              hint=f"only {' and '.join(WRITERS)} do; ranks write exits/")
         if result.get("state") not in STATES:
             raise RecordError(f"state is {result.get('state')!r}", where=str(self.result_path),
-                              cure=f"use one of {', '.join(STATES)}")
+                              hint=f"use one of {', '.join(STATES)}")
         blank = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK}
         with locked(self.path / ".lock"):
             data = {"version": VERSION, **blank, "attempt": self.attempt, "time": time.time(), **result,
@@ -325,14 +325,14 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
     try:
         data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
     except yaml.YAMLError as e:
-        raise RecordError(f"not YAML: {e}", where=where, cure="restore the file") from e
+        raise RecordError(f"not YAML: {e}", where=where, hint="restore the file") from e
     return check_run(data, where)
 
 
 def check_run(data: Any, where: str) -> dict[str, Any]:
     """Refuse what is not a run record of this version or an older one, and fill in what is missing."""
     if not isinstance(data, dict):
-        raise RecordError("not a run record", where=where, cure="restore the file")
+        raise RecordError("not a run record", where=where, hint="restore the file")
     version = data.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         raise _too_new(version, where)
@@ -343,7 +343,7 @@ def check_run(data: Any, where: str) -> dict[str, Any]:
 
 def _too_new(version: Any, where: str) -> RecordError:
     return RecordError(f"record version {version!r}, this release reads up to {VERSION}", where=where,
-                       cure="use the holmes_hpc release that wrote it, or a newer one")
+                       hint="use the holmes_hpc release that wrote it, or a newer one")
 
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
 from holmes_hpc.results.documents import read_blocks
-from holmes_hpc.results.loader import load_runs, load_steps
+from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
@@ -77,13 +77,13 @@ class Report:
         try:
             Path(path).write_text(page(self), encoding="utf-8")
         except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(path), cure="give a file that can be written") from e
+            raise RecordError(e.strerror or str(e), where=str(path), hint="give a file that can be written") from e
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The only run's measured timeline, for Perfetto. RecordError without a trace."""
         if not self.single:
             raise RecordError(f"a timeline is of one run, these are {len(self.runs)}", where=str(path),
-                              cure="name one run")
+                              hint="name one run")
         write_perfetto(RunDirectory(self.run["path"]), path)
 
 
@@ -111,7 +111,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
         wanted.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
         raise RecordError("no runs there", where=", ".join(map(str, paths)) or "report",
-                          cure="give run directories, their names, or directories that hold runs")
+                          hint="give run directories, their names, or directories that hold runs")
     runs = pd.concat(frames, ignore_index=True)
     whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
     comparison = compare.compare(runs)

@@ -105,7 +105,7 @@ def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
     trace."""
     trace = read_trace(run)
     if trace.empty:
-        raise RecordError("no trace was recorded", where=str(run.path), cure="run it again with train.trace=true")
+        raise RecordError("no trace was recorded", where=str(run.path), hint="run it again with train.trace=true")
     rows: list[dict[Any, Any]] = trace.to_dict("records")
     write_whole(Path(path), json.dumps(perfetto(rows)))
     return len(rows)

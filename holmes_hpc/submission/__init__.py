@@ -1,0 +1,1 @@
+"""How a plan gets to the nodes, and what becomes of its job."""

@@ -14,12 +14,12 @@ from typing import Any
 
 from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.plan import Plan
-from holmes_hpc.submission.commands import patient
-from holmes_hpc.submission.component import ComponentRequest
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.slurm.commands import patient
+from holmes_hpc.submission.executor.component import ComponentRequest
+from holmes_hpc.submission.executor.preflight import check_components, parse_test
+from holmes_hpc.submission.executor.script import JobRequest, script_text
 from holmes_hpc.submission.plan_job import plan_components
-from holmes_hpc.submission.preflight import check_components, parse_test
-from holmes_hpc.submission.script import JobRequest, script_text
 
 SHORTEST_MIN = 5
 START_UP_S = 60.0  # from a job's start to its first step: modules, imports, process groups
@@ -70,7 +70,7 @@ def candidates(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, mo
 def training_time_s(plan: Plan, steps: int) -> float:
     """Predicted seconds from start to the end of `steps` steps."""
     if plan.predicted is None:
-        raise SubmissionError("the plan holds no prediction", where="plan", cure="make it again with `holmes plan`")
+        raise SubmissionError("the plan holds no prediction", where="plan", hint="make it again with `holmes plan`")
     return START_UP_S + steps * plan.predicted.step_time_s
 
 
@@ -85,7 +85,7 @@ def start_of(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
         answer = patient(["sbatch", "--test-only", str(path)])
     found = parse_test(answer.code, answer.err, answer.reason)
     if not found.ok or not found.start:
-        raise SubmissionError(found.reason or answer.reason, where="sbatch --test-only", cure="ask for less")
+        raise SubmissionError(found.reason or answer.reason, where="sbatch --test-only", hint="ask for less")
     return _epoch(found.start)
 
 
@@ -94,7 +94,7 @@ def _epoch(text: str) -> float:
     try:
         return max(datetime.fromisoformat(text).timestamp(), time.time())
     except ValueError as e:
-        raise SubmissionError(f"start time {text!r}", where="sbatch --test-only", cure="unset SLURM_TIME_FORMAT") from e
+        raise SubmissionError(f"start time {text!r}", where="sbatch --test-only", hint="unset SLURM_TIME_FORMAT") from e
 
 
 def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> list[Candidate]:
@@ -107,7 +107,7 @@ def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> 
         minutes = min(int(settings.get("timeout_min") or 60), max(SHORTEST_MIN, round(duration * 1.5 / 60 + 0.5)))
         try:
             if duration > 60 * int(settings.get("timeout_min") or 60):
-                raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", cure="raise it")
+                raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it")
             found.append(Candidate(plan, start_of(plan_components(plan, settings), minutes), duration, minutes))
         except SubmissionError as e:
             found.append(Candidate(plan, None, duration, minutes, str(e)))

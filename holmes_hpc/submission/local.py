@@ -17,11 +17,11 @@ import submitit
 from submitit.local.local import LocalExecutor
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.commands import uninterrupted
+from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine
 from holmes_hpc.submission.plan_job import RankTask
-from holmes_hpc.submission.track import Job, OnThisMachine
 
 
 class LocalRankTask(RankTask):
@@ -59,7 +59,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise SubmissionError("no TCP port is free", where="127.0.0.1", cure="end what listens on so many")
+    raise SubmissionError("no TCP port is free", where="127.0.0.1", hint="end what listens on so many")
 
 
 def _ephemeral() -> int:

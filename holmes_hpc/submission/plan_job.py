@@ -16,16 +16,16 @@ from typing import Any
 from submitit.core import utils
 
 from holmes_hpc.errors import SubmissionError, nearest
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.commands import uninterrupted
-from holmes_hpc.submission.component import ComponentRequest, component
-from holmes_hpc.submission.ending import START_MARK, gained, note_progress, start_of
-from holmes_hpc.submission.executor import SlurmHetExecutor
-from holmes_hpc.submission.job import SlurmHetJob
-from holmes_hpc.submission.preflight import check_components
-from holmes_hpc.submission.script import JobRequest, script_text, words
-from holmes_hpc.submission.submit import cancelled_on_error
+from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.submission.executor.component import ComponentRequest, component
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.preflight import check_components
+from holmes_hpc.submission.executor.script import JobRequest, script_text, words
+from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
+from holmes_hpc.submission.executor.submit import cancelled_on_error
+from holmes_hpc.submission.lifecycle.outcome import START_MARK, gained, note_progress, start_of
 
 COMPONENT_SETTINGS = ("account", "qos", "reservation", "mem", "cpus_per_task", "gres", "exclusive", "additional",
                       "nodelist", "exclude")
@@ -60,15 +60,15 @@ def plan_components(plan: Plan, settings: Mapping[str, Any]) -> tuple[ComponentR
     own = dict(settings.get("fabrics") or {})
     for key in settings:
         if key not in SETTINGS:
-            raise SubmissionError(f"unknown key {key!r}", where="slurm", cure=nearest(str(key), SETTINGS))
+            raise SubmissionError(f"unknown key {key!r}", where="slurm", hint=nearest(str(key), SETTINGS))
     site_fabrics = [f.name for f in plan.site.fabrics]
     for name, values in own.items():
         if name not in site_fabrics:
-            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", cure=nearest(name, site_fabrics))
+            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, site_fabrics))
         for key in values or {}:
             if key not in COMPONENT_SETTINGS:
-                cure = "set it for the whole job" if key in JOB_SETTINGS else nearest(key, COMPONENT_SETTINGS)
-                raise SubmissionError(f"{key!r} cannot be set for one fabric", where=f"slurm.fabrics.{name}", cure=cure)
+                hint = "set it for the whole job" if key in JOB_SETTINGS else nearest(key, COMPONENT_SETTINGS)
+                raise SubmissionError(f"{key!r} cannot be set for one fabric", where=f"slurm.fabrics.{name}", hint=hint)
     made = []
     for index, part in enumerate(plan.components):
         values = {k: settings[k] for k in COMPONENT_SETTINGS if settings.get(k) is not None}
@@ -134,7 +134,7 @@ def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
 def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Words of shell that judge the run's end; their exit status is what the job's should be."""
     python = shlex.quote(sys.executable)  # the batch script runs outside any container
-    return f'{python} -m holmes_hpc.submission.finish {words([str(run_path)])} "{status}" "{signalled}"'
+    return f'{python} -m holmes_hpc.submission.lifecycle.finish {words([str(run_path)])} "{status}" "{signalled}"'
 
 
 def _executor(plan: Plan, run_dir: str | Path, settings: Mapping[str, Any],

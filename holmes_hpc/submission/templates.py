@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holmes_hpc.submission.component import ComponentRequest
-from holmes_hpc.submission.environment import LEADER
-from holmes_hpc.submission.script import JobRequest, script_text
+from holmes_hpc.submission.executor.component import ComponentRequest
+from holmes_hpc.submission.executor.environment import LEADER
+from holmes_hpc.submission.executor.script import JobRequest, script_text
 
 RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # become variables of the script
 IB = ComponentRequest(2, 1, "ib", "nic_ib")
@@ -36,12 +36,12 @@ def _template(name: str, what: str, parts: tuple[ComponentRequest, ...], *, rest
         parts, name="holmes", timeout_min=60, output="holmes-%j.txt", rank_output=f"{RUN}/logs/rank-%t.txt",
         step_errors=f"{RUN}/logs/srun.txt", requeue=True, environment=((LEADER, "%j"), *per_node),
         container=container)
-    judge = f'{PYTHON} -m holmes_hpc.submission.finish {RUN} "$status" "$signalled"'
+    judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'
     inner = "python3" if container else PYTHON
     text = script_text(
         job, f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
         begin=["run=${RUN:-runs/$SLURM_JOB_ID}",
-               f'{PYTHON} -m holmes_hpc.submission.begin {RUN} {PLAN} {restarts} "$@" || exit'],
+               f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit'],
         interrupted=[f"{judge} --so-far"], finish=[f"{judge}; status=$?"])
     for mark, variable in ((RUN, '"$run"'), (PLAN, '"${PLAN:-plan.yaml}"'), (PYTHON, '"${PYTHON:-python3}"')):
         text = text.replace(mark, variable)

@@ -42,13 +42,13 @@ def _quiet(_: str) -> None:
 
 def _require_machine() -> None:
     if not sys.platform.startswith("linux"):
-        raise TestbedError(f"needs Linux, this is {sys.platform}", where="testbed", cure="run it on Linux, as root")
+        raise TestbedError(f"needs Linux, this is {sys.platform}", where="testbed", hint="run it on Linux, as root")
     if not is_root():
-        raise TestbedError("needs root (network namespaces, Slurm's daemons)", where="testbed", cure="run it as root")
+        raise TestbedError("needs root (network namespaces, Slurm's daemons)", where="testbed", hint="run it as root")
 
 
 def _down_error() -> TestbedError:
-    return TestbedError("is not up", where=f"testbed in {state_dir()}", cure="holmes testbed up")
+    return TestbedError("is not up", where=f"testbed in {state_dir()}", hint="holmes testbed up")
 
 
 def _setting(directory: Path, record: Record) -> Setting:
@@ -77,7 +77,7 @@ def up(topology_path: str | Path | None = None, release: str | None = None,
     :raises TestbedError: one line; whatever had been made is undone.
     """
     if release is not None and release not in userland.RELEASES:
-        raise TestbedError(f"unknown release {release!r}", where="testbed", cure=nearest(release, userland.RELEASES))
+        raise TestbedError(f"unknown release {release!r}", where="testbed", hint=nearest(release, userland.RELEASES))
     _require_machine()
     wanted = None if topology_path is None else topology.find(topology_path)
     text = topology.find(wanted).read_text(encoding="utf-8")
@@ -89,12 +89,12 @@ def up(topology_path: str | Path | None = None, release: str | None = None,
             if (release is not None and record.release != release) or (
                     wanted is not None and record.topology != text):
                 raise TestbedError(f"another one is up ({_setting(directory, record).layout.topology.name}, "
-                                   f"{record.release})", where=f"testbed in {directory}", cure="holmes testbed down")
+                                   f"{record.release})", where=f"testbed in {directory}", hint="holmes testbed down")
             if _repair(_setting(directory, record), progress):
                 return
             progress("the testbed is broken: making it anew")
         if record is None and os.listdir(directory):
-            raise TestbedError("holds other files", where=str(directory), cure="set HOLMES_TESTBED to a new directory")
+            raise TestbedError("holds other files", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
         kept = record.release if record is not None else None
         if record is not None:
             text, made = record.topology if wanted is None else text, record.made_directory
@@ -213,7 +213,7 @@ def _wait_for_nodes(setting: Setting, progress: Callable[[str], None], watch: Ca
         if time.monotonic() > deadline:
             said = ", ".join(f"{node} is {states[node]}" for node in waiting[:5])
             raise TestbedError(f"{said} after {timeout_s:g} s", where="testbed",
-                               cure=f"see that no firewall drops traffic of {setting.layout.uplink}")
+                               hint=f"see that no firewall drops traffic of {setting.layout.uplink}")
         if time.monotonic() - told > 5:
             told = time.monotonic()
             progress(f"waiting for {len(waiting)} nodes")
@@ -295,16 +295,16 @@ def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s:
     _, _, setting = _current()
     names = [n.name for n in setting.layout.topology.nodes]
     if node not in names:
-        raise TestbedError(f"no such node {node!r}", where="testbed", cure=nearest(node, names))
+        raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
     if not argv:
-        raise TestbedError("no command", where="testbed exec", cure="write it after --")
+        raise TestbedError("no command", where="testbed exec", hint="write it after --")
     _require_machine()
     environment = {**system_env(), **os.environ, **_env(setting)}
     try:
         return subprocess.run(daemons.within(setting, node, argv), env=environment, check=False, text=True,
                               capture_output=capture, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", cure="allow more time") from None
+        raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
 
 
 def _env(setting: Setting) -> dict[str, str]:

@@ -23,7 +23,7 @@ def present(program: str) -> bool:
 
 
 def run(argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60,
-        cure: str = "") -> str:
+        hint: str = "") -> str:
     """The command's stdout.
 
     :raises TestbedError: it is missing, failed, or took longer than `timeout_s`; with the last line it said.
@@ -32,12 +32,12 @@ def run(argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None =
         done = subprocess.run(list(argv), input=stdin, env=system_env(env), timeout=timeout_s, check=False,
                               capture_output=True, text=True, errors="replace", start_new_session=True)
     except FileNotFoundError:
-        raise TestbedError("not installed", where=argv[0], cure=cure or "install it") from None
+        raise TestbedError("not installed", where=argv[0], hint=hint or "install it") from None
     except subprocess.TimeoutExpired:
-        raise TestbedError(f"no answer within {timeout_s:g} s", where=" ".join(argv), cure=cure) from None
+        raise TestbedError(f"no answer within {timeout_s:g} s", where=" ".join(argv), hint=hint) from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
-        raise TestbedError(said[-1] if argv[0] != "ip" else said[0], where=" ".join(argv), cure=cure)
+        raise TestbedError(said[-1] if argv[0] != "ip" else said[0], where=" ".join(argv), hint=hint)
     return done.stdout
 
 

@@ -206,4 +206,4 @@ def _silent(daemon: Daemon, places: Places, what: str) -> TestbedError:
         with contextlib.suppress(OSError):
             lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else said)
-    return TestbedError(f"{what}: {said}" if said else what, where=daemon.name, cure="correct that, then `up` again")
+    return TestbedError(f"{what}: {said}" if said else what, where=daemon.name, hint="correct that, then `up` again")

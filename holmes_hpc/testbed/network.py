@@ -130,7 +130,7 @@ def free_subnet(prefix: str) -> str:
     for text in candidates[start:191] + candidates[:start] + candidates[191:] + ["198.18.0.0/16", "198.19.0.0/16"]:
         if not any(ipaddress.ip_network(text).overlaps(other) for other in taken):
             return text
-    raise TestbedError("every private /16 is routed already", where="ip route", cure="free one, e.g. leave the VPN")
+    raise TestbedError("every private /16 is routed already", where="ip route", hint="free one, e.g. leave the VPN")
 
 
 def _networks_in_use() -> Iterator[ipaddress.IPv4Network]:
@@ -154,13 +154,13 @@ _NO_TBF = "this kernel lacks the token bucket (sch_tbf); run on one that has it"
 _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
 
 
-def _batch(tool: str, namespace: str | None, lines: Iterable[str], cure: str = "") -> None:
+def _batch(tool: str, namespace: str | None, lines: Iterable[str], hint: str = "") -> None:
     within = ["-n", namespace] if namespace else []
     try:
         run([tool, *within, "-batch", "-"], stdin="\n".join(lines) + "\n")
     except TestbedError as error:
-        refused = "permitted" in error.what or not cure
-        raise TestbedError(error.what, where=error.where, cure=_NOT_ALLOWED if refused else cure) from None
+        refused = "permitted" in error.what or not hint
+        raise TestbedError(error.what, where=error.where, hint=_NOT_ALLOWED if refused else hint) from None
 
 
 def _set_kernel(namespace: str, values: dict[str, str]) -> None:

@@ -46,7 +46,7 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
         return
     if not present("apt-get"):
         raise TestbedError(f"missing programs: {', '.join(lacking)}", where="testbed",
-                           cure="install Slurm, munge and MariaDB (this machine has no apt-get to do it)")
+                           hint="install Slurm, munge and MariaDB (this machine has no apt-get to do it)")
     with _no_services():
         names = sorted({_package(programs[program]) for program in lacking})
         progress(f"installing {', '.join(names)}")
@@ -59,7 +59,7 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
     lacking = [program for program in programs if not present(program)]
     if said is not None or lacking:
         raise TestbedError(f"apt-get could not install {', '.join(names)}: {said or 'programs still missing'}",
-                           where="testbed", cure=f"install {', '.join(names)} by hand")
+                           where="testbed", hint=f"install {', '.join(names)} by hand")
 
 
 def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:

@@ -90,7 +90,7 @@ def end_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15)
         if time.monotonic() > deadline:
             names = ", ".join(f"{f.program} ({f.pid})" for f in found[:5])
             raise TestbedError(f"still alive after SIGKILL: {names}", where=str(directory),
-                               cure="see dmesg, then `down` again")
+                               hint="see dmesg, then `down` again")
         for each in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)

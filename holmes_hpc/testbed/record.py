@@ -24,10 +24,10 @@ def state_dir() -> Path:
     directory = Path(os.path.realpath(os.environ.get("HOLMES_TESTBED") or DEFAULT_DIRECTORY))
     if len(str(directory)) > MAX_PATH:
         raise TestbedError(f"path longer than {MAX_PATH} characters", where=str(directory),
-                           cure="set HOLMES_TESTBED to a shorter one")
+                           hint="set HOLMES_TESTBED to a shorter one")
     if any(c.isspace() or c in "#\"'\\%:," for c in str(directory)) or directory == Path("/"):
         raise TestbedError("unfit as the testbed's directory", where=repr(str(directory)),
-                           cure="set HOLMES_TESTBED to a path of letters, digits and -_./")
+                           hint="set HOLMES_TESTBED to a path of letters, digits and -_./")
     return directory
 
 
@@ -58,18 +58,18 @@ class Record:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError:
-            raise TestbedError("cannot be read", where=str(directory / FILE), cure="run as root") from None
+            raise TestbedError("cannot be read", where=str(directory / FILE), hint="run as root") from None
         except (OSError, ValueError) as error:
             raise TestbedError(f"cannot be read: {error}", where=str(directory / FILE),
-                               cure="restore it, or remove what it made by hand") from None
+                               hint="restore it, or remove what it made by hand") from None
         if not isinstance(data, dict) or data.get("version") != VERSION:
             raise TestbedError("made by another version of holmes", where=str(directory / FILE),
-                               cure="take it down with that version")
+                               hint="take it down with that version")
         try:
             return cls(**{**data, "namespaces": tuple(data["namespaces"])})
         except (KeyError, TypeError) as error:
             raise TestbedError(f"incomplete: {error}", where=str(directory / FILE),
-                               cure="restore it, or remove what it made by hand") from None
+                               hint="restore it, or remove what it made by hand") from None
 
     def write(self, directory: Path) -> None:
         """Replace the record atomically; only root may read it (it holds the database's password)."""
@@ -101,10 +101,10 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
                 made = True
             except FileExistsError:
                 if not directory.is_dir():
-                    raise TestbedError("is not a directory", where=str(directory), cure="set HOLMES_TESTBED") from None
+                    raise TestbedError("is not a directory", where=str(directory), hint="set HOLMES_TESTBED") from None
             except OSError as error:
                 raise TestbedError(f"cannot be made: {error.strerror}", where=str(directory),
-                                   cure="run as root, or set HOLMES_TESTBED") from None
+                                   hint="run as root, or set HOLMES_TESTBED") from None
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -36,8 +36,8 @@ def rate(mbit: float) -> str:
     return f"{mbit / 1000:.6f}".rstrip("0").rstrip(".") + "g"
 
 
-def _fail(what: str, where: str, cure: str) -> TestbedError:
-    return TestbedError(what, where=where, cure=cure)
+def _fail(what: str, where: str, hint: str) -> TestbedError:
+    return TestbedError(what, where=where, hint=hint)
 
 
 def _positive(key: str, value: Any, where: str, whole: bool = False) -> None:
@@ -220,7 +220,7 @@ def parse(text: str, where: str) -> Topology:
                                     for i, p in enumerate(data.get("partitions", [])))}
         topology: Topology = _build(Topology, data, "topology")
     except TestbedError as error:
-        raise _fail(f"{error.where}: {error.what}", where, error.cure) from None
+        raise _fail(f"{error.where}: {error.what}", where, error.hint) from None
     return topology
 
 

@@ -55,9 +55,9 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
     """
     if not Path("/lib").is_symlink() or not Path("/bin").is_symlink():
         raise TestbedError("/bin and /lib are not links into /usr", where=f"testbed --release {release}",
-                           cure="use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)")
+                           hint="use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)")
     if not present("debootstrap"):
-        raise TestbedError("missing programs: debootstrap", where=f"testbed --release {release}", cure="install it")
+        raise TestbedError("missing programs: debootstrap", where=f"testbed --release {release}", hint="install it")
     argv = ["unshare", "--mount", "debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", release,
             str(root)]
     progress(f"fetching Debian {release} (half a gigabyte, a minute or two)")
@@ -76,7 +76,7 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
             raise
     if process.returncode:
         raise TestbedError(f"debootstrap failed: {said}", where=f"testbed --release {release}",
-                           cure="see that the Debian mirror can be reached")
+                           hint="see that the Debian mirror can be reached")
     for name in SHARED:
         source = Path("/etc") / name
         target = root / "etc" / name

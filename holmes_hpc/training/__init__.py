@@ -1,3 +1,5 @@
+"""What each task of a job does: one process, one rank; the training loop is on top."""
+
 import os
 
 # torch warns, several lines each, that nodes of a cluster have no reverse DNS entry; errors still come through

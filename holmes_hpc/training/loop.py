@@ -17,20 +17,28 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.errors import ConfigError, HolmesError
-from holmes_hpc.planning.orders import Order
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training import audit, data, edges, launch, metrics, model, optimizer, pace, session, traffic
-from holmes_hpc.training.breakdown import Breakdown
-from holmes_hpc.training.checkpoint import Checkpoints
-from holmes_hpc.training.launch import Launch
-from holmes_hpc.training.loggers import Loggers
-from holmes_hpc.training.output import Exits, RankLog, checked_run, say
-from holmes_hpc.training.schedule import run_ahead
+from holmes_hpc.training import session
+from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
+from holmes_hpc.training.data import samples as data
+from holmes_hpc.training.metrics import line as metrics
+from holmes_hpc.training.metrics.breakdown import Breakdown
+from holmes_hpc.training.metrics.loggers import Loggers
+from holmes_hpc.training.metrics.trace import Trace, TracedTimers
+from holmes_hpc.training.model import gpt as model
+from holmes_hpc.training.model import optimizer, pace
+from holmes_hpc.training.network import audit
+from holmes_hpc.training.network import nic_bytes as traffic
+from holmes_hpc.training.pipeline import point_to_point as edges
+from holmes_hpc.training.pipeline.run_ahead import run_ahead
+from holmes_hpc.training.rank import launch
+from holmes_hpc.training.rank.failure import Exits, RankLog, checked_run, say
+from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.signals import Said, Signals, Word
+from holmes_hpc.training.rank.watchdog import LONG, Stragglers, Watchdog, dump_stacks, work_of_stages
 from holmes_hpc.training.session import Session
-from holmes_hpc.training.signals import Said, Signals, Word
-from holmes_hpc.training.trace import Trace, TracedTimers
-from holmes_hpc.training.watch import LONG, Stragglers, Watchdog, dump_stacks, work_of_stages
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +121,7 @@ class Trainer:
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
         if chosen and here.attempt == 1 and self.step >= train["steps"]:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train['steps']}",
-                              where=f"checkpoint {chosen}", cure="train.steps counts from step 0: raise it")
+                              where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
         self.word = Word(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = traffic.NicLog(here.run.nics, here.launch.node, here.attempt)

@@ -17,16 +17,19 @@ import torch.distributed as dist
 
 from holmes_hpc import __version__
 from holmes_hpc.errors import ConfigError, HolmesError, NetworkError
-from holmes_hpc.fabric.hostlist import compress
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.transport import TCP
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.spec.transport import TCP
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training import audit, cpu, groups, launch, rendezvous, transports
-from holmes_hpc.training.launch import Launch
-from holmes_hpc.training.output import Exits, say
-from holmes_hpc.training.traffic import Traffic
-from holmes_hpc.training.transports import NodeTransports
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.training.network import audit, rendezvous
+from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.network import process_groups as groups
+from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.nic_bytes import Traffic
+from holmes_hpc.training.rank import cpu, launch
+from holmes_hpc.training.rank.failure import Exits, say
+from holmes_hpc.training.rank.launch import Launch
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Session:
 def use_cuda(wanted: str) -> bool:
     """Whether to train on CUDA: ``auto`` where there is a device. ConfigError for ``cuda`` without one."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device", where="train.device", cure="use train.device=cpu or auto")
+        raise ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
     return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
@@ -149,7 +152,7 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports) -> list[Node
     except RuntimeError as e:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise NetworkError(f"ranks {missing} did not come", where="rendezvous",
-                           cure="look at their logs; they started late, died, or cannot reach rank 0") from e
+                           hint="look at their logs; they started late, died, or cannot reach rank 0") from e
     return [NodeTransports.from_dict(json.loads(text)) for text in store.multi_get(keys)]
 
 

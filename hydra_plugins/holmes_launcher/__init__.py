@@ -1,8 +1,8 @@
-"""Registers the launchers holmes_slurm and holmes_local with Hydra; their code is holmes_hpc.submission.launcher."""
+"""Registers the launchers holmes_slurm and holmes_local with Hydra (code: holmes_hpc.submission.sweeps.launcher)."""
 
 from hydra.core.config_store import ConfigStore
 
-from holmes_hpc.submission.launcher import LocalLauncher, LocalLauncherConf, SlurmLauncher, SlurmLauncherConf
+from holmes_hpc.submission.sweeps.launcher import LocalLauncher, LocalLauncherConf, SlurmLauncher, SlurmLauncherConf
 
 
 class HolmesSlurmLauncher(SlurmLauncher):

@@ -8,13 +8,13 @@ from slurm_text import node, partition, partition_line
 from trees import Tree
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric import slurm
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.gather import MARK, Facts, _understand, check_here, facts_of, gather, limit, propose
+from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, check_here, facts_of, gather, limit, propose
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.scontrol import Config
 from holmes_hpc.fabric.site import NicType
+from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.scontrol import Config
 
 HEALTHY = {"SchedulerType": "sched/backfill", "SLURM_VERSION": "24.11.5", "KillOnBadExit": "1", "ClusterName": "c",
            "AccountingStorageType": "accounting_storage/slurmdbd", "SchedulerParameters": "(null)"}
@@ -151,7 +151,7 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("a1", "big,nic_roce", "ib"), node("a2", "", "ib")]
     monkeypatch.setattr(slurm, "read_nodes", lambda vocabulary: nodes)
-    monkeypatch.setattr("holmes_hpc.fabric.gather.gather", lambda nodes, _: ([facts(n.name) for n in nodes], []))
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.gather", lambda nodes, _: ([facts(n.name) for n in nodes], []))
     wanted, _ = propose(["a[1-2]"], "x")
     assert {c.node: c.wanted for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
     with pytest.raises(SiteError, match="no node 'a3'"):
@@ -198,7 +198,7 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
 def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeypatch, ending: str, why: str) -> None:
     does, asked = srun
     does(f"{answer('a1')}\n{ending}")
-    monkeypatch.setattr("holmes_hpc.fabric.gather.limit", lambda nodes: 1)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.limit", lambda nodes: 1)
     found, silent = gather([node(n.name, IB, "old,ib") for n in NODES])
     assert [f.node for f in found] == ["a1"] and "--partition=ib" in asked()
     assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what

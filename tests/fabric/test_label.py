@@ -10,7 +10,6 @@ from slurm_text import node
 from trees import Tree
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric import slurm
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.label import (
     Change,
@@ -26,6 +25,7 @@ from holmes_hpc.fabric.label import (
     update_commands,
 )
 from holmes_hpc.fabric.probe import probe
+from holmes_hpc.slurm import query as slurm
 
 VOCABULARY = read_vocabulary()
 
@@ -54,7 +54,7 @@ def test_a_node_labelled_with_what_it_deserves_passes_its_check(tmp_path: Path, 
 ])
 def test_features_that_lie(tmp_path: Path, name: str, features: list[str], says: str) -> None:
     found = [f for f in check(nics(tmp_path, name), features, VOCABULARY, "n7") if f.level == "error"]
-    assert len(found) == 1 and says in str(found[0]) and "n7" in str(found[0]) and "holmes label" in found[0].cure
+    assert len(found) == 1 and says in str(found[0]) and "n7" in str(found[0]) and "holmes label" in found[0].hint
 
 
 def test_a_port_rate_alias_is_a_warning_only(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from slurm_text import node, node_line, partition, partition_line
 from trees import Tree
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric import report, slurm
+from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.listing import describe, findings_table, probe_dict, probe_tables
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.report import describe, findings_table, probe_dict, probe_tables
+from holmes_hpc.slurm import query as slurm
 
 
 def example():

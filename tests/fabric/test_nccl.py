@@ -11,7 +11,7 @@ from holmes_hpc.fabric.nccl import conf_files, environment, net_name, read_conf,
 from holmes_hpc.fabric.nics import Nic, NodeNics
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.fabric.transport import LOCAL, TCP, Transport
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 TESTBED = NodeNics((Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24),
@@ -67,7 +67,7 @@ def test_a_fabric_the_node_is_not_of(tmp_path: Path) -> None:
 def test_a_wrong_variable_is_one_line_with_its_cure(env: dict[str, str], says: str) -> None:
     found = refusals(env, environment(TESTBED, IB), "ib1", files=[])
     assert len(found) == 1 and found[0].level == "error"
-    assert says in str(found[0]) and "node ib1" in str(found[0]) and "unset" in found[0].cure
+    assert says in str(found[0]) and "node ib1" in str(found[0]) and "unset" in found[0].hint
 
 
 def test_a_refusal_names_the_nic_that_was_meant() -> None:
@@ -99,7 +99,7 @@ def test_settings_files(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path)}
     assert conf_files(env) == [tmp_path / ".nccl.conf", Path("/etc/nccl.conf")]
     found = refusals(env, environment(TESTBED, IB), "ib1", files=[tmp_path / ".nccl.conf"])
-    assert len(found) == 1 and "NCCL_NET=Socket in" in found[0].what and "remove it from" in found[0].cure
+    assert len(found) == 1 and "NCCL_NET=Socket in" in found[0].what and "remove it from" in found[0].hint
     assert conf_files({"HOME": "/h", "NCCL_CONF_FILE": "/x"}) == [Path("/x"), Path("/etc/nccl.conf")]
     assert read_conf(tmp_path / "none") == {}
 

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
-from holmes_hpc.fabric import doctor, report, slurm
-from holmes_hpc.fabric.gather import MARK, gather
+from holmes_hpc.fabric import doctor
+from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.label import apply, changes
+from holmes_hpc.fabric.node_facts import MARK, gather
 from holmes_hpc.fabric.site import NicType
+from holmes_hpc.slurm import query as slurm
 
 pytestmark = pytest.mark.slurm
 
@@ -66,7 +68,7 @@ def test_an_interface_that_is_down_is_a_lie_of_the_features(testbed) -> None:
     testbed.exec(node.name, "ip", "link", "set", "ib0", "down")
     try:
         done = testbed.exec(node.name, "env", f"SLURMD_NODENAME={node.name}", f"SLURM_CONF={testbed.env['SLURM_CONF']}",
-                            sys.executable, "-m", "holmes_hpc.fabric.gather")
+                            sys.executable, "-m", "holmes_hpc.fabric.node_facts")
         line = next(x for x in done.stdout.splitlines() if x.startswith(MARK))
         findings = json.loads(line[len(MARK):])["findings"]
     finally:

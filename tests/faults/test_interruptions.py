@@ -3,13 +3,10 @@ tests/training/test_checkpoint.py, with local processes."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import interruptions
+import pytest
 from interruptions import KINDS, Fault
 
 Figures = dict[int, tuple[float, float]]

@@ -1,4 +1,4 @@
-"""NICs that break, crawl or lie, on the testbed: each fault gives one line that names node, NIC and cure, in time.
+"""NICs that break, crawl or lie, on the testbed: each fault gives one line that names node, NIC and hint, in time.
 
 Nodes and NICs are drawn from a seed, which is printed: HOLMES_FAULT_SEED=7 tries others. docs/faults.md is written from
 what the runs said when all of them passed with the usual seed.
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.planning.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.testbed import packages
 from holmes_hpc.testbed.network import shape

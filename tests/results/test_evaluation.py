@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import tarfile
 from pathlib import Path
 
+import evaluation
 import pytest
 from made_runs import make_run
 
-from holmes_hpc import config
+from holmes_hpc.config import composition as config
 from holmes_hpc.results import load_runs
 from holmes_hpc.testbed.topology import read
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import evaluation
 
 HEADERS = 1.05
 PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "hybrid": {"ib-a": 2, "roce-a": 2}}

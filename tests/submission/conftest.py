@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.submission import preflight
-from holmes_hpc.submission.states import WATCHER
+from holmes_hpc.submission.executor import preflight
+from holmes_hpc.submission.executor.states import WATCHER
 
 
 class FakeSlurm:

@@ -16,7 +16,7 @@ from typing import Any
 import plans
 import pytest
 import submitit
-from test_slurm import (  # noqa: F401 (fixtures)
+from slurm_jobs import (  # noqa: F401 (fixtures)
     THREE,
     Counting,
     executor,
@@ -28,12 +28,12 @@ from test_slurm import (  # noqa: F401 (fixtures)
 )
 
 from holmes_hpc import testbed as beds
-from holmes_hpc.fabric.hostlist import expand
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.follow import follow
+from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.submission.executor.states import WATCHER
+from holmes_hpc.submission.lifecycle.follow import follow
+from holmes_hpc.submission.lifecycle.status import cancel, job_of, status
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.submission.states import WATCHER
-from holmes_hpc.submission.track import cancel, job_of, status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.timeout(240),
               pytest.mark.usefixtures("testbed", "whole_again")]
@@ -63,7 +63,7 @@ def all_here(run: RunDirectory, ranks: int = 4) -> bool:
     return len(list((run.path / "here").glob("*"))) == ranks
 
 
-def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:  # noqa: F811
+def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:
     run = start(folder, plans.until_told, wait_s=12)
     until(lambda: all_here(run) and status(run).state == "running")
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
@@ -77,7 +77,7 @@ def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:  # noqa: F811
     assert run.attempt == 1 and status(run).state == "completed"
 
 
-def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) -> None:  # noqa: F811
+def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) -> None:
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
     threading.Timer(4, beds.up).start()
     job = executor(folder, THREE[2:], name="once").submit(sleeper, 0)
@@ -86,7 +86,7 @@ def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) ->
     assert listed.stdout.split() == [job.job_id]
 
 
-def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:  # noqa: F811
+def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:
     kill("slurmdbd")
     try:
         run = start(folder, plans.until_told, die={"2": "kill"})
@@ -101,7 +101,7 @@ def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:  # noqa
         beds.up()
 
 
-def test_a_node_that_dies_fails_the_job(folder: Path) -> None:  # noqa: F811
+def test_a_node_that_dies_fails_the_job(folder: Path) -> None:
     run = start(folder, plans.until_told, wait_s=120)
     until(lambda: all_here(run))
     node = run.log_path(3).resolve()  # rank 3's node, as its environment said
@@ -117,7 +117,7 @@ def test_a_node_that_dies_fails_the_job(folder: Path) -> None:  # noqa: F811
     until(lambda: not _queued(job_of(run).id), 60)  # Slurm requeues such a job by itself
 
 
-def test_the_batch_scripts_node_dies(folder: Path) -> None:  # noqa: F811
+def test_the_batch_scripts_node_dies(folder: Path) -> None:
     """Slurm requeues the job by itself; its next start finds that a failure came before, and that none is allowed."""
     run = start(folder, plans.until_told, wait_s=120, steps_per_attempt=1)
     until(lambda: all_here(run))
@@ -157,7 +157,7 @@ def low() -> Iterator[str]:
     until(lambda: subprocess.run(["scontrol", "delete", "PartitionName=low"], capture_output=True).returncode == 0)
 
 
-def test_preempted(folder: Path, low: str) -> None:  # noqa: F811
+def test_preempted(folder: Path, low: str) -> None:
     """Slurm requeues all components, and the run goes on, though no failure is allowed."""
     own = replace(plans.site(), fabrics=tuple(replace(f, partition=low) for f in plans.site().fabrics[:2]))
     plan = plans.plan("ib-a", "roce-a", site=own)
@@ -173,7 +173,7 @@ def test_preempted(folder: Path, low: str) -> None:  # noqa: F811
     assert result is not None and (code, result["state"], run.attempt) == (0, "completed", 2)
 
 
-def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:  # noqa: F811
+def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:
     job = executor(folder, THREE[:2]).submit(Counting(str(folder / "mark")))
     until(lambda: len(list(folder.glob("mark-0-*"))) == 4)
     job._interrupt(timeout=True)  # USR2, what comes before the time is over
@@ -181,7 +181,7 @@ def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:  # 
     assert job.results() == ["round 1"] * 4
 
 
-def test_slurms_own_requeues_count_too(folder: Path) -> None:  # noqa: F811
+def test_slurms_own_requeues_count_too(folder: Path) -> None:
     """As after preemption: the function is not asked."""
     job = executor(folder, THREE[:2], slurmhet_max_requeues=1).submit(Counting(str(folder / "mark")))
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_slurms_own_requeues_count_too(folder: Path) -> None:  # noqa: F811
         job.result()
 
 
-def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:  # noqa: F811
+def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:
     run = start(folder, plans.until_told, steps_per_attempt=3, gaining_attempts=2, wait_s=60)
     for attempt in (1, 2, 3):
         until(lambda attempt=attempt: run.attempt == attempt and all_here(run, 4 * attempt), 60)
@@ -204,7 +204,7 @@ def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:  
     assert run.attempt == 3 and [m["step"] for m in run.metrics()] == [3, 6]
 
 
-def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:  # noqa: F811
+def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:
     """Nobody sends a signal but Slurm, some time before two minutes are over."""
     run = start(folder, plans.until_told, {"timeout_min": 2}, steps_per_attempt=3, wait_s=200)
     began = time.monotonic()
@@ -216,7 +216,7 @@ def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:  #
     until(lambda: status(run).state == "cancelled")
 
 
-def test_a_full_log_disk_is_named(folder: Path) -> None:  # noqa: F811
+def test_a_full_log_disk_is_named(folder: Path) -> None:
     plan = plans.plan("ib-a", "roce-a")
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
     run.log_path(2).symlink_to("/dev/full")

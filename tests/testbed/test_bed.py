@@ -23,7 +23,7 @@ from holmes_hpc.testbed.commands import SYSTEM_PATH
 from holmes_hpc.testbed.record import FILE, Record
 
 pytestmark = pytest.mark.slurm
-PEER = Path(__file__).with_name("peer.py")
+PEER = Path(__file__).parents[1] / "support" / "peer.py"
 UP = "from holmes_hpc import testbed; testbed.up('default')"
 
 

@@ -11,7 +11,8 @@ import pytest
 import spawn
 import torch
 
-from holmes_hpc.training import model, optimizer
+from holmes_hpc.training.model import gpt as model
+from holmes_hpc.training.model import optimizer
 
 STEPS = {"steps": 30, "log_interval": 10}
 

@@ -17,9 +17,13 @@ from hypothesis import strategies as st
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.training import breakdown, cpu, metrics, optimizer, pace, watch
-from holmes_hpc.training.launch import Launch
-from holmes_hpc.training.traffic import NicLog, Traffic, header_factors, sample_pairs, sum_by_kind
+from holmes_hpc.training.metrics import breakdown
+from holmes_hpc.training.metrics import line as metrics
+from holmes_hpc.training.model import optimizer, pace
+from holmes_hpc.training.network.nic_bytes import NicLog, Traffic, header_factors, sample_pairs, sum_by_kind
+from holmes_hpc.training.rank import cpu
+from holmes_hpc.training.rank import watchdog as watch
+from holmes_hpc.training.rank.launch import Launch
 
 
 class Clock:
@@ -326,7 +330,7 @@ class Counted:
 
 def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkeypatch) -> None:
     plan, made = spawn.plan(pp=3, dp=2), []
-    monkeypatch.setattr("holmes_hpc.training.traffic._send", lambda ranks, rank, group, data: None)
+    monkeypatch.setattr("holmes_hpc.training.network.nic_bytes._send", lambda ranks, rank, group, data: None)
 
     def new_group(ranks, kind):
         made.append(kind)
@@ -346,7 +350,7 @@ def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch
     readings = iter([{n: (0, 0) for n in ("eth0", "mgmt0", "docker0", "mlx5_0:1", "mlx5_1:1")},
                      {"eth0": (1, 2), "mgmt0": (10, 20), "docker0": (0, 0), "mlx5_0:1": (100, 200),
                       "mlx5_1:1": (1000, 0)}])
-    monkeypatch.setattr("holmes_hpc.training.traffic.read_counters", lambda: next(readings))
+    monkeypatch.setattr("holmes_hpc.training.network.nic_bytes.read_counters", lambda: next(readings))
     counted = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
     assert counted.take() == (1, 2, 100, 200, 1010)  # mlx5_1 is slower: storage, not one of NCCL's ports
     assert counted.by_nic["mlx5_1:1"] == (1000, 0)

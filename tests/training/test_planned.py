@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import spawn
 
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.costs import Costs
-from holmes_hpc.planning.options import PlanOptions
-from holmes_hpc.planning.search import best_plan
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
 
 
 def site(ib: int = 2, roce: int = 2, per_node: int = 1) -> Site:

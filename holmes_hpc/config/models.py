@@ -1,0 +1,76 @@
+"""The named models, and the configuration files made from them (`python -m holmes_hpc.config.models` writes them)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import yaml
+
+from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.errors import ConfigError, nearest
+
+
+def _paper(name: str, layers: int, hidden: int, heads: int, vocab: int) -> ModelSpec:
+    """A model of Yang et al. (arXiv 2312.03549). Megatron-LM gives a SwiGLU model of theirs ffn = 64 * floor(8h/3/64).
+
+    Untied here: a tied pair would be all-reduced between the first and the last fabric in every step.
+    """
+    return ModelSpec(name, layers, hidden, heads, vocab, ffn=8 * hidden // 3 // 64 * 64, kv_heads=heads)
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, vocab: int, ffn: int, kv_heads: int, positions: int,
+           rope_base: float = 10000.0) -> ModelSpec:
+    """Touvron et al. 2023 (arXiv 2307.09288) and Grattafiori et al. 2024 (arXiv 2407.21783), as they published them."""
+    return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, max_positions=positions,
+                     rope_base=rope_base)
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool) -> ModelSpec:
+    """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020): GELU, LayerNorm, biases, learned positions."""
+    return ModelSpec(name, layers, hidden, heads, vocab, ffn=4 * hidden, kv_heads=heads, swiglu=False, rmsnorm=False,
+                     rope=False, tied=tied, bias=True, max_positions=positions)
+
+
+MODELS: dict[str, ModelSpec] = {m.name: m for m in (
+    # Bytes and an end-of-document token; a step takes a CPU seconds at most.
+    ModelSpec("gpt_tiny", 8, 256, 8, 257, ffn=640, kv_heads=8, max_positions=256),
+    _gpt("gpt_small", 12, 768, 12, 50257, 1024, tied=True),
+    _paper("gpt_3_6b", 30, 3072, 32, 50304),
+    _paper("gpt_7_5b", 36, 4096, 32, 50304),
+    _paper("gpt_39b", 48, 8192, 64, 51200),
+    _gpt("gpt3_175b", 96, 12288, 96, 51200, 2048, tied=False),
+    _llama("llama2_7b", 32, 4096, 32, 32000, 11008, 32, 4096),
+    _llama("llama2_70b", 80, 8192, 64, 32000, 28672, 8, 4096),
+    _llama("llama3_8b", 32, 4096, 32, 128256, 14336, 8, 8192, 500000.0),
+    _llama("llama3_70b", 80, 8192, 64, 128256, 28672, 8, 8192, 500000.0),
+)}
+
+
+def named(name: str) -> ModelSpec:
+    """The model of that name; an unknown name is a ConfigError that says the nearest one."""
+    if name not in MODELS:
+        raise ConfigError(f"no model {name!r}", where="model", hint=nearest(name, MODELS))
+    return MODELS[name]
+
+
+def to_yaml(model: ModelSpec) -> str:
+    """The text of `conf/model/NAME.yaml`."""
+    values = {f.name: asdict(model)[f.name] for f in fields(model)}
+    head = f"# Written from holmes_hpc/config/models.py ({model.name}); change it there.\n"
+    return head + str(yaml.safe_dump(values, sort_keys=False))
+
+
+def write_configs(directory: Path) -> list[Path]:
+    """Write one configuration file a model into `directory`; returns their paths."""
+    paths = []
+    for model in MODELS.values():
+        path = directory / f"{model.name}.yaml"
+        path.write_text(to_yaml(model), encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+if __name__ == "__main__":
+    for written in write_configs(Path(__file__).parents[1] / "conf" / "model"):
+        print(written)

@@ -1,0 +1,136 @@
+"""What `holmes nodes` and `holmes probe` show, as tables and as one JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
+from holmes_hpc.fabric.label import features_of
+from holmes_hpc.fabric.nics import NodeNics
+from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.scontrol import Node, Partition
+
+Table = tuple[str, list[str], list[list[Any]], str]  # title, columns, rows, caption
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All that Slurm shows, and what was made of it."""
+
+    cluster: str
+    nodes: tuple[Node, ...]
+    partitions: tuple[Partition, ...]
+    grouping: Grouping
+
+    def fabric_of(self, node: str) -> str:
+        return next((f.name for f in self.grouping.fabrics if node in f.node_names), "")
+
+    def remarks(self, node: Node) -> list[str]:
+        """What must be said about a node: why it is left out, its features that nothing explains, what was supposed."""
+        said = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
+        if node.reading.unknown:
+            said.append(f"not understood: {', '.join(node.reading.unknown)}")
+        said += [p for p in (*node.reading.problems, *node.reading.said) if not any(p in s for s in said)]
+        said += [f"available but not active: {', '.join(idle)}"] if (idle := _idle(node)) else []
+        return said + ([f"reason: {node.reason}"] if node.reason and not node.usable else [])
+
+    def tables(self) -> list[Table]:
+        """Fabrics, partitions, nodes (those that Slurm and this room describe alike share a row)."""
+        fabrics = [[f.name, f.nic, f.partition, f.nodes, f"{f.gpus_per_node}×{f.gpu.name}",
+                    "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}", f"{f.ethernet_gbps:g}", f.constraint]
+                   for f in self.grouping.fabrics]
+        caption = "\n".join(f"supposed: {a}" for a in self.grouping.assumptions)
+        partitions = [[p.name + ("*" if p.default else ""), "up" if p.up else "closed", p.max_time, len(p.nodes),
+                       compress(p.nodes)] for p in self.partitions]
+        columns = ["fabric", "NIC", "partition", "nodes", "GPUs a node", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
+        return [(f"Fabrics of {self.cluster}", columns, fabrics, caption),
+                ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
+                ("Nodes", ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "fabric", "features", "remarks"],
+                 self._node_rows(), "")]
+
+    def _node_rows(self) -> list[list[Any]]:
+        rows: dict[tuple[Any, ...], list[str]] = {}
+        for n in self.nodes:
+            key = ("+".join(n.states).lower(), str(n.reading.nic or "?"), _gpus(n), n.cpus, round(n.memory_mib / 1024),
+                   self.fabric_of(n.name), " ".join(n.features), "; ".join(self.remarks(n)))
+            rows.setdefault(key, []).append(n.name)
+        return [[compress(names), *key] for key, names in rows.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--json`."""
+        fabrics = [{**asdict(f), "nic": str(f.nic)} for f in self.grouping.fabrics]
+        nodes = [{"name": n.name, "partitions": n.partitions, "states": n.states, "usable": n.usable,
+                  "nic": str(n.reading.nic) if n.reading.nic else None, "rdma_gbps": n.reading.rdma_gbps,
+                  "ethernet_gbps": n.reading.ethernet_gbps, "fabric": self.fabric_of(n.name) or None,
+                  "gpus": n.gpus, "gpu_types": n.gpu_types, "cpus": n.cpus, "memory_mib": n.memory_mib,
+                  "features": n.features, "understood": {m.feature: m.text for m in n.reading.meanings},
+                  "unknown": n.reading.unknown, "remarks": self.remarks(n)} for n in self.nodes]
+        partitions = [{"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
+                      for p in self.partitions]
+        return {"cluster": self.cluster, "fabrics": fabrics, "partitions": partitions, "nodes": nodes,
+                "assumptions": self.grouping.assumptions, "left_out": self.grouping.left_out}
+
+
+def _gpus(node: Node) -> str:
+    return ", ".join(f"{g.count} {g.type}".strip() for g in node.gres if g.name == "gpu")
+
+
+def _idle(node: Node) -> list[str]:
+    return [f for f in node.available if f not in node.features]
+
+
+def describe(cluster: str, nodes: Sequence[Node], partitions: Sequence[Partition],
+             settings: NodeSettings | None = None) -> Listing:
+    """A listing of given nodes and partitions; pure but for the vocabulary's file."""
+    settings = settings or NodeSettings()
+    grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
+
+
+def listing(settings: NodeSettings | None = None) -> Listing:
+    """Ask Slurm."""
+    vocabulary = settings.vocabulary if settings else None
+    return describe(slurm.read_config().cluster, slurm.read_nodes(vocabulary), slurm.read_partitions(), settings)
+
+
+def probe_tables(nics: NodeNics) -> list[Table]:
+    """What `holmes probe` shows: interfaces, RDMA ports, and the features this node deserves."""
+    states = {n.name: "up" if n.up else "down" if n.carrier else "no carrier" for n in nics.interfaces}
+    interfaces = [[n.name, n.type, states[n.name], _gbps(n.gbps), n.address and f"{n.address}/{n.prefix}",
+                   ",".join(n.rdma), n.member_of, n.role] for n in nics.interfaces]
+    speeds = "Gb/s unknown: a virtual NIC, or one that is down" if any(n.gbps is None for n in nics.interfaces
+                                                                       if n.role == "data") else ""
+    ports = [[p.name, p.kind, p.state, _gbps(p.gbps), p.interface, "" if p.gid is None else f"{p.gid_index}: {p.gid}",
+              ",".join(map(str, p.gpus)), p.pci[-1] if p.pci else ""] for p in nics.ports]
+    caption = "\n".join([*([speeds] if speeds else []), *(f"note: {note}" for note in nics.notes)])
+    vocabulary = read_vocabulary()
+    said = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}
+    deserved = [*said.items(), ("fabric_<name>", "the same on all nodes that reach each other by RDMA: the site knows")]
+    columns = ["interface", "type", "state", "Gb/s", "address", "RDMA ports", "member of", "for"]
+    tables: list[Table] = [("Network interfaces", columns, interfaces, "" if ports else caption)]
+    if ports:
+        columns = ["port", "kind", "state", "Gb/s", "interface", "RoCE v2 GID", "nearest GPUs", "PCI"]
+        tables.append(("RDMA ports", columns, ports, caption))
+    return [*tables, ("Features this node deserves", ["feature", "says"], [list(row) for row in deserved], "")]
+
+
+def probe_dict(nics: NodeNics) -> dict[str, Any]:
+    """The same as plain data for `--json`."""
+    data = json.loads(json.dumps(asdict(nics)))
+    return {"type": str(nics.type), "features": list(features_of(nics)), **data}
+
+
+def findings_table(title: str, findings: Sequence[Finding]) -> Table:
+    """Findings of `holmes doctor` or `probe --check`, one a row; empty rows mean that all is well."""
+    return (title, ["level", "where", "what", "hint"], [[f.level, f.where, f.what, f.hint] for f in findings],
+            "" if findings else "nothing found")
+
+
+def _gbps(rate: float | None) -> str:
+    return "unknown" if rate is None else f"{rate:g}"

@@ -1,0 +1,89 @@
+"""What a model needs: parameters, FLOPs and bytes of a layer, the embedding and the head. Arithmetic only.
+
+Sources. Parameters and FLOPs: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM" (SC'21), section 5.1 and its appendix: a matrix of n parameters costs 2n FLOPs a token forward and 4n
+backward; attention scores and their product with the values cost 4*s*h a token and layer (the causal half is not
+subtracted). For GPT with f=4h this gives their 96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full recomputation.
+Grouped-query attention (Ainslie et al. 2023) has key and value matrices k/a as large; SwiGLU (Shazeer 2020) three FFN
+matrices instead of two.
+"""
+
+from __future__ import annotations
+
+from holmes_hpc.config.model import Batch, ModelSpec
+
+
+def attention_matrix(m: ModelSpec) -> int:
+    """Weights of one layer's attention: query and output h x h, key and value h x (kv_heads * head_dim)."""
+    return 2 * m.hidden * m.hidden + 2 * m.hidden * m.kv_heads * m.head_dim
+
+
+def ffn_matrix(m: ModelSpec) -> int:
+    """Weights of one layer's FFN: up, down, and with SwiGLU the gate."""
+    return (3 if m.swiglu else 2) * m.hidden * m.ffn
+
+
+def norm_parameters(m: ModelSpec) -> int:
+    """Of one normalisation: RMSNorm a scale, LayerNorm scale and shift."""
+    return m.hidden if m.rmsnorm else 2 * m.hidden
+
+
+def layer_parameters(m: ModelSpec, tp: int = 1) -> int:
+    """Of one transformer layer on one of `tp` ranks; norms and the biases of row-parallel matrices are on every one."""
+    split = attention_matrix(m) + ffn_matrix(m)
+    whole = 2 * norm_parameters(m)
+    if m.bias:
+        split += m.hidden + 2 * m.kv_heads * m.head_dim + (2 if m.swiglu else 1) * m.ffn
+        whole += 2 * m.hidden
+    return split // tp + whole
+
+
+def embedding_parameters(m: ModelSpec, tp: int = 1) -> int:
+    """Of the input embedding on one of `tp` ranks: padded vocabulary x h, and learned positions (on every rank)."""
+    return m.padded_vocab(tp) // tp * m.hidden + (0 if m.rope else m.max_positions * m.hidden)
+
+
+def head_parameters(m: ModelSpec, tp: int = 1, own_matrix: bool = True) -> int:
+    """Of the final norm and the output matrix on one of `tp` ranks; a tied head on the embedding's stage has no matrix
+    of its own (`own_matrix` False)."""
+    return norm_parameters(m) + (m.padded_vocab(tp) // tp * m.hidden if own_matrix else 0)
+
+
+def parameters(m: ModelSpec) -> int:
+    """Of the whole model, unpadded beyond `vocab_multiple`."""
+    return m.layers * layer_parameters(m) + embedding_parameters(m) + head_parameters(m, own_matrix=not m.tied)
+
+
+def layer_matrix_flops(m: ModelSpec, tokens: int) -> float:
+    """Forward, one layer, the matrices with weights."""
+    return 2.0 * tokens * (attention_matrix(m) + ffn_matrix(m))
+
+
+def layer_score_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
+    """Forward, one layer, scores and their product with the values: what selective recomputation does again."""
+    return 4.0 * tokens * sequence * m.hidden
+
+
+def layer_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
+    """Forward, one layer."""
+    return layer_matrix_flops(m, tokens) + layer_score_flops(m, tokens, sequence)
+
+
+def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:
+    """Forward, the output matrix with padded vocabulary (the embedding is a look-up)."""
+    return 2.0 * tokens * m.hidden * m.padded_vocab(tp)
+
+
+def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
+    """FLOPs of one step that the model itself needs: forward once, backward twice that."""
+    tokens = batch.global_size * batch.sequence_length
+    return 3 * (model.layers * layer_flops(model, tokens, batch.sequence_length) + head_flops(model, tokens, tp))
+
+
+def hardware_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1, recompute: str = "none") -> float:
+    """:func:`model_flops_per_step` and what is computed again: with `full` every layer's forward, with `selective` its
+    attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
+    tokens = batch.global_size * batch.sequence_length
+    again = {"none": 0.0, "selective": layer_score_flops(model, tokens, batch.sequence_length),
+             "full": layer_flops(model, tokens, batch.sequence_length)}[recompute]
+    return model_flops_per_step(model, batch, tp) + model.layers * again

@@ -1,0 +1,91 @@
+"""Published figures that stand in where nothing was measured; each is named as an assumption of the plan it served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import Gpu
+
+# Memory bandwidth in GB/s, from NVIDIA's data sheets: A100 40 GB and 80 GB SXM, H100 SXM, H200 SXM, B200.
+# A CPU rank: one core's share of a server's DDR4.
+MEMORY_GBPS = {"a100-40gb": 1555.0, "a100": 2039.0, "h100": 3350.0, "h200": 4800.0, "b200": 8000.0, "cpu": 10.0}
+# FLOPs per byte of the four above lie between 153 and 295; for an unknown GPU, take this many.
+FLOPS_PER_BYTE = 200.0
+
+
+@lru_cache(maxsize=64)
+def memory_gbps(gpu: Gpu) -> float:
+    """Memory bandwidth of a GPU in GB/s (1e9 bytes): its data sheet's, by the longest known start of its name."""
+    for name in sorted(MEMORY_GBPS, key=len, reverse=True):
+        if gpu.name.lower().startswith(name):
+            return MEMORY_GBPS[name]
+    return gpu.peak_tflops * 1e12 / FLOPS_PER_BYTE / 1e9
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of transport. `latency_s`: before a message's first byte. `efficiency`: share of the nominal rate that
+    payload gets."""
+
+    latency_s: float
+    efficiency: float
+
+    def __post_init__(self) -> None:
+        # above 1 where a burst is faster than the nominal rate
+        if not (self.latency_s >= 0 and 0 < self.efficiency < float("inf")):
+            raise ConfigError(f"latency_s {self.latency_s}, efficiency {self.efficiency}", where="link",
+                              hint="use a latency from 0 and an efficiency above 0")
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """How a library does its collectives: bytes that one of n ranks sends, in units of (n-1)/n of the whole tensor.
+    `gather_fill`: by how many of its n blocks an all-gather takes longer than its bytes."""
+
+    reduce_scatter: float
+    all_gather: float
+    all_reduce: float
+    gather_fill: float = 0.0
+
+
+# NCCL: ring algorithms (nccl-tests' PERFORMANCE.md: bus bandwidth of each). Gloo in torch 2.13: its reduce_scatter is
+# an all-reduce of the whole tensor (measured with byte counters at 2, 3 and 4 ranks). Its all-gather's ring is not full
+# all the time: at 2 ranks on each of the testbed's networks, and at 3 on two, it took 0.6 of a block longer.
+NCCL = Collectives(1.0, 1.0, 2.0)
+GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
+
+
+def collectives(gpu: Gpu) -> Collectives:
+    """CPU ranks talk by gloo, GPUs by NCCL."""
+    return GLOO if gpu.name == "cpu" else NCCL
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The three constants fitted to published runs, all 13 of them together (benchmarks/planner_published.py prints the
+    fit and what it leaves over). `matrix`: share of peak that matrix products reach. `memory`: share of the memory
+    bandwidth that everything else reaches. `roce`: share of the nominal rate that RoCE reaches."""
+
+    matrix: float = 0.762
+    memory: float = 0.825
+    roce: float = 0.319
+
+
+FITTED = Fitted()
+
+
+@lru_cache(maxsize=16)
+def published_links(fitted: Fitted = FITTED) -> Mapping[str, Link]:
+    """By transport. NVLink: 230 GB/s of 300 GB/s a direction, InfiniBand: 184 of 200 GB/s, the bus bandwidths that
+    nccl-tests print on DGX A100 (NVIDIA's own figures). TCP: what headers leave of a 1500-byte packet, 1448/1514.
+    Latencies: a few microseconds for RDMA, tens for TCP."""
+    return {"local": Link(5e-6, 0.77), "ib": Link(1e-5, 0.92), "roce": Link(1e-5, fitted.roce),
+            "ethernet": Link(5e-5, 0.956)}
+
+
+# CPU ranks: gloo over TCP whatever the NIC; headers take 1 - 1448/1514, and a message costs about a scheduler's tick.
+GLOO_LINKS: Mapping[str, Link] = {"local": Link(2e-4, 0.9), "ib": Link(4e-4, 0.95), "roce": Link(4e-4, 0.95),
+                                  "ethernet": Link(4e-4, 0.95)}

@@ -1,0 +1,183 @@
+"""A placement without its layers: who runs where and which network each kind of traffic takes, derived without listing
+every rank's groups (a plan may have tens of thousands of ranks)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All of a Plan but its layers per stage, and the costs it is judged by."""
+
+    model: ModelSpec
+    batch: Batch
+    parallel: Parallel
+    recompute: str
+    schedule: Schedule
+    components: tuple[Component, ...]
+    site: Site
+    costs: Costs
+    transport_mode: str = "holmes"
+    edge_dtype: str = "same"
+    edge_connections: int = 1
+    bucket_bytes: int = 40_000_000
+    fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
+    _rates: dict[tuple[str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
+
+    @classmethod
+    def of(cls, plan: Plan, costs: Costs) -> Setting:
+        return cls(plan.model, plan.batch, plan.parallel, plan.recompute, plan.schedule, plan.components, plan.site,
+                   costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections, plan.bucket_bytes)
+
+    @cached_property
+    def order(self) -> Order:
+        p = self.parallel
+        micro_batches = self.batch.micro_batches(p.dp)
+        return Order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
+                     self.costs.software.overlap_hops, self.one_way)
+
+    @property
+    def one_way(self) -> bool:
+        """Gloo sends a message once the receiver has said that it is ready, over the connection of the two ranks: what
+        says so waits there behind a message of the other direction (benchmarks/one_connection.py). Edges have
+        connections of their own for each direction."""
+        return self.transport_mode == "single" and any(self.fabric(c).gpu.name == "cpu" for c in self.components)
+
+    @property
+    def hierarchical(self) -> bool:
+        return self.parallel.order != PIPELINE_ORDER
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[Component, ...], ...]:
+        """Per kind of pipeline, the component of each of its stages: one lane, or one per component if hierarchical."""
+        if self.hierarchical:
+            return tuple((c,) * self.parallel.pp for c in self.components)
+        at: dict[int, Component] = {s: c for c in self.components for s in c.stages}
+        if sorted(at) != list(range(self.parallel.pp)):
+            raise PlanError(f"components hold stages {sorted(at)} of PP {self.parallel.pp}", where="components",
+                            hint="give every stage to one component")
+        return (tuple(at[s] for s in range(self.parallel.pp)),)
+
+    def pipelines(self, component: Component) -> int:
+        """Pipelines that run in `component`, if hierarchical; else all of them go through it."""
+        return component.ranks // (self.parallel.pp * self.parallel.tp) if self.hierarchical else self.parallel.dp
+
+    @property
+    def run(self) -> int:
+        """Ranks of a data-parallel group that reduce-scatter among themselves (all, or one optimizer instance's)."""
+        return self.parallel.dp // self.parallel.optimizer_instances
+
+    def fabric(self, component: Component) -> Fabric:
+        return self.fabrics[component.fabric]
+
+    @cached_property
+    def shared(self) -> Transport:
+        """The best transport that all nodes share: what plain Megatron-LM uses for every group."""
+        names = {c.fabric for c in self.components}
+        nodes = sum(c.nodes for c in self.components)
+        return LOCAL if nodes == 1 else self._within(names)
+
+    def _within(self, names: set[str]) -> Transport:
+        fabric = self.fabrics[next(iter(names))]
+        return Transport("rdma", fabric.nic, fabric.name) if len(names) == 1 and fabric.nic.rdma else TCP
+
+    def _mode(self, own: Transport) -> Transport:
+        return own if own == LOCAL or self.transport_mode == "holmes" else self.shared
+
+    def edge(self, lane: int, stage: int) -> Transport:
+        """Of the hop from `stage` to the next (the last's: back to the first). Local if it never leaves a node."""
+        return self._edges[lane][stage]
+
+    @cached_property
+    def _edges(self) -> tuple[tuple[Transport, ...], ...]:
+        return tuple(tuple(self._edge(lane, s) for s in range(self.parallel.pp)) for lane in range(len(self.lanes)))
+
+    def _edge(self, lane: int, stage: int) -> Transport:
+        p, stages = self.parallel, self.lanes[lane]
+        here, there = stages[stage], stages[(stage + 1) % p.pp]
+        if self.hierarchical:
+            per_node = here.gpus_per_node // p.tp
+            whole = per_node % p.pp == 0  # pipelines that never leave their node, nor does their way back
+            local = here.nodes == 1 or whole or (
+                stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0)
+        else:
+            block, first = p.dp * p.tp, stage - here.stages[0]
+            ahead = (stage + 1) % p.pp - stage
+            span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
+            local = here is there and (here.nodes == 1 or (ahead > 0 and span <= here.gpus_per_node))
+        return self._mode(LOCAL if local else self._within({here.fabric, there.fabric}))
+
+    def nodes_of_run(self, lane: int, stage: int) -> int:
+        """Nodes that the ranks of one data-parallel run are spread over."""
+        p, here = self.parallel, self.lanes[lane][stage]
+        per_node = here.gpus_per_node // p.tp
+        if self.hierarchical:
+            per_node = max(1, per_node // p.pp)
+        elif here.gpus_per_node % (p.dp * p.tp) and here.nodes > 1 and p.dp * p.tp < here.gpus_per_node:
+            return 2  # a stage that straddles two nodes
+        return max(1, -(-self.run // per_node))
+
+    def reduction(self, lane: int, stage: int) -> Transport:
+        """Of one data-parallel run of `stage`."""
+        if self.run == 1 or self.nodes_of_run(lane, stage) == 1:
+            return LOCAL
+        return self._mode(self._within({self.lanes[lane][stage].fabric}))
+
+    def across(self) -> Transport:
+        """Between optimizer instances."""
+        return self._mode(self._within({c.fabric for c in self.components}))
+
+    def ends(self, lane: int = 0) -> Transport:
+        """Between the first and the last stage: a tied embedding's gradients."""
+        first, last = self.lanes[lane][0], self.lanes[lane][-1]
+        whole = self.hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
+        local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
+        return self._mode(LOCAL if local else self._within({first.fabric, last.fabric}))
+
+    def rate(self, transport: Transport, component: Component, collective: str = "") -> float:
+        """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective."""
+        key = transport.kind, component.fabric, collective
+        if key not in self._rates:
+            self._rates[key] = self._rate(transport, component, collective)
+        return self._rates[key]
+
+    def _rate(self, transport: Transport, component: Component, collective: str) -> float:
+        fabric = self.fabric(component)
+        gbps = {"local": fabric.gpu.intra_node_gbps, "tcp": fabric.ethernet_gbps}.get(transport.kind, fabric.rdma_gbps)
+        assert gbps is not None
+        return gbps * 1e9 / 8 * self.costs.link(transport, fabric.gpu, collective).efficiency
+
+    def latency(self, transport: Transport, component: Component, collective: str = "") -> float:
+        return self.costs.link(transport, self.fabric(component).gpu, collective).latency_s
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was not measured and therefore supposed."""
+        said: list[str] = []
+        for fabric in dict.fromkeys(self.fabric(c) for c in self.components):
+            gpu, calibration = fabric.gpu, self.costs.calibration
+            if self.costs.pace_layer_ms:
+                said.append(f"layers are paced: {self.costs.pace_layer_ms:g} ms forward, twice that backward")
+            elif calibration is None or not calibration.parts:
+                said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
+                            " fitted efficiency), not measured")
+            if gpu.name != "cpu" and self.costs.software.flash:
+                said.append("attention is fused, as with Transformer Engine: without it scores take memory and time")
+            if calibration is None or not calibration.links:
+                said.append("link latencies and efficiencies from published figures, not measured")
+        return tuple(dict.fromkeys(said))

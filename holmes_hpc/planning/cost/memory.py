@@ -1,0 +1,167 @@
+"""Memory of one GPU of each stage: weights, gradients, optimizer shards, activations in flight, buffers.
+
+Activations: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for any element size, with rotary positions,
+grouped-query attention, SwiGLU, with and without fused modules. Weights and optimizer: Megatron-Core's buffers, that
+is weights and gradients whole, Adam's two moments and, beside half-precision weights, fp32 master weights, in fp32,
+sharded over a data-parallel run by the distributed optimizer (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.timing import parameters
+from holmes_hpc.planning.schedule.orders import Order
+
+# What a CUDA process holds beside tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
+CUDA_BYTES = 3 * 2**30
+SLACK = 0.96
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes on one rank, arrays of shape (plans, S)."""
+
+    weights: np.ndarray
+    gradients: np.ndarray
+    optimizer: np.ndarray
+    activations: np.ndarray
+    buffers: np.ndarray
+
+    def total(self) -> np.ndarray:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int, element: int, sequence_parallel: bool,
+                           recompute: str, fused: bool) -> tuple[float, float]:
+    """(held from forward to backward, needed beside it while the layer's backward pass runs) of one layer and
+    micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
+
+    Not `fused` is what Megatron-Core's own modules keep on a CPU, tensor by tensor as autograd saves them
+    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep.
+    """
+    m, h = model, model.hidden
+    keys = 2 * m.kv_heads * m.head_dim
+    norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
+    mask = 1 if fused else element  # a dropout mask's element
+    whole = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
+    if fused:
+        attention = h + keys + (h + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
+    elif m.kv_heads < m.heads:
+        attention = 3 * h + (0 if m.rope else h + keys)  # rotated q; k and v repeated for every head
+    else:
+        attention = 3 * h + (2 * h if m.rope else 0)
+    wide = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
+    dropped = element + mask if m.dropout else 0
+    scores = m.heads * (4 if fused else sequence * (element + dropped))  # fused attention keeps a number for each row
+    everything = tokens * (whole / (tp if sequence_parallel else 1) + ((attention + h + wide) * element + scores) / tp)
+    everything += 0 if fused else sequence * sequence  # the causal mask, one for all heads and sequences
+    gradients = tokens * (3 * m.ffn * element + (0 if fused else m.heads * sequence * element)) / tp
+    kept = tokens * h * element / (tp if sequence_parallel else 1)
+    if recompute == "full":
+        return kept, everything + gradients
+    if recompute == "selective":
+        return everything - tokens * scores / tp, max(tokens * scores / tp, gradients)
+    return everything, gradients
+
+
+def memory(setting: Setting, layers: np.ndarray) -> Part:
+    """Peak memory of a rank of each stage for layer splits of shape (plans, S, C), the most of all lanes."""
+    parts = [_lane(setting, lane, layers) for lane in range(len(setting.lanes))]
+    return Part(*(np.max([getattr(p, name) for p in parts], axis=0) for name in Part.__dataclass_fields__))
+
+
+def _lane(setting: Setting, lane: int, layers: np.ndarray) -> Part:
+    p, m, costs = setting.parallel, setting.model, setting.costs
+    gpus = [setting.fabric(c).gpu for c in setting.lanes[lane]]
+    tokens, sequence = setting.batch.micro_size * setting.batch.sequence_length, setting.batch.sequence_length
+    count = parameters(setting, layers).sum(axis=2)
+    element = np.array([costs.weight_bytes(g) for g in gpus], dtype=np.float64)
+    weights, gradients = count * element, count * np.array([costs.gradient_size(g) for g in gpus])
+    moments = np.where(element < 4, 12.0, 8.0)
+    optimizer = count * moments / (setting.run if p.distributed_optimizer else 1)
+
+    held = np.zeros_like(count)
+    beside = np.zeros_like(count)
+    of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
+                                    setting.recompute, costs.software.flash and g.name != "cpu") for g in set(gpus)}
+    for s, gpu in enumerate(gpus):
+        kept, more = of[gpu]
+        held[:, s] = (layers[:, s] @ held_passes(setting.order, s).T).max(axis=1) * kept
+        beside[:, s] = more
+    hop = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
+    held[:, 0] += hop[0] * setting.order.depth(0) * (1 if m.dropout else 0)
+    logits = tokens * m.padded_vocab(p.tp) / p.tp
+    held[:, -1] += 3 * hop[-1]  # the final norm
+    copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
+    matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
+    beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy) + matrix)  # the softmax in fp32 becomes its gradient
+    buffers = beside + np.array([_posted(setting, s) for s in range(p.pp)]) * hop
+    buffers += np.array([0 if g.name == "cpu" else CUDA_BYTES for g in gpus])
+    return Part(weights, gradients, optimizer, held, buffers)
+
+
+@lru_cache(maxsize=1024)
+def held_passes(order: Order, stage: int) -> np.ndarray:
+    """Passes of each chunk that `stage` holds at its fullest moments, (moments, C): it has done its depth of forward
+    passes, and goes on with one backward and one forward pass in turn."""
+    if order.chunks == 1:
+        return np.array([[order.depth(stage)]])
+    depth = order.depth(stage)
+    chunk = np.array([c for _, c in replace(order, micro_batches=min(order.micro_batches, 4 * order.group)).turns()])
+    gone = [np.concatenate([np.zeros((1, order.chunks), int), np.cumsum(np.eye(order.chunks, dtype=int)[c], axis=0)])
+            for c in (chunk, order.chunks - 1 - chunk)]
+    moments = range(max(1, len(chunk) - depth + 1))
+    return np.unique([gone[0][min(depth + k, len(chunk))] - gone[1][k] for k in moments], axis=0)
+
+
+def _posted(setting: Setting, stage: int) -> int:
+    """Hops that a stage holds buffers for: received and sent, ahead of need in this project's schedule."""
+    order, stages = setting.order, setting.parallel.pp
+    if stages == 1:
+        return 0
+    if order.kind != "ahead":
+        return 2
+    above, below = (order.window(s) if 0 <= s < stages - 1 else 0 for s in (stage - 1, stage))
+    return 2 * (above + below)
+
+
+def capacity(gpu: Gpu, most_gib: float | None = None) -> float:
+    """Bytes of a GPU that a plan may use: all but what fragmentation takes."""
+    return (most_gib or gpu.memory_gib) * 2**30 * SLACK
+
+
+def fits(setting: Setting, layers: np.ndarray, most_gib: float | None = None) -> np.ndarray:
+    """Which layer splits fit on every stage, (plans,)."""
+    return np.asarray((memory(setting, layers).total() <= room(setting, most_gib)).all(axis=1))
+
+
+def room(setting: Setting, most_gib: float | None = None) -> np.ndarray:
+    """Bytes of a GPU of each stage that a plan may use, the least of all lanes, (S,)."""
+    return np.array([min(capacity(setting.fabric(lane[s]).gpu, most_gib) for lane in setting.lanes)
+                     for s in range(setting.parallel.pp)])
+
+
+def refuse(setting: Setting, layers: np.ndarray, most_gib: float | None = None) -> None:
+    """Raise PlanError that names the stage and the shortfall if one layer split, (1, S, C), does not fit."""
+    need = memory(setting, layers).total()[0]
+    worst = None
+    for s, needed in enumerate(need):
+        for lane in setting.lanes:
+            gpu = setting.fabric(lane[s]).gpu
+            short = needed - capacity(gpu, most_gib)
+            if short > 0 and (worst is None or short > worst[0]):
+                worst = (short, s, needed, gpu)
+    if worst is not None:
+        short, stage, needed, gpu = worst
+        raise PlanError(f"stage {stage} needs {needed / 2**30:.1f} GiB a GPU, {short / 2**30:.1f} GiB more than"
+                        f" {gpu.name} has to give", where="memory",
+                        hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
+                             f" {needed / 2**30 / SLACK:.0f} GiB")

@@ -1,0 +1,193 @@
+"""What each pipeline stage does, one thing after the other, under the three schedules.
+
+Megatron-Core's two (read in megatron-core 0.16.1, pipeline_parallel/schedules.py) wait for what they send and receive;
+this project's own (`ahead`) posts receives before they are needed and lets sends complete in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from holmes_hpc.errors import PlanError
+
+
+class Pass(NamedTuple):
+    """One pass of a stage: forward or backward, of model chunk `chunk`, for `micro_batch`."""
+
+    forward: bool
+    micro_batch: int
+    chunk: int
+
+
+class Hop(NamedTuple):
+    """One transfer over a pipeline edge: the result of pass `made` of stage `source`, which stage `target` needs."""
+
+    source: int
+    target: int
+    made: Pass
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Hops that a stage posts together, and then those it waits for (None: just the ones it posted)."""
+
+    sends: tuple[Hop, ...] = ()
+    receives: tuple[Hop, ...] = ()
+    waits: tuple[Hop, ...] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives or self.waits)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A pipeline's shape: everything about its schedule that is not a duration.
+
+    `kind`: 1f1b, interleaved, ahead. `in_flight`: per stage, passes whose activations it holds at most (only `ahead`
+    reads it). `overlap`: do interleaved stages compute while they exchange (overlap_p2p_comm, here always so;
+    Megatron-LM of 2021 waited)? `one_way`: does what two stages of 1f1b send each other at once go one after the other?
+    """
+
+    kind: str
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    in_flight: tuple[int, ...] = field(default=())
+    overlap: bool = True
+    one_way: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind == "1f1b" and self.chunks > 1:
+            raise PlanError("1f1b has no virtual stages", where="schedule.kind", hint="use interleaved or ahead")
+        if self.chunks > 1 and self.micro_batches % self.stages:
+            raise PlanError(f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",
+                            where="schedule", hint="with virtual stages use a multiple of PP micro-batches")
+        if self.kind != "ahead":
+            object.__setattr__(self, "in_flight", in_flight(self.stages, self.micro_batches, self.chunks))
+        elif len(self.in_flight) != self.stages:
+            raise PlanError(f"in_flight is {self.in_flight} for {self.stages} stages", where="schedule",
+                            hint="give one number per stage")
+
+    @property
+    def group(self) -> int:
+        """Micro-batches that pass one chunk before the next chunk has its turn."""
+        return self.stages if self.chunks > 1 else 1
+
+    def depth(self, stage: int) -> int:
+        """Passes that `stage` holds at most: no more than a stage above it lets through, and no more than there are.
+        Where virtual stages close the ring, the last stage lets the others through no more than two groups further."""
+        ring = self.in_flight[-1] + 2 * self.group if self.chunks > 1 else self.in_flight[0]
+        return min(*self.in_flight[:stage + 1], ring, self.micro_batches * self.chunks)
+
+    def turns(self) -> list[tuple[int, int]]:
+        """(micro-batch, chunk) of the forward passes in order; backward passes go through the chunks in reverse."""
+        return [(m, c) for first in range(0, self.micro_batches, self.group) for c in range(self.chunks)
+                for m in range(first, min(first + self.group, self.micro_batches))]
+
+    def passes(self, stage: int) -> list[Pass]:
+        """What `stage` computes: forward passes up to its depth less one, then one forward and one backward in turn."""
+        forward = [Pass(True, m, c) for m, c in self.turns()]
+        backward = [Pass(False, m, self.chunks - 1 - c) for m, c in self.turns()]
+        ahead = self.depth(stage) - 1
+        paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
+        return [*forward[:ahead], *paired, *backward[len(forward) - ahead:]]
+
+    def hop_to(self, stage: int, needed: Pass) -> Hop | None:
+        """The hop that brings `stage` what its pass `needed` works on; None: nothing comes over an edge."""
+        back = -1 if needed.forward else 1
+        if stage != (0 if needed.forward else self.stages - 1):
+            return Hop(stage + back, stage, needed) if self.stages > 1 else None
+        if needed.chunk == (0 if needed.forward else self.chunks - 1) or self.stages == 1:
+            return None
+        return Hop((stage + back) % self.stages, stage, needed._replace(chunk=needed.chunk + back))
+
+    def hop_from(self, stage: int, made: Pass) -> Hop | None:
+        """The hop that takes away what pass `made` of `stage` gives; None: nothing goes over an edge."""
+        on = 1 if made.forward else -1
+        if self.stages == 1:
+            return None
+        if stage == (self.stages - 1 if made.forward else 0) and made.chunk == (self.chunks - 1 if made.forward else 0):
+            return None
+        return Hop(stage, (stage + on) % self.stages, made)
+
+    def window(self, upstream: int) -> int:
+        """Receives posted ahead of need (`ahead` only) on both directions of the edge below stage `upstream`."""
+        if upstream == self.stages - 1:
+            return self.group
+        return self.depth(upstream) - self.depth(upstream + 1) + 1
+
+    def program(self, stage: int) -> list[Pass | Exchange]:
+        """Passes and exchanges of `stage` in order, for the schedules that wait."""
+        return self._interleaved(stage) if self.chunks > 1 else self._one_forward_one_backward(stage)
+
+    def _one_forward_one_backward(self, stage: int) -> list[Pass | Exchange]:
+        """Megatron-Core's: every pass waits for its input; in the steady state a send and the receive of the opposite
+        direction are one exchange."""
+        items: list[Pass | Exchange] = []
+        m, warm = self.micro_batches, min(self.micro_batches, self.stages - stage - 1)
+        f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
+        out, into = (lambda p: self._list(self.hop_from(stage, p))), (lambda p: self._list(self.hop_to(stage, p)))
+        for i in range(warm):
+            items += [Exchange(receives=into(f(i))), f(i), Exchange(sends=out(f(i)))]
+        if warm < m:
+            items.append(Exchange(receives=into(f(warm))))
+        for i in range(m - warm):
+            items += [f(i + warm), Exchange(out(f(i + warm)), into(b(i))), b(i)]
+            more = i + warm + 1 < m
+            items.append(Exchange(out(b(i)), into(f(i + warm + 1)) if more else ()))
+        for i in range(m - warm, m):
+            items += [Exchange(receives=into(b(i))), b(i), Exchange(sends=out(b(i)))]
+        return [item for item in items if item]
+
+    def _interleaved(self, stage: int) -> list[Pass | Exchange]:
+        """Megatron-Core's with virtual stages and overlap_p2p_comm: exchanges are waited for in the warm-up and at the
+        end; in the steady state a receive is waited for where it is needed, a send when the next one is posted."""
+        forward = [Pass(True, m, c) for m, c in self.turns()]
+        backward = [Pass(False, m, self.chunks - 1 - c) for m, c in self.turns()]
+        total, last = len(forward), self.stages - 1
+        warm = min(total, 2 * (last - stage) + (self.chunks - 1) * self.group)
+        into, out = (lambda p: self._list(self.hop_to(stage, p))), (lambda p: self._list(self.hop_from(stage, p)))
+
+        def incoming(order: Sequence[Pass], k: int) -> tuple[Hop, ...]:
+            """What is received after `order[k]`: the next pass's input; over the ring's closing edge what the other
+            end made `stages - 1` passes ago."""
+            if k + 1 >= total:
+                return ()
+            if stage != (0 if order[k].forward else last):
+                return into(order[k + 1])
+            made = order[k - last] if k >= last else None
+            return self._list(self.hop_from(last if order[k].forward else 0, made)) if made else ()
+
+        items: list[Pass | Exchange] = [Exchange(receives=into(forward[0]))]
+        for k in range(warm):
+            items += [forward[k], Exchange(out(forward[k]), incoming(forward, k))]
+        early = into(backward[0])
+        items.append(Exchange(receives=early, waits=early if warm == total else ()))
+        sent: dict[bool, tuple[Hop, ...]] = {True: (), False: ()}
+        for k in range(total - warm):
+            if not self.overlap:
+                f, b = forward[k + warm], backward[k]
+                items += [Exchange(waits=into(b)) if k == 0 else Exchange(), f, b,
+                          Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k))]
+                continue
+            for order, at in ((forward, k + warm), (backward, k)):
+                done, way = order[at], order[at].forward
+                items += [Exchange(waits=into(done)), done, Exchange(out(done), incoming(order, at), sent[way])]
+                sent[way] = out(done)
+        for k in range(total - warm, total):
+            items += [Exchange(waits=into(backward[k])), backward[k],
+                      Exchange(out(backward[k]), incoming(backward, k))]
+        return [item for item in items if item]
+
+    @staticmethod
+    def _list(hop: Hop | None) -> tuple[Hop, ...]:
+        return () if hop is None else (hop,)
+
+
+def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
+    """Passes that each stage holds under Megatron-Core's schedules: its warm-up and one."""
+    if chunks == 1:
+        return tuple(min(micro_batches, stages - s) for s in range(stages))
+    return tuple(min(micro_batches * chunks, 2 * (stages - s - 1) + (chunks - 1) * stages + 1) for s in range(stages))

@@ -1,0 +1,96 @@
+"""The time of a step: every pass and every hop of a pipeline, each starting when all that it really waits for is done.
+
+A schedule is turned into a graph once (planning.graphs), whose nodes are passes, hops and gradient reductions, and
+whose arcs say what waits for what: the order of a stage's passes, the data, a waiting send's receiver, a full window of
+receives, one NIC that carries two directions. A step's time is the longest path. Durations are not part of the graph,
+so one graph evaluates many candidate plans at once.
+
+Past a few rounds a pipeline repeats itself with every micro-batch: :func:`step_seconds` goes through the
+first :func:`rounds` micro-batches and extends the rest by the period it has reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from holmes_hpc.planning.schedule.graph import graph
+from holmes_hpc.planning.schedule.orders import Order
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds, arrays of shape (plans, …): one row per candidate plan. S stages, C chunks of each.
+
+    `forward`, `backward`: one pass, (plans, S, C). `down`: one hop from stage s to s+1, `up`: from s to s-1 (both
+    around the ring), (plans, S). `last_up`: the same for the last micro-batch, beside the gradients' traffic, never
+    shorter. `ready`: what the gathering of a chunk's parameters adds to its first pass. `reduce`: its gradients'
+    reduction, `tail`: what of it comes after the chunk's last backward pass at least; all (plans, S, C).
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    down: np.ndarray
+    up: np.ndarray
+    last_up: np.ndarray
+    ready: np.ndarray
+    reduce: np.ndarray
+    tail: np.ndarray
+
+    def table(self) -> np.ndarray:
+        """All of them side by side, as planning.graphs counts, and a column of zeros."""
+        plans = len(self.forward)
+        parts = (self.forward, self.backward, self.down, self.up, self.last_up, self.ready, self.reduce, self.tail)
+        return np.concatenate([*(p.reshape(plans, -1) for p in parts), np.zeros((plans, 1))], axis=1)
+
+    def take(self, rows: np.ndarray | list[int]) -> Durations:
+        return Durations(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+WHOLE, ROUGH = 6000, 1000  # passes of all stages that are gone through before the rest is extended
+
+
+def rounds(order: Order, passes: int) -> tuple[int, int]:
+    """Micro-batches that are gone through one by one before the rest is extended, and over how many more the period is
+    measured: `passes` passes of all stages, and a few times the pipeline's depth at least."""
+    deepest = max(order.depth(s) for s in range(order.stages)) // order.chunks + 1
+    first = max(passes // (order.stages * order.chunks), 2 * order.stages + 4 * deepest + 8)
+    more = max(4, 2 * order.stages)
+    return -(-first // order.group) * order.group, -(-more // order.group) * order.group
+
+
+def step_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = (), passes: int = WHOLE) -> np.ndarray:
+    """Seconds from the start of a step until all gradients are reduced, (plans,).
+
+    A period can still grow late, by as little as the slack that it uses up: what is extended is off by 0.5% at most
+    with WHOLE passes (tests/planning/test_simulate.py), by some percent with ROUGH ones.
+    """
+    first, more = rounds(order, passes)
+    table = durations.table()
+    if order.micro_batches <= first + more:
+        return graph(order, shared).ends(table).max(axis=1)
+    at = [graph(replace(order, micro_batches=m), shared).ends(table).max(axis=1) for m in (first, first + more)]
+    return np.asarray(at[1] + (at[1] - at[0]) * ((order.micro_batches - first - more) / more))
+
+
+def least_seconds(order: Order, durations: Durations) -> np.ndarray:
+    """Less than :func:`step_seconds` under any schedule of this project, (plans,): each stage has all its passes to do,
+    after the first micro-batch has come down to it (each stage gathers its parameters when it comes) and before the
+    last one's gradients have gone up from it. Stages that wait for their hops (1f1b) also have those to do for every
+    micro-batch of the steady state."""
+    d, stages, m = durations, order.stages, order.micro_batches
+    work = m * (d.forward + d.backward).sum(axis=2)
+    if order.kind == "1f1b" and stages > 1:
+        meet = np.add if order.one_way else np.maximum
+        below = meet(d.down[:, :-1], d.up[:, 1:])
+        steady = np.maximum(0, m - (stages - 1 - np.arange(stages)) - 1)
+        work[:, :-1] += steady[:-1] * below
+        work[:, 1:] += steady[1:] * below
+    fill = d.forward[:, :, 0] + d.backward[:, :, 0]
+    fill[:, :-1] += d.down[:, :-1] + d.up[:, 1:]
+    fill += d.ready[:, :, 0]
+    before = np.cumsum(fill, axis=1) - fill
+    through_all = (d.forward + d.backward + d.ready).sum(axis=(1, 2))  # of one micro-batch, chunk after chunk
+    least = np.maximum((before + work + d.ready[:, :, 0]).max(axis=1), through_all)
+    return np.asarray(least + d.tail[:, :, 0].min(axis=1))

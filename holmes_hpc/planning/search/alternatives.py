@@ -1,0 +1,31 @@
+"""Why this plan: its step broken down, what binds, what the runners-up lose, what would help, and a drawing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.predict import predict_setting
+
+PARTS = {"compute_s": "computes", "pipeline_wait_s": "waits in the pipeline", "grad_sync_s": "reduces gradients",
+         "param_sync_s": "gathers parameters", "optimizer_s": "updates weights"}
+
+
+def alternative(best: Setting, best_layers: np.ndarray, strategy: str, other: Setting, layers: np.ndarray,
+                ) -> dict[str, Any]:
+    """A runner-up as plain data, with what it loses against the best."""
+    first, second = predict_setting(best, best_layers), predict_setting(other, layers)
+    slower = second.step_time_s / first.step_time_s - 1
+    more = {name: second.breakdown[name] - first.breakdown[name] for name in PARTS}
+    worst = max(PARTS, key=lambda n: more[n])
+    why = f"{slower:.1%} slower: {PARTS[worst]} {more[worst]:.3g} s longer" if slower > 0.0005 else (
+        "as fast, and less plain or with more GPUs")
+    p = other.parallel
+    return {"strategy": strategy, "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
+            "micro_size": other.batch.micro_size, "nodes": {c.fabric: c.nodes for c in other.components},
+            "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)], "recompute": other.recompute,
+            "schedule": other.schedule.kind, "why_not": why,
+            "predicted": {"step_time_s": second.step_time_s, "samples_per_s": second.samples_per_s,
+                          "memory_bytes_per_gpu": max(second.memory_bytes_per_gpu), "breakdown": second.breakdown}}

@@ -1,0 +1,279 @@
+"""Trying out one placement: which schedule, virtual stages, recomputation, depth and layers make its step shortest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import ceil, inf
+
+import numpy as np
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.memory import fits
+from holmes_hpc.planning.cost.timing import hops_s, least_s, step_s, timing
+from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.schedule.simulation import WHOLE
+from holmes_hpc.planning.search import layers as split
+from holmes_hpc.planning.search.space import MOST_CHUNKS, Block, Placement
+from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.spec.plan import RECOMPUTE, Component, Schedule
+
+BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
+BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
+PLAINER = 0.003  # what the schedule that runs ahead, and virtual stages, must each gain at least to be worth it
+MOST_ORDERS = 24
+DEEPER = (1, 2, 4, 8)  # passes in flight to try at every hop beyond those that hide it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to run a placement: its setting, layers of shape (1, S, C), a lower bound of its step's seconds and, once
+    simulated, the seconds."""
+
+    placement: Placement
+    setting: Setting
+    layers: np.ndarray
+    bound: float
+    seconds: float = inf
+    notes: tuple[str, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """Seconds, a little longer for virtual stages and for more GPUs: ties go to the simpler plan."""
+        virtual = self.setting.parallel.virtual_stages > 1
+        return self.seconds * (1 + PLAINER * virtual + 1e-7 * self.placement.gpus)
+
+    @property
+    def passes(self) -> int:
+        """How much there is to simulate."""
+        o = self.setting.order
+        return o.stages * o.chunks * min(o.micro_batches, 10 * o.stages)
+
+    def key(self) -> tuple[object, ...]:
+        p = self.setting.parallel
+        return self.score, self.bound, self.placement.key(), p.virtual_stages, self.setting.recompute
+
+
+class Bench:
+    """Tries placements of one model, batch and site under given options."""
+
+    def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
+        self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
+
+    def ways(self, placement: Placement) -> Iterator[Trial]:
+        """Every number of virtual stages, each with the least recomputation that fits in memory, and with more as long
+        as memory keeps a stage from having more layers. Not yet simulated."""
+        recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
+        for chunks in self._chunks(placement):
+            for recompute in recomputations:
+                made = next(filter(None, (self._way(placement, recompute, kind, chunks)
+                                          for kind in self._kinds(placement, chunks))), None)
+                if made is not None:
+                    yield made
+                    if not self._full(made):
+                        break
+
+    def _full(self, trial: Trial) -> bool:
+        """Whether a stage has as many layers as fit on it, where the planner divides them."""
+        o = self.options
+        return o.partition == "exact" and o.layers_per_stage is None and split.full(
+            trial.setting, trial.layers, o.max_memory_gib)
+
+    def _chunks(self, placement: Placement) -> list[int]:
+        """Virtual stages to try. Megatron-Core deals micro-batches out to them in groups of PP."""
+        wanted, kind = self.options.virtual_stages, self.options.schedule
+        if wanted is not None:
+            return [wanted] if (wanted == 1 or kind != "1f1b") else []
+        micro_batches = self.batch.global_size // (placement.micro * placement.dp)
+        possible = range(2, min(self.model.layers // placement.pp, MOST_CHUNKS) + 1)
+        if placement.pp == 1 or micro_batches % placement.pp or kind == "1f1b":
+            possible = range(0)
+        return [*possible] if kind == "interleaved" else [1, *possible]
+
+    def _kinds(self, placement: Placement, chunks: int) -> tuple[str, ...]:
+        """The schedules to try: the one asked for; else the one that runs ahead, which no other is faster than, and if
+        there is no memory for its buffers Megatron-Core's own."""
+        own = "1f1b" if chunks == 1 else "interleaved"
+        if self.options.schedule == "ahead":
+            return ("ahead",)
+        free = self.options.schedule == "auto" and placement.pp > 1 and self.options.transport == "holmes"
+        return ("ahead", own) if free else (own,)
+
+    def setting(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Setting:
+        """The setting with as many passes in flight as Megatron-Core's own schedule has."""
+        o, pp = self.options, placement.pp
+        hierarchical = placement.strategy == "hierarchical-dp"
+        components, at = [], 0
+        for b in placement.blocks:
+            stages = range(pp) if hierarchical else range(at, at + b.stages)
+            components.append(Component(b.fabric.partition, b.fabric.constraint, b.fabric.name, b.nodes, b.per_node,
+                                        tuple(stages)))
+            at += b.stages
+        batch = replace(self.batch, micro_size=placement.micro)
+        order = HIERARCHICAL_ORDER if hierarchical else PIPELINE_ORDER
+        divides = batch.sequence_length % placement.tp == 0
+        if o.sequence_parallel and not divides:
+            raise PlanError(f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}", where="plan",
+                            hint="leave plan.sequence_parallel out")
+        parallel = Parallel(placement.tp, pp, placement.dp, order=order, virtual_stages=chunks,
+                            optimizer_instances=placement.instances, distributed_optimizer=o.distributed_optimizer,
+                            sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False)
+        depths = in_flight(pp, batch.micro_batches(placement.dp), chunks)
+        return Setting(self.model, batch, parallel, recompute, Schedule(kind, depths), tuple(components), self.site,
+                       self.costs, o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)
+
+    def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Trial | None:
+        try:
+            setting = self.setting(placement, recompute, kind, chunks)
+            setting.order  # noqa: B018 (micro-batches that virtual stages cannot have are found out here)
+        except PlanError:
+            return None
+        layers = self._layers(setting)
+        if layers is None:
+            return None
+        made = split.chunked(layers, chunks)
+        sizes = np.array([setting.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
+        bounds, whole = least_s(setting, np.repeat(made, len(sizes), axis=0), sizes)
+        at = int(np.argmin(whole))
+        return Trial(placement, replace(setting, bucket_bytes=int(sizes[at])), made, float(bounds[at]))
+
+    def _layers(self, setting: Setting) -> list[int] | None:
+        o, chunks, most = self.options, setting.parallel.virtual_stages, self.options.max_memory_gib
+        if o.layers_per_stage is not None:
+            made = list(o.layers_per_stage)
+        elif o.partition == "exact":
+            return split.balanced(setting, most)
+        else:
+            made = split.uniform(setting) if o.partition == "uniform" else split.proportional(setting)
+        if len(made) != setting.parallel.pp or sum(made) != self.model.layers or min(made) < chunks:
+            return None
+        return made if fits(setting, split.chunked(made, chunks), most)[0] else None
+
+    def simulated(self, trial: Trial, passes: int = WHOLE) -> Trial:
+        """The trial with its seconds; the schedule that runs ahead gets its depth."""
+        kind = trial.setting.schedule.kind
+        return self._deepest(trial, passes) if kind == "ahead" else self._timed(trial, passes)
+
+    @staticmethod
+    def _timed(trial: Trial, passes: int = WHOLE) -> Trial:
+        return replace(trial, seconds=float(step_s(trial.setting, trial.layers, passes)[0]))
+
+    def _deepest(self, trial: Trial, passes: int) -> Trial:
+        """Deep enough to hide the hops, as far as memory allows: twice a hop's time, in passes of the slowest stage,
+        more than the stage below."""
+        for _, setting in self._depths(trial, extra_depth(trial.setting, trial.layers)):
+            try:
+                return self._timed(replace(trial, setting=setting), passes)
+            except PlanError:  # virtual stages that would lock up at this depth
+                continue
+        return trial
+
+    def _depths(self, trial: Trial, wanted: list[int]) -> Iterator[tuple[int, Setting]]:
+        """(most passes more than at the stage below, the setting) for which there is memory, down from `wanted`."""
+        for most in sorted(set(wanted) | {*range(min(max(wanted), 8)), 0}, reverse=True):
+            setting = deepened(trial.setting, [min(e, most) for e in wanted])
+            if not most or fits(setting, trial.layers, self.options.max_memory_gib)[0]:
+                yield most, setting
+
+    def noted(self, trial: Trial) -> Trial:
+        """The trial, saying which depth it lacks the memory for with the layers it has now."""
+        if "ahead" not in self._kinds(trial.placement, trial.setting.parallel.virtual_stages):
+            return trial
+        wanted = extra_depth(trial.setting, trial.layers)
+        most, _ = next(self._depths(trial, wanted))
+        return trial if most == max(wanted) else replace(trial, notes=(
+            f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",))
+
+    def better(self, trial: Trial) -> Trial:
+        """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest."""
+        orders = [self._timed(trial)]
+        for blocks in self._orders(trial.placement):
+            s = trial.setting
+            other = self._way(replace(trial.placement, blocks=blocks), s.recompute, s.schedule.kind,
+                              s.parallel.virtual_stages)
+            if other is not None and other.bound < min(o.seconds for o in orders):
+                orders.append(self.simulated(other))
+        orders.sort(key=lambda o: o.seconds)
+        best = self._together(orders[0])
+        for order in orders[1:2]:  # which of the two best wins can turn with layers and depth
+            other = self._together(order)
+            best = other if other.seconds < best.seconds * (1 - 1e-6) else best
+        for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
+            other = self._timed(replace(best, setting=replace(best.setting, bucket_bytes=size)))
+            best = other if other.seconds < best.seconds * (1 - 1e-4) else best
+        return best
+
+    def _together(self, trial: Trial) -> Trial:
+        """Layers, and passes in flight beyond those that hide the hops: a stage whose gradients take long gets fewer
+        layers, starts late and ends early, while the stages above it run ahead."""
+        best = trial = self._split(trial)
+        p = trial.setting.parallel
+        if trial.setting.schedule.kind != "ahead" or p.virtual_stages > 1 or p.pp == 1:
+            return trial
+        wanted = extra_depth(trial.setting, trial.layers)
+        for more in DEEPER:
+            setting = deepened(trial.setting, [e + more for e in wanted[:-1]] + [0])
+            if not fits(setting, trial.layers, self.options.max_memory_gib)[0]:
+                break
+            other = self._split(self._timed(replace(trial, setting=setting)))
+            best = other if other.seconds < best.seconds * (1 - 1e-3) else best
+        return best
+
+    def _split(self, trial: Trial) -> Trial:
+        """The trial with the layers that make its step shortest, if they may be chosen."""
+        if self.options.layers_per_stage is not None or self.options.partition != "exact":
+            return trial
+        start = [int(n) for n in trial.layers[0].sum(axis=1)]
+        layers = split.chunked(split.exact(trial.setting, start, self.options.max_memory_gib),
+                               trial.setting.parallel.virtual_stages)
+        return trial if np.array_equal(layers, trial.layers) else self._timed(replace(trial, layers=layers))
+
+    def plainer(self, trial: Trial) -> Trial:
+        """Megatron-Core's own schedule in place of the one that runs ahead, if that is hardly slower; what memory
+        lacks for running ahead is still said."""
+        s = trial.setting
+        if self.options.schedule != "auto" or s.schedule.kind != "ahead":
+            return trial
+        chunks, p = s.parallel.virtual_stages, trial.placement
+        kind = "1f1b" if chunks == 1 else "interleaved"
+        depths = in_flight(p.pp, s.order.micro_batches, chunks)
+        other = self._timed(replace(trial, setting=replace(s, schedule=Schedule(kind, depths))))
+        return other if other.seconds <= trial.seconds * (1 + PLAINER) else trial
+
+    def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
+        wanted = self.options.fabric_order
+        if placement.strategy == "hierarchical-dp" or wanted is not None:
+            return
+        for count, blocks in enumerate(permutations(placement.blocks)):
+            if 0 < count < MOST_ORDERS:
+                yield blocks
+
+
+def deepened(setting: Setting, extra: list[int]) -> Setting:
+    """With `extra` passes in flight at each stage beyond one more than the stage below."""
+    p = setting.parallel
+    base, total = in_flight(p.pp, setting.order.micro_batches, p.virtual_stages), setting.order.micro_batches
+    depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
+    made = replace(setting, schedule=Schedule("ahead", depths))
+    return replace(made, schedule=Schedule("ahead", tuple(made.order.depth(s) for s in range(p.pp))))
+
+
+def extra_depth(setting: Setting, layers: np.ndarray) -> list[int]:
+    """Per stage, passes in flight beyond one more than the stage below that hide the hop to it. None for virtual
+    stages: one further ahead of the last stage would wait for it all the longer, over the edge that closes the ring."""
+    p = setting.parallel
+    extra = np.zeros(p.pp, dtype=int)
+    if p.virtual_stages > 1:
+        return [0] * p.pp
+    for lane, d in enumerate(timing(setting, layers).lanes):
+        longest = float((d.forward + d.backward)[0].sum(axis=1).max())
+        down, up = hops_s(setting, lane)
+        hidden = [ceil((a + b) / longest - 1e-3) for a, b in zip(down[:-1], up[1:], strict=True)]
+        extra[:-1] = np.maximum(extra[:-1], hidden)
+    return [int(e) for e in extra]

@@ -1,0 +1,1 @@
+"""Run directories as DataFrames: reading many runs fast, once."""

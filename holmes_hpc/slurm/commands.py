@@ -1,0 +1,124 @@
+"""Running Slurm's client commands: the one place where this room starts them. Lists only; no shell ever reads one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holmes_hpc.errors import SubmissionError
+
+AWAY = ("Socket timed out", "Unable to contact slurm controller", "Connection refused", "Connection timed out",
+        "Communication connection failure", "Zero Bytes were transmitted", "backup controller", "slurm_persist_conn",
+        "Problem talking to the database", "Connection reset", "Transport endpoint", "Slurm temporarily unable",
+        "Unable to connect", "Message receive failure")
+# sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
+_COMPONENT_OPTIONS = ("PARTITION", "CONSTRAINT", "CLUSTER_CONSTRAINT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES",
+                      "EXCLUSIVE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "ARRAY_INX", "CPUS_PER_GPU",
+                      "DISTRIBUTION", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "JOB_NAME", "OPEN_MODE", "SIGNAL", "WAIT",
+                      "OVERCOMMIT", "HINT", "CORE_SPEC", "THREAD_SPEC", "USE_MIN_NODES", "TEST_ONLY", "IGNORE_PBS",
+                      "OUTPUT", "ERROR", "INPUT")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_WORKING_CLUSTER", "SLURM_CONF_SERVER")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said. `away`: it failed because a daemon did not answer, so asking again later makes sense."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0
+
+    @property
+    def away(self) -> bool:
+        return self.code != 0 and any(word in self.err for word in AWAY)
+
+    @property
+    def reason(self) -> str:
+        """Its complaint in one line, without Slurm's prefixes."""
+        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        kept = []
+        for line in lines:
+            for prefix in ("sbatch: ", "scontrol: ", "squeue: ", "sacct: ", "srun: ", "scancel: ", "error: ",
+                           "allocation failure: ", "Batch job submission failed: "):
+                line = line.removeprefix(prefix)
+            if line and line not in kept:
+                kept.append(line)
+        return "; ".join(kept[-2:]) or f"exit code {self.code}"
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what would change a job behind its script: options as variables, an outer job's."""
+    return {k: v for k, v in os.environ.items()
+            if not (k.startswith("SBATCH_") and k[7:] in _COMPONENT_OPTIONS)
+            and not (k.startswith(("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER"))
+                     and k not in _KEPT)}
+
+
+_interrupts: list[int] = []  # those that wait
+
+
+def _keep(number: int, _: object) -> None:
+    _interrupts.append(number)
+    os.write(2, b"\nholmes: waiting for Slurm's answer\n")
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C inside takes effect at the end, so that what Slurm was handed is also recorded."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN, _keep):
+        yield
+        return
+    signal.signal(signal.SIGINT, _keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupt_here()
+
+
+def interrupt_here() -> None:
+    """A moment at which nothing is half done: a Ctrl-C that waits takes effect."""
+    if _interrupts:
+        _interrupts.clear()
+        raise KeyboardInterrupt
+
+
+def slurm(*arguments: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
+    """Run one of Slurm's commands; its failure is an answer, its absence an error. It does not hear Ctrl-C."""
+    environment = clean_environment()
+    environment["LC_ALL"] = environment.get("LC_ALL", "C.UTF-8")
+    if seconds_as_epoch:
+        environment["SLURM_TIME_FORMAT"] = "%s"
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=timeout_s,
+                              env=environment, check=False, stdin=subprocess.DEVNULL,
+                              start_new_session=True)  # a terminal's Ctrl-C goes to all that was started in it
+    except FileNotFoundError as e:
+        raise SubmissionError(f"no {arguments[0]} on this machine", where="Slurm",
+                              hint="load Slurm's client commands, bring the testbed up, or use launcher=local") from e
+    except subprocess.TimeoutExpired:
+        return Answer(124, "", f"{arguments[0]}: Socket timed out after {timeout_s:.0f} s")
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
+    """A question that may be asked again: while a daemon is away, with growing pauses up to `patience_s` in all."""
+    end, pause = time.monotonic() + patience_s, 0.5
+    while True:
+        answer = slurm(*arguments, timeout_s=timeout_s)
+        if not answer.away or time.monotonic() + pause > end:
+            return answer
+        interrupt_here()
+        time.sleep(pause)
+        pause = min(2 * pause, 10)

@@ -1,0 +1,176 @@
+"""The text of `scontrol show` as data: nodes, partitions, configuration. Slurm 22.05 to 24.11 write it alike."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
+from holmes_hpc.slurm.hostlist import expand
+
+_KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
+# A node in one of these states takes no new job; the trailing mark * (not responding) says the same.
+UNUSABLE = frozenset(("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "NOT_RESPONDING", "NO_RESPOND",
+                      "UNKNOWN", "ERROR", "FUTURE", "MAINT", "INVALID_REG", "INVAL", "REBOOT_ISSUED",
+                      "REBOOT_REQUESTED"))
+
+
+@dataclass(frozen=True)
+class Gres:
+    """`count` devices of a GRES such as ``gpu``; `type` is empty where Slurm knows none."""
+
+    name: str
+    type: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as Slurm shows it. `features`: the active ones; `available`: those Slurm could activate."""
+
+    name: str
+    partitions: tuple[str, ...]
+    states: tuple[str, ...]
+    features: tuple[str, ...]
+    available: tuple[str, ...]
+    cpus: int
+    memory_mib: int
+    gres: tuple[Gres, ...]
+    reading: Reading
+    address: str = ""
+    version: str = ""
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """It would take a job, now or when its present one ends."""
+        return not any(s in UNUSABLE for s in self.states)
+
+    @property
+    def gpus(self) -> int:
+        return sum(g.count for g in self.gres if g.name == "gpu")
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(g.type for g in self.gres if g.name == "gpu" and g.count))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition as Slurm shows it. `up`: it accepts and starts jobs."""
+
+    name: str
+    nodes: tuple[str, ...]
+    default: bool
+    up: bool
+    max_time: str = ""
+    max_nodes: str = ""
+    priority: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """`scontrol show config`, keys as Slurm writes them."""
+
+    values: dict[str, str]
+
+    def get(self, key: str) -> str:
+        return self.values.get(key, "")
+
+    def options(self, key: str) -> tuple[str, ...]:
+        """The comma-separated options of a key such as SchedulerParameters."""
+        value = self.get(key)
+        return tuple(o.strip() for o in value.split(",") if o.strip()) if value != "(null)" else ()
+
+    @property
+    def cluster(self) -> str:
+        return self.get("ClusterName") or "slurm"
+
+    @cached_property
+    def version(self) -> tuple[int, int] | None:
+        """(22, 5) for Slurm 22.05."""
+        match = re.match(r"(\d+)\.(\d+)", self.get("SLURM_VERSION"))
+        return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_record(line: str) -> dict[str, str]:
+    """One line of `scontrol -o show`: `Key=value` pairs whose values may hold spaces. A key's first value counts, for
+    free text (Reason, Comment) comes last and may hold anything."""
+    record: dict[str, str] = {}
+    marks = list(_KEY.finditer(line))
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        value = line[mark.end():following.start() if following else len(line)].strip()
+        record.setdefault(mark[1], "" if value == "(null)" else value)
+    return record
+
+
+def parse_gres(text: str) -> tuple[Gres, ...]:
+    """``gpu:a100:4(S:0-1),shard:8`` as data; a count without a number is 1."""
+    found = []
+    for item in re.split(r",(?![^(]*\))", text):
+        parts = re.sub(r"\(.*?\)", "", item).strip().split(":")
+        if not parts[0]:
+            continue
+        last = re.fullmatch(r"(\d+)([KMG]?)", parts[-1]) if len(parts) > 1 else None
+        count = int(last[1]) * 1024 ** " KMG".index(last[2] or " ") if last else 1
+        kind = parts[1:-1] if last else parts[1:]
+        found.append(Gres(parts[0], ":".join(kind), count))
+    return tuple(found)
+
+
+def parse_states(text: str) -> tuple[str, ...]:
+    """``IDLE*+DRAIN`` as its words; the marks of a state become words of their own."""
+    states = []
+    for word in text.split("+"):
+        bare = word.rstrip("*~#!%$@^-")
+        states.append(bare.upper())
+        if "*" in word[len(bare):]:
+            states.append("NOT_RESPONDING")
+    return tuple(dict.fromkeys(s for s in states if s))
+
+
+def parse_node(line: str, vocabulary_path: str | None = None) -> Node:
+    """A node from its line of `scontrol show node -o`."""
+    record = parse_record(line)
+    if "NodeName" not in record:
+        raise SiteError(f"{line[:60]!r} is not a node", where="scontrol show node",
+                        hint="report it with `scontrol --version`")
+    available = _words(record.get("AvailableFeatures", record.get("Features", "")))
+    active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
+    return Node(record["NodeName"], _words(record.get("Partitions", "")), parse_states(record.get("State", "UNKNOWN")),
+                active, available, _int(record.get("CPUTot")), _int(record.get("RealMemory")),
+                parse_gres(record.get("Gres", "")), read_features(active, read_vocabulary(vocabulary_path)),
+                record.get("NodeAddr", ""), record.get("Version", ""), record.get("Reason", ""))
+
+
+def parse_partition(line: str) -> Partition:
+    """A partition from its line of `scontrol show partition -o`."""
+    record = parse_record(line)
+    if "PartitionName" not in record:
+        raise SiteError(f"{line[:60]!r} is not a partition", where="scontrol show partition",
+                        hint="report it with `scontrol --version`")
+    return Partition(record["PartitionName"], tuple(expand(record.get("Nodes", ""))), record.get("Default") == "YES",
+                     record.get("State", "UP") == "UP", record.get("MaxTime", ""), record.get("MaxNodes", ""),
+                     _int(record.get("PriorityTier")))
+
+
+def parse_config(text: str) -> Config:
+    """`scontrol show config`: lines of `Key = value`."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return Config({key.strip(): value.strip() for key, _, value in pairs})
+
+
+def lines(text: str, start: str) -> list[str]:
+    """The lines of a command's output that are records."""
+    return [line.strip() for line in text.splitlines() if line.strip().startswith(start)]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(w for w in text.split(",") if w)
+
+
+def _int(text: str | None) -> int:
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else 0

@@ -1,0 +1,181 @@
+"""One part of a job as Slurm is asked for it, and the words of a batch script that no parser can misread."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from holmes_hpc.errors import SubmissionError, nearest
+
+Value = str | int | bool
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]{}()&|*!^~?<>$;-]+", re.ASCII)
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# Options of sbatch that a job has once, with its first component; all others are a component's own.
+OF_THE_JOB = frozenset((
+    "array", "bb", "bbf", "begin", "chdir", "clusters", "comment", "deadline", "delay-boot", "dependency", "error",
+    "export", "export-file", "get-user-env", "gid", "hold", "input", "job-name", "kill-on-invalid-dep", "licenses",
+    "mail-type", "mail-user", "nice", "no-requeue", "open-mode", "output", "parsable", "priority", "profile",
+    "propagate", "quiet", "requeue", "signal", "spread-job", "time", "time-min", "uid", "verbose", "wait",
+    "wait-all-nodes", "wckey"))
+LONGEST = 4000  # sbatch reads a directive into a buffer of 8 KiB
+
+
+def sbatch_word(value: object, what: str = "value") -> str:
+    """`value` as one word of an ``#SBATCH`` line. sbatch's own parser is no shell: a backslash escapes everywhere, and
+    ``#`` outside quotes ends the line. What cannot be on one line is refused."""
+    text = str(value)
+    check_line(text, what)
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def check_line(text: str, what: str) -> None:
+    """Refuse what no directive can hold: control characters (newlines) and very long values."""
+    bad = next((c for c in text if ord(c) < 32 or ord(c) == 127), None)
+    if bad is not None:
+        raise SubmissionError(f"{what} {text[:40]!r} holds the control character {bad!r}", where="sbatch",
+                              hint="remove it")
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
+        raise SubmissionError(f"{what} {text[:40]!r} is not text", where="sbatch", hint="use UTF-8")
+    if len(text.encode()) > LONGEST:
+        raise SubmissionError(f"{what} is {len(text)} characters long", where="sbatch", hint="shorten it")
+
+
+def shell_word(text: str) -> str:
+    """`text` as one word for bash, where ``%j`` becomes the id of the job's leader (known only in the batch script)."""
+    if "\0" in text:
+        raise SubmissionError(f"{text[:40]!r} holds a zero byte", where="batch script", hint="remove it")
+    parts = [shlex.quote(part) if part else "" for part in text.split("%j")]
+    return '"$SLURM_JOB_ID"'.join(parts) or "''"
+
+
+def option(key: str, where: str) -> str:
+    """The name of an sbatch option as it is written after ``--``."""
+    name = str(key).lstrip("-").replace("_", "-")
+    if not _OPTION.fullmatch(name):
+        raise SubmissionError(f"{key!r} is no sbatch option", where=where, hint="use a name as in sbatch's manual page")
+    return name
+
+
+@dataclass(frozen=True)
+class ComponentRequest:
+    """What one component of a job asks for. None: not said, so Slurm's default. `exclusive`: True, or ``user`` and the
+    like. `mem` as Slurm reads it (``8GB``). `additional`: any other sbatch option of this component."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    partition: str | None = None
+    constraint: str | None = None
+    cpus_per_task: int | None = None
+    cpus_per_gpu: int | None = None
+    gpus_per_node: Value | None = None
+    gpus_per_task: Value | None = None
+    gres: str | None = None
+    mem: str | None = None
+    mem_per_cpu: str | None = None
+    mem_per_gpu: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    exclusive: bool | str | None = None
+    additional: tuple[tuple[str, Value], ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "tasks_per_node", "cpus_per_task", "cpus_per_gpu"):
+            value = getattr(self, key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SubmissionError(f"{key} is {value!r}", where="component", hint="use a whole number above 0")
+        if isinstance(self.additional, Mapping):
+            object.__setattr__(self, "additional", tuple(self.additional.items()))
+        object.__setattr__(self, "additional",
+                           tuple((option(k, "component"), v) for k, v in self.additional if v is not None))
+        if isinstance(self.nodelist, list | tuple):
+            object.__setattr__(self, "nodelist", ",".join(self.nodelist))
+        for key, value in self.options():
+            check_line(str(value), key)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+    def options(self) -> list[tuple[str, Value]]:
+        """The sbatch options of this component, in one order: (name, value; True for a flag)."""
+        given: dict[str, Value] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "additional" or value is None or value is False or value == "":
+                continue
+            given["ntasks-per-node" if f.name == "tasks_per_node" else f.name.replace("_", "-")] = value
+        if given.get("gpus-per-node") == 0:
+            del given["gpus-per-node"]
+        order = ["partition", "constraint"]
+        head = [(k, given.pop(k)) for k in order if k in given]
+        extra = dict(self.additional)
+        return [*head, *((k, v) for k, v in given.items() if k not in extra),
+                *((k, v) for k, v in extra.items() if v is not False)]
+
+    def filled(self, job: Mapping[str, Value]) -> ComponentRequest:
+        """With the options that a job gives for all its components (Slurm resets them at each), where this one does
+        not say its own."""
+        own = {key for key, _ in self.options()} | {key for key, _ in self.additional}
+        more = tuple((k, v) for k, v in job.items() if k not in own and k not in OF_THE_JOB)
+        return replace(self, additional=(*self.additional, *more)) if more else self
+
+    def arguments(self) -> list[str]:
+        """The same options as arguments of a command that no shell reads."""
+        return [f"--{k}" if v is True else f"--{k}={v}" for k, v in self.options()]
+
+
+ALIASES = {"ntasks_per_node": "tasks_per_node", "additional_parameters": "additional", "num_gpus": "gpus_per_node",
+           "gpus": "gpus_per_node"}
+COMPONENT_KEYS = frozenset(f.name for f in fields(ComponentRequest))
+
+
+def memory(gigabytes: float) -> str:
+    """Submitit's `mem_gb` as Slurm reads it."""
+    return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
+
+
+def component(values: Mapping[str, Any], index: int = 0) -> ComponentRequest:
+    """A request from plain data (what users write); an unknown key is named."""
+    where = f"component {index}"
+    known: dict[str, Any] = {}
+    for raw, value in values.items():
+        key = ALIASES.get(raw, raw)
+        if key == "mem_gb":
+            key, value = "mem", None if value is None else memory(value)
+        if key not in COMPONENT_KEYS:
+            raise SubmissionError(f"unknown key {raw!r}", where=where, hint=nearest(str(raw), COMPONENT_KEYS))
+        if value is not None:
+            known[key] = value
+    try:
+        return ComponentRequest(**known)
+    except SubmissionError as e:
+        raise SubmissionError(e.what, where=where, hint=e.hint) from e
+
+
+def components(parts: Iterable[Mapping[str, Any] | ComponentRequest],
+               defaults: Mapping[str, Any] | None = None) -> tuple[ComponentRequest, ...]:
+    """Requests from a list of mappings; `defaults` fill what a mapping does not say."""
+    made = []
+    for index, part in enumerate(parts):
+        if isinstance(part, ComponentRequest):
+            made.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise SubmissionError(f"{part!r} is no mapping of options", where=f"component {index}",
+                                  hint="write {partition: …, nodes: …, tasks_per_node: …}")
+        own = {ALIASES.get(k, k): v for k, v in part.items() if v is not None}
+        made.append(component({**(defaults or {}), **own}, index))
+    return tuple(made)
+
+
+def with_options(request: ComponentRequest, **changes: Any) -> ComponentRequest:
+    """A copy with some options changed."""
+    return replace(request, **changes)

@@ -1,0 +1,165 @@
+"""Before sbatch: is each component possible, and do they fit together? Asked of each alone, with ``--test-only``.
+
+An infeasible component never reaches a controller as part of a heterogeneous job: before Slurm 24.11 that can crash it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.slurm.commands import patient
+from holmes_hpc.submission.executor.component import ComponentRequest, with_options
+from holmes_hpc.submission.executor.fit import (
+    SiteNode,
+    beyond_limit,
+    check_fit,
+    read_config,
+    read_limits,
+    read_nodes,
+    read_time_limits,
+    warnings,
+)
+
+CACHE_S = 300
+_cache: dict[tuple[str, ...], tuple[float, Test]] = {}
+_facts: dict[str, tuple[float, Any]] = {}
+_said: set[str] = set()
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Test:
+    """What ``sbatch --test-only`` said. `start`: when it could start, as Slurm writes it (local time)."""
+
+    ok: bool
+    reason: str
+    start: str = ""
+    nodes: str = ""
+
+    __test__ = False  # not a pytest class
+
+
+_STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S+)")
+
+
+def parse_test(code: int, err: str, reason: str = "") -> Test:
+    """Read the answer of ``sbatch --test-only`` (it comes on stderr)."""
+    match = _STARTS.search(err)
+    if code == 0 and match:
+        return Test(True, "", match.group(1), match.group(3))
+    return Test(code == 0, reason if code else "")
+
+
+def test_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Test:
+    """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
+    SubmissionError: there is no answer."""
+    arguments = request.arguments()
+    if timeout_min is not None:
+        arguments.append(f"--time={timeout_min}")
+    key = tuple(arguments)
+    known = _cache.get(key)
+    if use_cache and known and time.monotonic() - known[0] < CACHE_S:
+        return known[1]
+    answer = patient(["sbatch", "--test-only", *arguments, "--wrap=:"])
+    if answer.away:  # says nothing about the component
+        raise SubmissionError(answer.reason, where="sbatch --test-only",
+                              hint="wait until the controller answers (`scontrol ping`), then submit again")
+    found = _cache[key] = (time.monotonic(), parse_test(answer.code, answer.err, answer.reason))
+    return found[1]
+
+
+test_component.__test__ = False  # type: ignore[attr-defined]
+
+
+def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
+    """Raise SubmissionError for the first component that cannot be, with Slurm's reason and what could be instead."""
+    for index, request in enumerate(requests):
+        found = test_component(request, timeout_min=timeout_min)
+        if not found.ok:
+            raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({describe(request)})",
+                                  hint=feasible_instead(request, timeout_min=timeout_min))
+        beyond = beyond_limit(request, timeout_min, _kept("time limits", read_time_limits))
+        if beyond:
+            raise SubmissionError(beyond, where=f"component {index} ({describe(request)})",
+                                  hint="shorten it, or name a QOS that allows more")
+    if len(requests) > 1:
+        check_fit(requests, _site_nodes())
+
+
+def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> list[str]:
+    """Raise SubmissionError for what cannot be; warnings about what may go wrong come back, one line each."""
+    check_components(requests, timeout_min=timeout_min)
+    if len(requests) < 2:
+        return []
+    return warnings(requests, _site_nodes(), _kept("config", read_config), _kept("limits", read_limits))
+
+
+def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
+    """As :func:`preflight`; each warning is logged, once in this process."""
+    for line in preflight(requests, timeout_min=timeout_min):
+        if line not in _said:
+            _said.add(line)
+            log.warning(f"holmes: warning: {line}")
+
+
+def _kept(what: str, read: Callable[[], Any]) -> Any:
+    """A fact about the site, kept as long as the tests of components."""
+    known = _facts.get(what)
+    if known is None or time.monotonic() - known[0] > CACHE_S:
+        known = _facts[what] = (time.monotonic(), read())
+    return known[1]
+
+
+def _site_nodes() -> list[SiteNode]:
+    found: list[SiteNode] = _kept("nodes", read_nodes)
+    return found
+
+
+def forget() -> None:
+    """Ask Slurm anew from here on."""
+    _cache.clear()
+    _facts.clear()
+    _said.clear()
+
+
+def describe(request: ComponentRequest) -> str:
+    """A component in a few words: ``4 nodes of ib [nic_ib]``."""
+    place = f" of {request.partition}" if request.partition else ""
+    features = f" [{request.constraint}]" if request.constraint else ""
+    return f"{request.nodes} node{'s' * (request.nodes > 1)}{place}{features}"
+
+
+def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -> str:
+    """The nearest request that Slurm would take, in words: fewer nodes, else without one of its conditions."""
+    def works(candidate: ComponentRequest) -> bool:
+        return test_component(candidate, timeout_min=timeout_min).ok
+
+    if timeout_min is not None and test_component(request).ok:
+        return f"it would be possible with a shorter time limit than {timeout_min}"
+    low, high = 0, request.nodes
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(replace(request, nodes=middle)) else (low, middle)
+    if low:
+        return f"at most {low} node{'s' * (low > 1)} can be had like this"
+    one = replace(request, nodes=1)
+    known = partitions()
+    if request.partition and known and not set(request.partition.split(",")) <= set(known):
+        return f"no such partition: {nearest(request.partition, known)}"
+    for key in ("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive",
+                "reservation", "qos", "account"):
+        if getattr(request, key) is not None and works(with_options(one, **{key: None})):
+            return f"it would be possible without {key}={getattr(request, key)}"
+    return "look at `sinfo -o '%P %a %l %D %t %f %G'`"
+
+
+def partitions() -> list[str]:
+    """The names of the site's partitions."""
+    answer = patient(["sinfo", "--noheader", "--format=%R"], patience_s=5)
+    return sorted({line.strip() for line in answer.out.splitlines() if line.strip()}) if answer.ok else []

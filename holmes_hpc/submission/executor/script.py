@@ -1,0 +1,239 @@
+"""The batch script of a job: one source for the executor, for ``holmes submit --dry-run`` and for the templates."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.submission.executor.component import (
+    ComponentRequest,
+    Value,
+    check_line,
+    option,
+    sbatch_word,
+    shell_word,
+)
+
+USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
+# In the batch script of a hetjob these describe component 0 only, and srun takes each as an option for all components.
+FIRST_COMPONENT_ONLY = (
+    "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE",
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_DEPENDENCY = re.compile(r"[\w:,?+]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job of one or more components with one step over all of them.
+
+    `output`, `error`: files of the batch script itself; `rank_output`, `rank_error`: of each task, where ``%j`` is the
+    leader's id and ``%t`` the global rank. `directories` are made before the step starts. `exit_record`: the file that
+    gets the step's exit status, `step_errors` the one that gets srun's own complaints. `setup`, `teardown`: lines of
+    shell, as in submitit, around the step.
+    """
+
+    components: tuple[ComponentRequest, ...]
+    name: str = "holmes"
+    timeout_min: Value = 60
+    output: str = "slurm-%j.out"
+    error: str | None = None
+    rank_output: str = "slurm-%j-%t.out"
+    rank_error: str | None = None
+    directories: tuple[str, ...] = ()
+    exit_record: str | None = None
+    step_errors: str | None = None
+    signal_delay_s: int = 90
+    requeue: bool | None = None
+    dependency: str | None = None
+    comment: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    wckey: str | None = None
+    setup: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+    use_srun: bool = True
+    container: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    additional: tuple[tuple[str, Value], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("components", "setup", "teardown", "srun_args", "directories"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise SubmissionError(f"{name} is a text, must be a list", where="job", hint="write [one, two]")
+            object.__setattr__(self, name, tuple(value or ()))
+        if not self.components:
+            raise SubmissionError("no component", where="job", hint="give at least one")
+        if not self.use_srun and sum(c.ranks for c in self.components) > 1:
+            raise SubmissionError("use_srun=False with more than one task", where="job", hint="leave srun in")
+        if isinstance(self.timeout_min, bool) or (isinstance(self.timeout_min, int) and self.timeout_min < 1):
+            raise SubmissionError(f"timeout_min is {self.timeout_min}", where="job", hint="use minutes above 0")
+        if self.dependency is not None:
+            if not _DEPENDENCY.fullmatch(self.dependency):
+                raise SubmissionError(f"dependency {self.dependency!r}", where="job", hint="write afterany:JOBID,…")
+            if "singleton" in self.dependency and len(self.components) > 1:
+                raise SubmissionError("dependency singleton makes a heterogeneous job wait for itself", where="job",
+                                      hint="use afterany:JOBID")
+        for key, _ in self.additional:
+            if option(key, "job") == "array" and len(self.components) > 1:
+                raise SubmissionError("a heterogeneous job cannot be an array", where="job",
+                                      hint="use executor.batch() or map_array: a throttled chain of jobs")
+
+    @property
+    def ranks(self) -> int:
+        return sum(c.ranks for c in self.components)
+
+    def options(self) -> list[tuple[str, Value]]:
+        """The options of the whole job; they stand with the first component."""
+        given: list[tuple[str, Value | None]] = [
+            ("job-name", self.name), ("time", self.timeout_min), ("output", _pattern(self.output)),
+            ("error", None if self.error is None else _pattern(self.error)), ("open-mode", "append"),
+            ("signal", self._signal()),
+            ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
+            ("dependency", self.dependency), ("comment", self.comment), ("mail-type", self.mail_type),
+            ("mail-user", self.mail_user), ("wckey", self.wckey)]
+        extra = {option(k, "job"): v for k, v in self.additional if v is not None}
+        return [*((k, v) for k, v in given if v is not None and k not in extra),
+                *((k, v) for k, v in extra.items() if v is not False)]
+
+    def _signal(self) -> str | None:
+        """When to warn of the end. Slurm may send it a minute early, and a task needs time to be ready for it, so in
+        short jobs it comes later, or not at all."""
+        if not isinstance(self.timeout_min, int):
+            return f"{USER_SIGNAL}@{self.signal_delay_s}"
+        delay = min(self.signal_delay_s, 60 * self.timeout_min - 90)
+        return f"{USER_SIGNAL}@{delay}" if delay > 0 else None
+
+
+def _pattern(path: str) -> str:
+    """A path for sbatch's file name pattern: only ``%j`` is one, every other % is itself."""
+    if "\\" in path:  # in a pattern a backslash switches all symbols off
+        raise SubmissionError(f"the path {path!r} holds a backslash", where="job", hint="use another directory")
+    return "%j".join(part.replace("%", "%%") for part in path.split("%j"))
+
+
+def _into_files(job: JobRequest) -> str:
+    """Words of shell that start a task with its output in the files of its rank.
+
+    srun's own patterns will not do: in a step over several components ``%j`` is each component's own id, and ``%t`` is
+    the rank plus the component's index (measured on 22.05). The file names are arguments, so no shell parses them.
+    """
+    places: list[str] = []
+
+    def target(pattern: str) -> str:
+        parts = pattern.split("%t")
+        names = []
+        for part in parts:
+            places.append(shell_word(part))
+            names.append(f"${{{len(places)}}}")
+        return '"' + "$SLURM_PROCID".join(names) + '"'
+
+    out = target(job.rank_output)
+    redirect = f"exec >>{out} 2>" + ("&1" if job.rank_error is None else f">{target(job.rank_error)}")
+    return " ".join(["sh", "-c", shlex.quote(f'{redirect}; shift {len(places)}; exec "$@"'), "task", *places])
+
+
+def directives(job: JobRequest) -> list[str]:
+    """The ``#SBATCH`` lines."""
+    lines = []
+    for index, part in enumerate(job.components):
+        if index:
+            lines.append("#SBATCH hetjob")
+        options = [*(job.options() if not index else []), *part.options()]
+        lines += [f"#SBATCH --{k}" if v is True else f"#SBATCH --{k}={sbatch_word(v, k)}" for k, v in options]
+    return lines
+
+
+def _step(job: JobRequest, command: str) -> str:
+    """The srun command: one step over all components, block distribution, so component order is rank order."""
+    common = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", "--distribution=block"]
+    if job.container and not is_apptainer(job.container):
+        common.append(f"--container-image={shlex.quote(job.container)}")
+    common += [shlex.quote(a) for a in job.srun_args]
+    groups = [(str(i), c.cpus_per_task) for i, c in enumerate(job.components)]
+    if len({cpus for _, cpus in groups}) == 1:
+        groups = [(",".join(g for g, _ in groups), groups[0][1])]
+    parts = []
+    for group, cpus in groups:
+        words = list(common)
+        if len(job.components) > 1:
+            words.insert(0, f"--het-group={group}")
+        if cpus:  # not inherited from sbatch since Slurm 22.05
+            words.append(f"--cpus-per-task={cpus}")
+        parts.append(" \\\n  ".join([" ".join(words), _into_files(job), command]))
+    return "srun " + " : \\\n  ".join(parts)
+
+
+def is_apptainer(image: str) -> bool:
+    return image.startswith("apptainer:") or image.endswith(".sif")
+
+
+def wrap_container(job: JobRequest, command: str) -> str:
+    """`command` inside an apptainer image (pyxis is an option of srun instead)."""
+    if not job.container or not is_apptainer(job.container):
+        return command
+    gpu = " --nv" if any(c.gpus_per_node or c.gpus_per_task or c.gres for c in job.components) else ""
+    return f"apptainer exec{gpu} {shlex.quote(job.container.removeprefix('apptainer:'))} {command}"
+
+
+def note_exit(record: str, status: str, signal: str = "-") -> str:
+    """The line of shell that writes the exit record; all three are words of shell."""
+    return f"printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"
+
+
+def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
+                interrupted: Sequence[str] = (), finish: Sequence[str] = ()) -> str:
+    """The whole batch script. `command`: what every task runs, already words of shell (see :func:`words`).
+
+    Lines of shell: `begin` before the set-up; `interrupted` for when the job is told to end, while the step still runs;
+    `finish` after the step. In the last two ``$status`` is the step's exit status so far and ``$signalled`` the signal
+    that the script got.
+    """
+    lines = ["#!/bin/bash", *directives(job), ""]
+    lines += [f"export {key}={shell_word(value)}" for key, value in job.environment]
+    if job.directories:
+        lines.append("mkdir -p -- " + " ".join(shell_word(d) for d in job.directories))
+    record = None if job.exit_record is None else shell_word(job.exit_record)
+    if record:
+        lines.append(f"rm -f -- {record}")
+    lines += begin
+    if job.setup:
+        lines += ["# setup", *job.setup]
+    if len(job.components) > 1:
+        names = textwrap.wrap(" ".join(FIRST_COMPONENT_ONLY), 100)
+        lines += ["# of component 0 only; srun would take them for all", "unset " + " \\\n  ".join(names)]
+    inner = wrap_container(job, command)
+    complaints = f" 2> {shell_word(job.step_errors)}" if job.step_errors else ""
+    lines += ["", "# the step over all components; in the background, so that a signal is noticed at once",
+              "signalled=", "trap 'signalled=TERM' TERM",
+              "# shellcheck disable=SC2016 # what sh -c expands in each task must not be expanded here",
+              f"{_step(job, inner) if job.use_srun else inner}{complaints} &", "step=$!",
+              "while :; do", '  wait "$step"; status=$?', '  kill -0 "$step" 2>/dev/null || break',
+              *(f"  {line}" for line in interrupted), "done", ""]
+    if job.step_errors:
+        lines.append(f"cat -- {shell_word(job.step_errors)} >&2")
+    if record:
+        lines.append(note_exit(record, '"$status"', '"${signalled:--}"'))
+    lines += finish
+    if job.teardown:
+        lines += ["# teardown", *job.teardown]
+    lines += ['exit "$status"', ""]
+    text = "\n".join(lines)
+    if "\0" in text:
+        raise SubmissionError("the batch script holds a zero byte", where="job", hint="remove it")
+    return text
+
+
+def words(arguments: Iterable[str]) -> str:
+    """Arguments as words of shell that reach the command unchanged."""
+    return " ".join(shlex.quote(a) for a in arguments)
+
+
+__all__ = ["USER_SIGNAL", "JobRequest", "check_line", "directives", "script_text", "words"]

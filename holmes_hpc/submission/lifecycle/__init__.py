@@ -1,0 +1,1 @@
+"""The life of a run: begin, follow, status, outcome, finish."""

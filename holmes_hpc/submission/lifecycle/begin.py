@@ -1,0 +1,49 @@
+"""What a batch script written by hand runs first:
+``python -m holmes_hpc.submission.lifecycle.begin RUN_DIR PLAN RESTARTS [KEY=VALUE]...``.
+
+It makes the run directory of a plan, with the configuration that the ranks will have, or leaves one alone that is there
+(the job was requeued), and notes the job's id. RESTARTS: train.max_restarts, unless an override says otherwise.
+A requeued job may be told here not to go on: see :func:`holmes_hpc.submission.lifecycle.finish.again`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from holmes_hpc.config import composition as config
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.finish import again
+
+
+def begin(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
+    """The run directory, complete. Raises PlanError for a plan that cannot be run, ConfigError for a bad override,
+    RecordError for a bad directory."""
+    run = RunDirectory(directory)
+    if not run.exists():
+        config.check_overrides(overrides)
+        words = [f"train.max_restarts={restarts}", *overrides]
+        config.new_run({**config.load(words), "run_dir": str(directory)}, Plan.read(plan_path), words)
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if job_id.isdigit():
+        run.update_run(slurm={"job_id": int(job_id), "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
+                              "name": os.environ.get("SLURM_JOB_NAME", "")})
+    return run
+
+
+def main(words: list[str]) -> int:
+    try:
+        run = begin(Path(words[0]), Path(words[1]), int(words[2]) if words[2:] else 0, words[3:])
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return again(run, os.environ.get("SLURM_JOB_ID", ""), restarts) if restarts else 0
+    except (HolmesError, OSError) as e:
+        print(f"holmes: {e}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

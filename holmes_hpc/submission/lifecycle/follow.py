@@ -1,0 +1,145 @@
+"""Following a job in a terminal: its states, why it waits, its log, its end. The exit code says how it ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holmes_hpc import console
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.states import UNKNOWN, JobState
+from holmes_hpc.submission.lifecycle.outcome import last_step
+from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
+
+SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine
+
+
+class Tail:
+    """New lines of a growing file. A file that got shorter was begun anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset, self._rest = path, 0, b""
+
+    def skip(self) -> None:
+        """Leave out what is there now."""
+        self._offset = self.path.stat().st_size if self.path.exists() else 0
+
+    def lines(self) -> list[str]:
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = self._rest + file.read(1 << 20)
+                self._offset = file.tell()
+        except OSError:
+            return []
+        *whole, self._rest = data.split(b"\n")
+        return [line.decode("utf-8", errors="replace") for line in whole]
+
+
+def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, slurm_every_s: float = 10.0,
+           ask: Callable[[], str] | None = None, show: Callable[[str], None] = console.text) -> int:
+    """Show the job's progress until it ends: 0 when it completed, else 1 (130 after Ctrl-C without an end).
+
+    Looks at the run directory every `poll_s` and asks Slurm at growing intervals up to `slurm_every_s`. On Ctrl-C
+    `ask` decides: ``cancel``, ``detach`` or ``go on``; by default a question on the terminal, and detaching where
+    there is none. When the batch script could not write result.json, this does. `show` gets the lines of the rank's
+    log.
+    """
+    log = Tail(run.log_path(rank))
+    log.skip()
+    batch = Tail(run.logs / "batch.txt")
+    batch.skip()
+    shown = JobState("")
+    asked, pause = 0.0, 1.0
+    state = JobState()
+    ended_at: float | None = None
+    silent = time.monotonic()
+    while True:
+        try:
+            if time.monotonic() - asked >= pause:
+                state = job.state("force")
+                asked, pause = time.monotonic(), min(pause * 1.5, slurm_every_s)
+            if _told(state) != _told(shown):
+                _tell(job, state, shown)
+                if state.state != shown.state:
+                    pause = 1.0
+                shown, silent = state, time.monotonic()
+            lines = log.lines()
+            for line in lines:
+                show(line)
+            for line in batch.lines():
+                console.note(line)
+            if lines:
+                silent = time.monotonic()
+            elif time.monotonic() - silent > 30:
+                console.note(f"job {job.id}: {state.state}{f' ({state.reason})' if state.reason else ''}, "
+                             f"{time.strftime('%H:%M:%S')}")
+                silent = time.monotonic()
+            result = run.read_result()
+            if result is not None and (state.ended or state.state == UNKNOWN or last_word(result)):
+                break
+            if state.ended:
+                ended_at = ended_at or time.monotonic()
+                if time.monotonic() - ended_at > (SETTLE_S if state.source != "process" else 0):
+                    result = record_end(run, state)
+                    break
+            else:
+                ended_at = None
+            time.sleep(poll_s)
+        except KeyboardInterrupt:
+            answer = (ask or _ask)()
+            if answer == "cancel":
+                console.note(f"cancelling job {job.id}")
+                job.cancel()
+            elif answer == "detach":
+                console.note(f"job {job.id} goes on; `holmes logs {run.path} --follow` shows it, "
+                             f"`holmes cancel {run.path}` ends it")
+                return 130
+    if state.ended and lags(result, last_step(run)):
+        result = record_end(run, state)
+    for line in log.lines():
+        show(line)
+    for line in batch.lines():
+        console.note(line)
+    return tell_end(run, result)
+
+
+def tell_end(run: RunDirectory, result: dict[str, object]) -> int:
+    """Say how the run ended; the exit code comes back."""
+    if result["state"] == "completed":
+        console.note(f"{run.name}: completed")
+        return 0
+    rank = result.get("failed_rank")
+    blamed = f"rank {rank} on {result['failed_node']}: " if rank is not None else ""
+    console.note(f"{run.name}: {result['state']}: {blamed}{result.get('error') or ''}")
+    tail = result.get("log_tail")
+    for line in tail if isinstance(tail, list) else []:
+        console.note(f"  | {line}")
+    return 1
+
+
+def _told(state: JobState) -> tuple[str, str, str]:
+    return state.state, state.reason if state.state == "PENDING" else "", state.nodes
+
+
+def _tell(job: Job, state: JobState, before: JobState) -> None:
+    if state.state == UNKNOWN and not before.state:
+        return
+    why = f": {state.reason}" if state.state == "PENDING" and state.reason else ""
+    where = f" on {state.nodes}" if state.nodes else ""
+    console.note(f"{time.strftime('%H:%M:%S')} job {job.id} {state.state}{why}{where}")
+
+
+def _ask() -> str:
+    if not sys.stdin.isatty():
+        return "detach"
+    try:
+        word = input("\n[c]ancel the job, [d]etach and let it run, or Enter to go on following: ").strip().lower()
+    except (EOFError, KeyboardInterrupt):
+        return "detach"
+    return {"c": "cancel", "d": "detach"}.get(word[:1], "go on")

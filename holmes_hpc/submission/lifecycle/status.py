@@ -1,0 +1,284 @@
+"""A run's job, whoever started it and wherever it runs: its state, its cancellation, what to tell about it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.states import CONTROLLER, UNKNOWN, JobState
+from holmes_hpc.submission.lifecycle.outcome import Complaint, complaints, judge, parts_of_plan, tail
+
+LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
+
+
+class Job(Protocol):
+    """What following needs of a job."""
+
+    @property
+    def id(self) -> str: ...
+
+    def state(self, mode: str = "standard") -> JobState: ...
+
+    def cancel(self) -> None: ...
+
+
+class OnSlurm:
+    """A run's job in Slurm; its folder is ``submission/`` of the run directory."""
+
+    def __init__(self, run: RunDirectory, job_id: str) -> None:
+        self.id = job_id
+        self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id)
+
+    def state(self, mode: str = "standard") -> JobState:
+        another = self._job.expected()  # of two jobs of one id (Slurm was set up again) the other one was asked about
+        return self._job.slurm_state("force" if another and mode == "cache" else mode)
+
+    def cancel(self) -> None:
+        try:
+            self._job.cancel()
+        except subprocess.CalledProcessError as e:
+            said = (e.stderr or e.stdout or "").strip().splitlines() or [f"exit code {e.returncode}"]
+            raise SubmissionError(said[-1], where=f"scancel {self.id}",
+                                  hint="see that slurmctld runs (`scontrol ping`), then cancel again") from e
+
+
+class OnThisMachine:
+    """A run's local processes; their controller's process id is the job id. `folder`: submitit's, ``submission/`` of
+    the run directory unless said."""
+
+    def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
+        self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
+        self._folder = folder or Path(run.path).absolute() / "submission"
+
+    def _alive(self) -> bool:
+        try:
+            with open(f"/proc/{self._pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return False
+        boot = time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        born = boot + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return fields[0] != "Z" and abs(born - self._started) < 60  # else the number is another process's now
+
+    def state(self, mode: str = "standard") -> JobState:
+        if self._host != socket.gethostname():
+            return JobState(UNKNOWN, f"runs on {self._host}", source="run record")
+        if self._alive():
+            return JobState("RUNNING", nodes=self._host, source="process")
+        folder = self._folder
+        done = list(folder.glob(f"{self._pid}_*_result.pkl"))
+        exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
+        if self._cancelled.exists():
+            return JobState("CANCELLED", "", self._host, 1, source="process")
+        good = len(done) > 0 and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out"))) and all(
+            e.get("state") == "completed" for e in exits)
+        return JobState("COMPLETED" if good else "FAILED", "", self._host, 0 if good else 1, source="process")
+
+    def cancel(self) -> None:
+        if self._host != socket.gethostname():
+            raise SubmissionError(f"it runs on {self._host}", where=str(self._run.path), hint="cancel it there")
+        if not self._alive():
+            return
+        self._cancelled.touch()
+        children = psutil.Process(self._pid).children(recursive=True)
+        os.kill(self._pid, signal.SIGTERM)  # its controller tells the ranks
+        for child in psutil.wait_procs(children, timeout=LOCAL_GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    @property
+    def _cancelled(self) -> Path:
+        """The mark of a job that was cancelled."""
+        return self._folder / f"{self.id}_cancelled"
+
+
+def job_of(run: RunDirectory) -> Job:
+    """The job that `run` was last submitted as."""
+    local, slurm = _submitted(run.read_run())
+    if local:
+        return OnThisMachine(run, int(local["pid"]), str(local.get("host")), float(local.get("started") or 0))
+    if slurm:
+        return OnSlurm(run, str(slurm["job_id"]))
+    raise SubmissionError("it was never submitted", where=str(run.path), hint="`holmes submit`, or `holmes run`")
+
+
+def _submitted(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(its local processes, its job in Slurm): what `record` says of the latest submission; at least one is empty."""
+    local, slurm = (held if isinstance(held, dict) and held.get(key) else {}
+                    for held, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id")))
+    here = local and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0)
+    return (local, {}) if here else ({}, slurm)
+
+
+def _job_id(record: Mapping[str, Any]) -> str | None:
+    local, slurm = _submitted(record)
+    found = local.get("pid") or slurm.get("job_id")
+    return None if found is None else str(found)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word in lower
+    case (pending, running, …)."""
+
+    name: str
+    path: str
+    job_id: str | None
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    components: tuple[str, ...] = ()
+    source: str = ""
+    attempt: int = 0
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    step_time_s: float | None = None
+    error: str | None = None
+    failed_rank: int | None = None
+    failed_node: str | None = None
+    log_tail: tuple[str, ...] = field(default=())
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("completed", "failed", "cancelled", "timeout", "preempted")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status(run: RunDirectory, mode: str = "force") -> Status:
+    """The state of a run, from its job and its records. A run that ended without a result gets one."""
+    return statuses([run], mode)[0]
+
+
+def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
+    """The states of runs, with one Slurm query for all of them, and none for those whose end is recorded."""
+    found: list[tuple[RunDirectory, dict[str, Any], dict[str, Any] | None, Job | None]] = []
+    made: dict[RunDirectory, Status] = {}
+    for run in runs:
+        try:
+            record, result = run.read_run(), run.read_result()
+            known = _job_id(record) is not None and not (result is not None and last_word(result))
+            found.append((run, record, result, job_of(run) if known else None))
+        except (RecordError, TypeError, ValueError) as e:
+            made[run] = _unreadable(run, e, len(runs) == 1)
+    for run, record, result, job in found:
+        if job is not None:
+            state = job.state(mode)
+            mode = "cache" if isinstance(job, OnSlurm) and mode == "force" else mode  # that query was about all
+        elif result is not None:
+            state = JobState("COMPLETED" if result["state"] == "completed" else "FAILED", source="result.json")
+        else:
+            state = JobState("NOT_SUBMITTED")
+        try:
+            made[run] = _status(run, record, job, state, result)
+        except (RecordError, TypeError, ValueError) as e:
+            made[run] = _unreadable(run, e, len(runs) == 1)
+    return [made[run] for run in runs]
+
+
+def _unreadable(run: RunDirectory, error: Exception, alone: bool) -> Status:
+    """One bad record among several is a row; alone it is an error."""
+    e = error if isinstance(error, RecordError) else RecordError(
+        f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
+    if alone:
+        raise e
+    return Status(run.name, str(run.path), None, "unreadable", source="run record", error=str(e))
+
+
+def last_word(result: Mapping[str, Any]) -> bool:
+    """Whether the batch script said so and nobody will requeue the job: then its end need not be awaited."""
+    return result["writer"] == "batch" and result["state"] in ("completed", "failed", "cancelled")
+
+
+def lags(result: Mapping[str, Any] | None, last_step: int | None) -> bool:
+    """Whether nobody recorded the end, or only somebody who had not seen the last step: a job that is told to end makes
+    one more step, and may be killed before its batch script has said so."""
+    return result is None or (result["writer"] == "follower" and (result["final"].get("step") or 0) < (last_step or 0))
+
+
+def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState,
+            result: dict[str, Any] | None) -> Status:
+    steps = ((record.get("config") or {}).get("train") or {}).get("steps")
+    metrics = run.metrics()
+    last = metrics[-1] if metrics else {}
+    if state.ended and job is not None and lags(result, last.get("step")):
+        result = record_end(run, state)
+    over = state.ended or state.state == UNKNOWN
+    blamed = result if result is not None and over else {}
+    return Status(
+        run.name, str(run.path), _job_id(record), str(blamed.get("state") or state.state.lower()), state.reason,
+        state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
+        last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
+        tuple(blamed.get("log_tail") or ()))
+
+
+def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
+    """Write result.json as the follower, for a job whose batch script could not; what is recorded comes back, or where
+    the disk is full what would have been."""
+    code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
+    said: list[Complaint] = []
+    with contextlib.suppress(HolmesError, OSError):
+        text = "\n".join(tail(run.logs / "srun.txt", 200))
+        said = complaints(text, parts_of_plan(Plan.read(run.plan_path), state.component_nodes))
+    result = judge(run, code, slurm=state, srun=said)
+    with contextlib.suppress(HolmesError):
+        run.write_result(result, writer="follower")
+    return run.read_result() or {**result, "writer": "follower"}
+
+
+def cancel(run: RunDirectory) -> JobState:
+    """Cancel the run's job, all components; its state just before comes back. A run whose end is recorded is let be:
+    its job id may be another job's by now. So is one that the controller does not know. SubmissionError: Slurm
+    refused."""
+    result = run.read_result()
+    if result is not None and last_word(result):
+        return JobState(str(result["state"]).upper(), source="result.json")
+    job = job_of(run)
+    before = job.state("force")
+    if not before.ended and not (before.state == UNKNOWN and before.source in CONTROLLER):
+        job.cancel()
+    return before
+
+
+def log_paths(run: RunDirectory) -> list[Path]:
+    """The run's logs: ranks in order, then the batch script's."""
+    def rank(path: Path) -> int:
+        digits = path.stem.removeprefix("rank-")
+        return int(digits) if digits.isdigit() else 10**9
+
+    return sorted(run.logs.glob("rank-*.txt"), key=rank) + [p for p in (run.logs / "batch.txt",) if p.exists()]
+
+
+def ended(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
+    """What tells, as often as it is called, whether a run has ended: by its result, or by what its job's state says,
+    asked for every `slurm_every_s`; a run that is to be requeued has not."""
+    asked = -math.inf
+
+    def over() -> bool:
+        nonlocal asked
+        result = run.read_result()
+        if result is not None and last_word(result):
+            return True
+        if time.monotonic() - asked < slurm_every_s:
+            return False
+        asked = time.monotonic()
+        return status(run, "standard").ended
+
+    return over

@@ -1,0 +1,1 @@
+"""Hydra sweeps whose jobs are heterogeneous: launcher, manifest, table, results."""

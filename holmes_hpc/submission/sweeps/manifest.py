@@ -1,0 +1,101 @@
+"""A sweep's jobs on disk: ``sweep.json`` in the sweep directory, written after every submission: nothing is lost.
+
+``version, created, jobs[{num, overrides[], directory, kind (plan | plain), where (slurm | local), job_id, folder,
+tasks, name, submitted, digest, components, copy}]``. `directory` and `folder` are relative to the sweep directory where
+they lie in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import RecordError
+
+VERSION = 1
+NAME = "sweep.json"
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep. `directory`: Hydra's output directory, of a plan's job its run directory; `host`: where a
+    local one runs."""
+
+    num: int
+    overrides: tuple[str, ...]
+    directory: str
+    kind: str
+    where: str
+    job_id: str
+    folder: str
+    tasks: int = 1
+    name: str = ""
+    submitted: float = 0.0
+    digest: str = ""
+    components: int = 1
+    copy: int = 0
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What makes it the same job in a repeated sweep."""
+        return key_of(self.overrides, self.copy)
+
+
+def key_of(overrides: Sequence[str], copy: int = 0) -> tuple[str, ...]:
+    """The key of a job with these overrides. `copy`: how many with the same ones came before it in its launch."""
+    return (*sorted(overrides), *([f"copy {copy}"] if copy else []))
+
+
+@dataclass
+class Manifest:
+    """The jobs of one sweep directory, in order of submission; a resubmitted job replaces its older entry."""
+
+    path: Path
+    jobs: list[SweepJob] = field(default_factory=list)
+    created: float = 0.0
+
+    def put(self, job: SweepJob) -> None:
+        """Add or replace, and write at once."""
+        self.jobs = [*(j for j in self.jobs if j.key != job.key), job]
+        data = {"version": VERSION, "created": self.created, "jobs": [asdict(j) for j in self.jobs]}
+        temporary = self.path.with_name(f".{NAME}.{os.getpid()}")
+        temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
+        """The job that an earlier launch made of the same overrides, configuration and program."""
+        return next((j for j in self.jobs if j.key == key and j.digest == digest), None)
+
+    def place(self, relative: str) -> Path:
+        """A path of the manifest as one to open."""
+        return self.path.parent / relative
+
+
+def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Manifest:
+    """The manifest of a sweep directory, empty when there is none yet."""
+    path = Path(directory).absolute() / NAME
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Manifest(path, [], created)
+    except (OSError, ValueError) as e:
+        raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
+    if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
+        raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
+    return Manifest(path, [SweepJob(**j) for j in data.get("jobs", [])], data.get("created", 0.0))
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a sweep that was launched; RecordError when there is none."""
+    if not (Path(directory) / NAME).is_file():
+        raise RecordError(f"no {NAME}", where=str(directory),
+                          hint="give the sweep directory of a launch with hydra/launcher=holmes_slurm or holmes_local")
+    return open_manifest(directory)

@@ -1,0 +1,124 @@
+"""What Hydra gets back of a sweep's jobs: waiting for each, one JobReturn of each, and what Ctrl-C does meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from holmes_hpc.errors import RunFailed
+
+if TYPE_CHECKING:
+    from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+
+log = logging.getLogger(__name__)
+SETTLE_S = 20  # after the end of a job in Slurm: time for its records to become visible on this machine
+
+
+@dataclass
+class Launched:
+    """A job of this launch: its entry in the manifest, and what to wait for: submitit's job, else what tells its state;
+    neither when it is `cached`: it had completed before."""
+
+    entry: SweepJob
+    config: DictConfig
+    plain: Any = None
+    held: Any = None
+    cached: bool = False
+
+
+def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
+    """(submitit's job, else what tells its state) of a job that an earlier launch submitted."""
+    from holmes_hpc.records.run import RunDirectory
+    from holmes_hpc.submission.executor.job import SlurmHetJob
+    from holmes_hpc.submission.lifecycle.status import job_of
+    from holmes_hpc.submission.sweeps.overview import on_this_machine
+
+    if entry.kind == "plan":
+        return None, job_of(RunDirectory(manifest.place(entry.directory)))
+    if entry.where == "local":  # submitit's local job knows only processes of its own
+        return None, on_this_machine(manifest, entry)
+    return SlurmHetJob(manifest.place(entry.folder), entry.job_id, tasks=list(range(entry.tasks))), None
+
+
+def wait(manifest: Manifest, job: Launched) -> JobReturn:
+    """Wait for a job's end."""
+    from submitit.core import utils
+    from submitit.local.local import LocalJob
+
+    from holmes_hpc.submission.sweeps.overview import _pickle
+
+    returned: JobReturn
+    if job.entry.kind == "plan":
+        return _planned_return(manifest, job)
+    if job.plain is not None:
+        returned = job.plain.results()[0]
+        return returned
+    while job.held is not None and not job.held.state().ended:
+        time.sleep(0.5)
+    if not job.cached:
+        entry = job.entry
+        returned = LocalJob(manifest.place(entry.folder), entry.job_id, list(range(entry.tasks))).results()[0]
+        return returned
+    returned = utils.pickle_load(_pickle(manifest, job.entry))[1]
+    return returned
+
+
+def _planned_return(manifest: Manifest, job: Launched) -> JobReturn:
+    """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
+    from holmes_hpc.records.run import RunDirectory
+    from holmes_hpc.submission.executor.states import JobState
+    from holmes_hpc.submission.lifecycle.status import record_end
+
+    run = RunDirectory(manifest.place(job.entry.directory))
+    ended, state = None, JobState("COMPLETED")
+    while job.held is not None:
+        state = job.held.state("standard")
+        if state.ended:
+            ended = ended or time.monotonic()
+            if run.read_result() is not None or time.monotonic() - ended > SETTLE_S * (job.entry.where == "slurm"):
+                break
+        else:
+            ended = None
+        time.sleep(1)
+    result = run.read_result()
+    if result is None:
+        result = record_end(run, state)
+    good = result["state"] == "completed"
+    value: Any = (result.get("final") or {}).get("loss") if good else RunFailed(
+        f"{result['state']}: {result['error']}", where=str(run.path), hint="see its log")
+    with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
+        job.config.hydra.runtime.output_dir = str(run.path)
+    return JobReturn(
+        overrides=list(job.config.hydra.overrides.task), cfg=task_config(job.config),
+        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"), working_dir=str(run.path),
+        task_name=str(job.config.hydra.job.name), status=JobStatus.COMPLETED if good else JobStatus.FAILED,
+        _return_value=value)
+
+
+def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
+    """Ctrl-C: ask whether to cancel what was submitted, and say how to come back."""
+    from holmes_hpc.submission.sweeps.overview import cancel_sweep
+
+    answer = ""
+    if sys.stdin.isatty():
+        try:
+            answer = input(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ").strip().lower()
+        except (EOFError, KeyboardInterrupt):
+            answer = ""
+    if answer.startswith("y"):
+        cancel_sweep(manifest, jobs)
+        log.info("cancelled")
+    else:
+        log.info(f"the jobs go on: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
+                 f"hydra.sweep.dir={manifest.path.parent} takes up where it was left")
+
+
+def task_config(config: DictConfig) -> DictConfig:
+    """A job's configuration without Hydra's own part."""
+    return OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])

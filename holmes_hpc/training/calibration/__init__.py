@@ -1,0 +1,1 @@
+"""What `holmes calibrate` measures: layers of the model, and networks."""

@@ -1,0 +1,202 @@
+"""How long messages and collectives take on each kind of network, and the latency and efficiency that explain it.
+
+A link is two numbers, as the planner uses them (planning.timing): a message of b bytes takes latency + b / (rate *
+efficiency); a ring collective over k nodes takes its k-1 steps' latencies, and what a node sends. Messages and each
+collective have a link of their own, fitted to their times at a small size and at those that training uses.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from holmes_hpc.planning.cost.hardware import Link, collectives
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.session import Session
+
+WARM_UP, REPEATS = 2, 9
+SMALL_BYTES = 256
+MOST_BYTES = 64 << 20  # of one message or collective: larger ones tell nothing new
+MOST_S = 0.4  # that a network needs for the bytes of one collective
+EFFICIENCY = (0.001, 1000.0)
+Links = dict[str, Link]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`seconds` that something took which, by the planner's model, has `steps` latencies and `sent_s` seconds of
+    sending at the nominal rate. `link`: local, ib, roce, ethernet; those of collectives as ib.all_gather."""
+
+    link: str
+    what: str
+    steps: float
+    sent_s: float
+    seconds: float
+
+
+def moment() -> float:
+    """The time when all that this rank has started is done."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def link_name(transport: Transport) -> str:
+    return "local" if transport.kind == "local" else str(transport.nic)
+
+
+def rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> float:
+    """Nominal bytes a second of one node (locally: of one rank), of the slowest of `ranks`."""
+    fabrics = {plan.site.fabric(plan.places[r].fabric) for r in ranks}
+    gbps = {"local": lambda f: f.gpu.intra_node_gbps, "tcp": lambda f: f.ethernet_gbps,
+            "rdma": lambda f: f.rdma_gbps}[transport.kind]
+    return float(min(gbps(f) for f in fabrics)) * 1e9 / 8
+
+
+def pairs(plan: Plan, one_host: bool) -> dict[str, tuple[Transport, tuple[int, int]]]:
+    """For every kind of network that the plan's nodes have, two ranks that reach each other by it. Between fabrics for
+    Ethernet, where there are several. On one host there is but one kind."""
+    if one_host:
+        return {"local": (LOCAL, (0, 1))} if plan.world_size > 1 else {}
+    found: dict[str, tuple[Transport, tuple[int, int]]] = {}
+    for ranks in combinations(range(plan.world_size), 2):
+        own = transports.of_ranks(plan, ranks)
+        if own.kind != "rdma" or all("rdma" in transports.kinds_of(plan, r) for r in ranks):
+            found.setdefault(link_name(own), (own, ranks))
+        if "ethernet" not in found and plan.places[ranks[0]] != plan.places[ranks[1]]:
+            apart = ranks
+    if "ethernet" not in found and len(set(plan.places)) > 1:  # one fabric: its nodes reach each other by Ethernet too
+        found["ethernet"] = TCP, apart
+    return found
+
+
+def samples(here: Session, control: Any) -> list[tuple[Any, ...]]:
+    """This rank's :class:`Sample` rows: of messages from the first rank of each pair, of collectives from every rank of
+    a data-parallel group. All ranks call it."""
+    plan = here.plan
+    found: list[Sample] = []
+    for name, (transport, ranks) in pairs(plan, here.nodes[0].one_host).items():
+        group = here.groups.new(ranks, f"ping-pong {name}", transport=transport)
+        _meet(control)
+        if here.launch.rank in ranks:
+            for size in (SMALL_BYTES, _activation_bytes(plan, here)):
+                seconds = _median_s(_exchange(here, group, ranks, size)) / 2
+                if here.launch.rank == ranks[0]:
+                    sent_s = size / rate(plan, transport, ranks)
+                    found.append(Sample(name, f"a message of {size} bytes", 1, sent_s, seconds))
+    _meet(control)
+    found += _collectives(here)
+    _meet(control)
+    return [astuple(s) for s in found]
+
+
+def meeting_s(control: Any) -> float:
+    """What it takes all ranks to sum up one number, as they do for the gradient norm. All ranks call it."""
+    return _median_s(partial(_meet, control))
+
+
+def _meet(control: Any) -> None:
+    dist.all_reduce(torch.zeros(1), group=control)
+
+
+def _median_s(task: Callable[[], None]) -> float:
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        began = moment()
+        task()
+        times.append(moment() - began)
+    return statistics.median(times[WARM_UP:])
+
+
+def _activation_bytes(plan: Plan, here: Session) -> int:
+    """Of one hop between stages."""
+    elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden
+    return min(MOST_BYTES, elements * (2 if here.cuda else 4))
+
+
+def _exchange(here: Session, group: Any, ranks: tuple[int, int], size: int) -> Callable[[], None]:
+    """There and back: twice the time of one message."""
+    data = torch.zeros(size // 4, device=here.device)
+    first = here.launch.rank == ranks[0]
+    other = ranks[1] if first else ranks[0]
+
+    def task() -> None:
+        for sending in (first, not first):
+            if sending:
+                dist.send(data, other, group=group)
+            else:
+                dist.recv(data, other, group=group)
+
+    return task
+
+
+def _collectives(here: Session) -> list[Sample]:
+    """Reduce-scatter and all-gather of a gradient bucket, and of some more, in every data-parallel group at once."""
+    plan, p = here.plan, here.plan.parallel
+    group = parallel_state.get_data_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1 or p.optimizer_instances > 1:
+        return []
+    transport = LOCAL if here.nodes[0].one_host else transports.of_ranks(plan, ranks)
+    nodes = 1 if transport == LOCAL else len({plan.places[r] for r in ranks})
+    if 1 < nodes < len(ranks):
+        return []  # time inside the nodes would count as the network's
+    gpu = plan.site.fabric(plan.places[ranks[0]].fabric).gpu
+    how, speed, name = collectives(gpu), rate(plan, transport, ranks), link_name(transport)
+    sharing = 1 if nodes == 1 else p.tp  # TP ranks of a node send beside each other
+    n, found = len(ranks), []
+    most = min(MOST_BYTES, plan.bucket_bytes, int(MOST_S * speed))  # the other groups wait for the slowest network
+    for size in (SMALL_BYTES, most // 2, most):
+        whole = torch.zeros(max(1, size // 4 // n) * n, device=here.device)
+        part = torch.zeros(len(whole) // n, device=here.device)
+        for what, factor, fill, task in (
+                ("reduce_scatter", how.reduce_scatter, 0.0, lambda w=whole, s=part: dist.reduce_scatter_tensor(
+                    s, w, group=group)),
+                ("all_gather", how.all_gather, how.gather_fill, lambda w=whole, s=part: dist.all_gather_into_tensor(
+                    w, s, group=group))):
+            seconds = _median_s(task)
+            sent_s = factor * (n - 1 + fill) / n * len(whole) * 4 * sharing / speed
+            found.append(Sample(f"{name}.{what}", f"{len(whole) * 4} bytes over {n} ranks", factor * (n - 1), sent_s,
+                                seconds))
+    return found if here.launch.rank == ranks[0] else []
+
+
+# -- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def fitted_s(sample: Sample, found: Links) -> float:
+    """What `sample` takes by the fitted link."""
+    link = found[sample.link]
+    return sample.steps * link.latency_s + sample.sent_s / link.efficiency
+
+
+def fit(found: Iterable[Sample]) -> Links:
+    """Latency and efficiency of each link: least squares of the relative errors."""
+    rows = list(found)
+    return {name: _fit([s for s in rows if s.link == name]) for name in dict.fromkeys(s.link for s in rows)}
+
+
+def _fit(rows: list[Sample]) -> Link:
+    """Minimise sum((steps*latency + sent_s*slowness)/seconds - 1)^2 over latency >= 0 and the allowed slowness."""
+    a = [s.steps / s.seconds for s in rows]
+    b = [s.sent_s / s.seconds for s in rows]
+    aa, bb = sum(x * x for x in a), sum(x * x for x in b)
+    ab = sum(x * y for x, y in zip(a, b, strict=True))
+    determinant = aa * bb - ab * ab
+    slowness = (sum(b) * aa - sum(a) * ab) / determinant if determinant > 1e-12 * aa * bb else sum(b) / bb
+    low, high = 1 / EFFICIENCY[1], 1 / EFFICIENCY[0]
+    latency = (sum(a) - min(max(slowness, low), high) * ab) / aa
+    if latency < 0:
+        latency, slowness = 0.0, sum(b) / bb
+    return Link(latency, 1 / min(max(slowness, low), high))

@@ -1,0 +1,161 @@
+"""The checkpoints of a run as files: which are complete, whether their bytes are what was written, which are old.
+
+No torch: `holmes resume` and `export` ask too. A checkpoint is a directory ``checkpoints/step-00000120`` that got this
+name in one rename when everything in it was written and synced; ``holmes.json`` in it says what it is, and lists its
+files with their sizes and CRC-32. Whatever else lies there (``.saving-…``) is unfinished and never picked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import DataError, RunFailed
+
+DESCRIPTION = "holmes.json"
+_NAME = re.compile(r"step-(\d{8,})\Z")
+
+
+@dataclass(frozen=True)
+class Save:
+    """A complete checkpoint: the state after `step` steps. `about`: what holmes.json says."""
+
+    step: int
+    path: Path
+    about: Mapping[str, Any]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
+    """Where an attempt writes a checkpoint before it is complete: a killed attempt's writer may still be at work."""
+    return folder / f".saving-{name_of(step)}-{attempt}"
+
+
+def complete(folder: Path) -> list[Save]:
+    """The complete checkpoints in `folder`, the latest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            match = _NAME.match(path.name)
+            if match and (about := _describe(path)) is not None:
+                found.append(Save(int(match[1]), path, about))
+    return sorted(found, key=lambda save: -save.step)
+
+
+def at(path: Path) -> Save:
+    """The checkpoint that is `path`. DataError when it is none, or not complete."""
+    match, about = _NAME.match(path.resolve().name), _describe(path)
+    if match is None or about is None:
+        raise DataError("not a complete checkpoint", where=str(path),
+                        hint="give a directory checkpoints/step-… of a run, with its holmes.json")
+    return Save(int(match[1]), path, about)
+
+
+def seen(path: Path, patience_s: float = 30) -> Save | None:
+    """The checkpoint that is `path`, which another node sees; None when it does not show here in time."""
+    until = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(DataError):
+            return at(path)
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.2)
+
+
+def _describe(path: Path) -> dict[str, Any] | None:
+    try:
+        about = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) and isinstance(about.get("files"), dict) else None
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file."""
+    crc, size = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return size, crc
+
+
+def damage(save: Save, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with the files of a checkpoint, None when nothing is. With `shares` readers each reads its own."""
+    for index, (name, (size, crc)) in enumerate(sorted(save.about["files"].items())):
+        if index % shares != share:
+            continue
+        try:
+            if os.stat(save.path / name).st_size != size:
+                return f"{name} is not {size} bytes long"
+            if checksum(save.path / name)[1] != crc:
+                return f"{name} has other bytes than were written"
+        except OSError as e:
+            return f"{name}: {e.strerror}"
+    return None
+
+
+def finish(unfinished: Path, step: int, about: Mapping[str, Any], files: Mapping[str, tuple[int, int]]) -> Path:
+    """Make a written checkpoint count: describe it, sync it, give it its name. Replaces one of the same step."""
+    folder = unfinished.parent
+    target = folder / name_of(step)
+    try:
+        with open(unfinished / DESCRIPTION, "w", encoding="utf-8") as file:
+            json.dump({**about, "step": step, "files": {k: list(v) for k, v in files.items()}}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(unfinished)
+        if target.exists():  # of an earlier attempt, or damaged: set aside first, so that there is always one of them
+            old = folder / f".old-{target.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+        os.rename(unfinished, target)
+        _sync(folder)
+    except OSError as e:
+        raise failed(target, e) from e
+    shutil.rmtree(folder / f".old-{target.name}", ignore_errors=True)
+    return target
+
+
+def failed(path: Path, error: OSError) -> RunFailed:
+    """An error of the file system as one line."""
+    hint = "free some space, then `holmes resume` the run" if error.errno in (28, 122) else "make it writable"
+    return RunFailed(f"the checkpoint could not be written: {error.strerror or error}", where=str(path), hint=hint)
+
+
+def prune(folder: Path, keep: int) -> list[int]:
+    """Remove all complete checkpoints but the latest `keep`; the steps of those removed."""
+    old = complete(folder)[keep:]
+    for save in old:
+        shutil.rmtree(save.path, ignore_errors=True)
+    return [save.step for save in old]
+
+
+def sweep(folder: Path) -> None:
+    """Remove unfinished checkpoints; nobody may be writing one."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name.startswith((".saving-", ".old-")):
+                if path.name.startswith(".old-") and not (folder / path.name[5:]).exists():
+                    os.rename(path, folder / path.name[5:])  # killed between two renames: it is still the good one
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

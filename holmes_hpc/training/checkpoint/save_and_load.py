@@ -1,0 +1,355 @@
+"""Checkpoints by Megatron-Core's dist_checkpointing: asynchronous, atomic, loadable under another layout.
+
+The optimizer's state is saved per parameter (``fully_reshardable``), so a checkpoint belongs to the model and not to
+the layout it was saved under. What makes a directory a checkpoint is in :mod:`holmes_hpc.training.checkpoint.folder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
+
+from holmes_hpc.errors import DataError, RunFailed
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.checkpoint import folder as saves
+from holmes_hpc.training.rank.failure import say
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+            "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
+RESULT_WAIT_S = 30  # after the writer has ended
+LOOK_S = 0.05  # while a save is waited for
+_ERRORS = (CheckpointingException, CheckpointException)
+# A model's identity: what its weights' shapes and their use depend on.
+_IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
+             "vocab_multiple", "rope_base")
+
+
+class _Results:
+    """How a writer's results come back to its rank: a pipe, and a thread that empties it. Megatron-Core's default, a
+    manager, is one more process for every rank, which outlives a rank that is killed."""
+
+    def __init__(self) -> None:
+        self._pipe = multiprocessing.get_context("fork").SimpleQueue()
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._empty, name="checkpoint results", daemon=True).start()
+
+    def _empty(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._arrived.put(self._pipe.get())
+
+    def put(self, results: Any) -> None:
+        self._pipe.put(results)
+
+    def get_nowait(self) -> Any:
+        return self._arrived.get(timeout=RESULT_WAIT_S)
+
+
+class Checkpoints:
+    """Saves and loads one run's training state.
+
+    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors. All ranks call every method at
+    the same step.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, models: Sequence[Any], optimizer: Any, *, attempt: int, keep: int,
+                 background: bool, group: Any) -> None:
+        self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
+        self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
+        self._rank = dist.get_rank()
+        self._calls = AsyncCallsQueue()
+        self._began = 0.0
+        filesystem_async._results_queue = _Results()
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, more: Mapping[str, Any], wait: bool = False) -> None:
+        """Save the state after `step`; in the background where configured, unless `wait`. One at a time."""
+        self.settle()
+        if any(not inner.optimizer.state for inner in _inner(self.optimizer)):
+            if self._rank == 0:  # in fp16, while the loss scale is still too large
+                say(f"step {step}: no update has counted yet, so there is nothing to save")
+            return
+        self._began = time.perf_counter()
+        for model in self.models:  # parameters that are gathered before the next forward pass only
+            if model.ddp_config.overlap_param_gather:
+                model.start_param_sync(force_sync=True)
+        path = saves.unfinished_path(self.folder, step, self.attempt)
+        if self._rank == 0:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise saves.failed(path, e) from e
+        dist.barrier(group=self._group)
+        about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
+                 "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
+        try:
+            request = dist_checkpointing.save(
+                self._state(is_loading=False), str(path), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                async_sharded_save=True, content_metadata=METADATA)
+            request = _with_checksums(request, path, self._rank)
+            request.add_finalize_fn(lambda: self._finish(path, step, about))
+            self._calls.schedule_async_request(request)
+        except (OSError, RuntimeError, *_ERRORS) as e:
+            raise _as_failure(path, e) from e
+        if wait or not self.background:
+            self.settle()
+
+    def writing(self) -> bool:
+        """Whether this rank's writer is still at work."""
+        calls = self._calls.async_calls
+        process = calls[0].async_caller.process if calls else None
+        return process is not None and process.is_alive()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a save was begun and not yet finished on all ranks."""
+        return self._calls.get_num_unfinalized_calls() > 0
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, and make it count."""
+        if not self.unsettled:
+            return
+        while self.writing_anywhere():  # in turns: one disk may be slower than a collective's time-out
+            time.sleep(LOOK_S)
+        try:
+            self._calls.maybe_finalize_async_calls(blocking=True)
+        except (OSError, RuntimeError, *_ERRORS) as e:
+            raise _as_failure(self.folder, e) from e
+
+    def writing_anywhere(self) -> bool:
+        """Whether any rank's writer is; all ranks ask at the same time."""
+        return self._anywhere(self.writing())
+
+    @property
+    def _device(self) -> str:
+        return next(self.models[0].parameters()).device.type
+
+    def _anywhere(self, here: bool) -> bool:
+        word = torch.tensor(int(here))
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
+        return bool(word)
+
+    def _finish(self, path: Path, step: int, about: Mapping[str, Any]) -> None:
+        """Runs on all ranks when all have written."""
+        if self._rank == 0:
+            files = {}
+            for part in sorted(path.glob(".crc-*.json")):
+                files.update({k: tuple(v) for k, v in json.loads(part.read_text()).items()})
+                part.unlink()
+            for other in path.iterdir():
+                files.setdefault(other.name, saves.checksum(other))
+            saves.finish(path, step, about, files)
+            saves.prune(self.folder, self.keep)
+            say(f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
+                f"{time.perf_counter() - self._began:.2f} s")
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, chosen: Path | None = None) -> int:
+        """Load the latest checkpoint of this run that is whole, or `chosen` where it has none yet; its step comes back,
+        0 when there is neither.
+
+        DataError for a checkpoint of another model, and when none of those there are is whole.
+        """
+        found = self._found(chosen)
+        problem = ""
+        for path in found:
+            save = saves.seen(path)
+            damage = self._damage(save)
+            if damage is None:
+                assert save is not None
+                check_model(save, self.plan)
+                self._load(save)
+                return save.step
+            problem = problem or f"{path.name}: {damage}"
+            if self._rank == 0:
+                say(f"warning: checkpoint {path} is damaged ({damage}); looking for an earlier one")
+        if found:
+            raise DataError(f"no checkpoint is whole ({problem})", where=str(self.folder),
+                            hint="restore one from a copy, or remove them and start again")
+        return 0
+
+    def _found(self, chosen: Path | None) -> list[Path]:
+        """What to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a file
+        system that shows changes late each rank might see something else."""
+        said: list[Any] = [None, None]
+        if self._rank == 0:
+            saves.sweep(self.folder)
+            said[0] = [str(save.path) for save in saves.complete(self.folder)]
+            if chosen is not None and not said[0]:
+                try:
+                    said[0] = [str(saves.at(chosen.absolute()).path)]
+                except DataError as e:
+                    said[1] = (e.what, e.where, e.hint)
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        if said[1] is not None:
+            what, where, hint = said[1]
+            raise DataError(what, where=where, hint=hint)
+        return [Path(path) for path in said[0]]
+
+    def _damage(self, save: saves.Save | None) -> str | None:
+        """What any rank found wrong; every rank reads its share of the files, however long that takes."""
+        size = dist.get_world_size()
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(saves.damage, save, self._rank, size) if save is not None else None
+            while self._anywhere(looking is not None and not looking.done()):
+                time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
+            own = looking.result() if looking is not None else f"not to be seen by rank {self._rank}"
+        said: list[Any] = [None] * size
+        dist.all_gather_object(said, own, group=self._group)
+        return next((text for text in said if text is not None), None)
+
+    def _load(self, save: saves.Save) -> None:
+        for inner in _distributed(self.optimizer):
+            _prepare_for_loading(inner)
+        same_layout = (dict(save.about["parallel"]) == asdict(self.plan.parallel)
+                       and save.about.get("device", self._device) == self._device)
+        state = self._state(is_loading=True, generators=same_layout)
+        try:
+            loaded = dist_checkpointing.load(state, str(save.path))
+        except (OSError, RuntimeError, KeyError, ValueError, *_ERRORS) as e:
+            raise DataError(f"cannot be loaded: {' '.join(str(e).split())[:300]}", where=str(save.path),
+                            hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
+        for index, model in enumerate(self.models):
+            model.module.load_state_dict(loaded[f"model{index}"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        for inner in _distributed(self.optimizer):
+            for values in inner.optimizer.state.values():
+                if "step" in values:  # one tensor for all parameters, which each of them would count up
+                    values["step"] = values["step"].clone()
+        if same_layout:
+            _set_generators(loaded["generators"])
+
+    def _state(self, is_loading: bool, generators: bool = True) -> dict[str, Any]:
+        metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state: dict[str, Any] = {f"model{i}": m.module.sharded_state_dict(metadata=metadata)
+                                 for i, m in enumerate(self.models)}
+        with _offsets_without_padding(self.optimizer):
+            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        if generators:
+            state["generators"] = ShardedObject(
+                "generators", _generators(),
+                (parallel_state.get_pipeline_model_parallel_world_size(),
+                 parallel_state.get_tensor_model_parallel_world_size()),
+                (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+        return state
+
+
+def check_model(save: saves.Save, plan: Plan) -> None:
+    """Raise DataError when a checkpoint is of another model than the plan's."""
+    saved, own = save.about.get("model", {}), asdict(plan.model)
+    for key in _IDENTITY:
+        if saved.get(key) != own[key]:
+            raise DataError(f"it is of a model with {key} {saved.get(key)}, the plan's has {own[key]}",
+                            where=str(save.path), hint="resume with a plan for the model that was trained")
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _distributed(optimizer: Any) -> list[DistributedOptimizer]:
+    return [inner for inner in _inner(optimizer) if isinstance(inner, DistributedOptimizer)]
+
+
+def _prepare_for_loading(inner: DistributedOptimizer) -> None:
+    """Megatron-Core (0.16) loads a distributed Adam only when it has made a step, and PyTorch's not at all: it looks
+    among the checkpoint's tensors for the count of steps, which PyTorch keeps with every parameter."""
+    if not inner.optimizer.state:
+        inner._init_optimizer_states_with_dummy_values()
+    assign = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def assign_but_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = inner.model_param_group_index_map[parameter]
+        values = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
+        assign(inner, parameter, {**({"step": values["step"]} if "step" in values else {}), **tensors})
+
+    inner._set_main_param_and_optimizer_states = assign_but_step
+
+
+@contextlib.contextmanager
+def _offsets_without_padding(optimizer: Any) -> Iterator[None]:
+    """While the optimizer's state is described: Megatron-Core (0.16) gathers a buffer without the padding at the end of
+    each of its buckets, but then looks for the parameters at their places in the padded buffer, so that behind the
+    first padded bucket every parameter would be saved with its neighbour's values. Give it the places that are meant.
+    """
+    buffers = [buffer for inner in _distributed(optimizer) for buffer in inner.buffers]
+    kept = [buffer.param_index_map for buffer in buffers]
+    try:
+        for buffer in buffers:
+            starts, total = [], 0
+            for bucket in buffer.buckets:
+                starts.append(bucket.offset - total)
+                total += bucket.numel_unpadded
+            buffer.param_index_map = {parameter: (start - starts[bucket], end - starts[bucket], bucket)
+                                      for parameter, (start, end, bucket) in buffer.param_index_map.items()}
+        yield
+    finally:
+        for buffer, mapping in zip(buffers, kept, strict=True):
+            buffer.param_index_map = mapping
+
+
+def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncRequest:
+    """The writer, in its own process, also notes the checksums of the files it wrote."""
+    write = request.async_fn
+    if write is None:
+        return request
+
+    def write_and_check(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        own = {p.name: saves.checksum(p) for p in path.glob(f"__{rank}_*")}
+        with contextlib.suppress(OSError):  # of a full disk the writer itself tells
+            (path / f".crc-{rank}.json").write_text(json.dumps(own))
+
+    return request._replace(async_fn=write_and_check)
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the random number generators that training uses (dropout)."""
+    return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(),
+            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["host"])
+    torch.cuda.set_rng_state(states["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _as_failure(path: Path, error: BaseException) -> RunFailed:
+    """Whatever went wrong while saving, as one line. Torch hides a full disk behind errors of its own."""
+    inner: Any = error
+    failures = getattr(error, "failures", None)
+    if failures:
+        inner = next(iter(failures.values()))[0]
+    if isinstance(inner, OSError):
+        return saves.failed(path, inner)
+    with contextlib.suppress(OSError):
+        room = os.statvfs(path if path.exists() else path.parent)
+        if room.f_bavail * room.f_frsize < 1 << 20:
+            return saves.failed(path, OSError(28, "No space left on device"))
+    return RunFailed(f"the checkpoint could not be written: {' '.join(str(inner).split())[:300]}", where=str(path),
+                     hint="see this rank's log; `holmes resume` goes on from the last good checkpoint")

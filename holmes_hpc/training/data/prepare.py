@@ -1,0 +1,328 @@
+"""Text to Megatron's indexed data set: `holmes data prepare`.
+
+The files are cut into parts of some megabytes, which worker processes tokenize into PREFIX.parts/. A part counts when
+it is complete, so an interrupted preparation goes on where it stopped. Then the parts are joined into PREFIX.bin and
+PREFIX.idx, which appear complete or not at all, and PREFIX.json, which says what they were made from.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holmes_hpc.errors import ConfigError, DataError, RunFailed
+from holmes_hpc.training.data import corpus
+from holmes_hpc.training.data.tokenizer import Tokenizer, load
+
+PART_BYTES = 16 << 20
+_MOST_PARTS = 4096  # of a very large corpus: its parts are larger
+_SEQUENCE_TOKENS = 1 << 20  # a longer document becomes several sequences, so that it can be split and shuffled
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+Progress = Callable[[str, int, int], None]  # what is done ("tokenize", "join"), bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What PREFIX.bin and PREFIX.idx hold. `input_bytes`: of the files as they lie on disk."""
+
+    prefix: str
+    files: int
+    input_bytes: int
+    documents: int
+    sequences: int
+    tokens: int
+    vocab: int
+    eod: int
+    resumed_parts: int = 0  # of this call: parts that an earlier, interrupted one had done
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (f"{self.documents:,} documents of {self.files:,} files: {self.tokens:,} tokens of a vocabulary of "
+                f"{self.vocab:,}, in {self.prefix}.bin and .idx")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Extents that one worker tokenizes at one go, and where to."""
+
+    extents: tuple[corpus.Extent, ...]
+    target: str  # without .bin and .npz
+
+    @property
+    def done(self) -> bool:
+        return os.path.exists(f"{self.target}.npz")
+
+
+def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: str | None = None,
+            workers: int | None = None, json_key: str = "text", progress: Progress | None = None,
+            part_bytes: int = PART_BYTES) -> Prepared:
+    """Tokenize `files` (text, JSON lines, compressed) into PREFIX.bin and PREFIX.idx.
+
+    `tokenizer`: a Hugging Face tokenizer.json, or None for bytes. `workers`: processes, default all usable CPUs. Called
+    again with the same arguments after an interruption it goes on; after success it returns at once. Raises DataError
+    for files that cannot be read as text and for an empty corpus, RunFailed for a full disk.
+    """
+    prefix, report = os.fspath(prefix), progress or (lambda what, done, total: None)
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers is {workers}", where="data prepare", hint="use 1 or more")
+    loaded = load(tokenizer)
+    extents = [e for f in files for e in corpus.extents(os.fspath(f), part_bytes)]
+    total = sum(e.bytes for e in extents)
+    if not total:
+        raise DataError(f"no text in {len(files)} file(s)", where=", ".join(map(str, files)) or "data prepare",
+                        hint="give files that hold text")
+    made_from = {"tokenizer": loaded.id, "json_key": json_key,
+                 "files": hashlib.sha256(json.dumps([asdict(e) for e in extents]).encode()).hexdigest()}
+    already = _finished(prefix, made_from)
+    if already:
+        return already
+    try:
+        with _locked(prefix) as directory:
+            limit = max(part_bytes, total // _MOST_PARTS)
+            parts = _parts(extents, directory, limit, loaded.id + json_key)
+            resumed = _remove_strangers(directory, parts)
+            _tokenize(parts, tokenizer, json_key, workers or _usable_cpus(), report)
+            made = _join(parts, prefix, loaded, report, files=len(files), input_bytes=total, resumed_parts=resumed)
+            _write_atomically(f"{prefix}.json", json.dumps({**asdict(made), "made_from": made_from}, indent=1))
+    except OSError as e:
+        kind, hint = (RunFailed, "free some space") if e.errno in _FULL else (DataError, "correct that")
+        raise kind(e.strerror or str(e), where=str(e.filename or prefix),
+                   hint=f"{hint} and run it again: it goes on where it stopped") from e
+    shutil.rmtree(f"{prefix}.parts", ignore_errors=True)
+    return made
+
+
+def demo_corpus(prefix: str | os.PathLike[str], limit_bytes: int = 8_000_000, workers: int | None = None,
+                progress: Progress | None = None) -> Prepared:
+    """The Python standard library's own source files, at most `limit_bytes` of them, at byte level.
+
+    Which files, and in which order, depends on their names only.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
+    names = []
+    for at, directories, files in os.walk(root):
+        directories[:] = [d for d in directories if d not in skipped]
+        names += [Path(at, f) for f in files if f.endswith(".py")]
+    names.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
+    chosen, size = [], 0
+    for path in names:
+        size += path.stat().st_size
+        if size > limit_bytes:
+            break
+        if path.stat().st_size:
+            chosen.append(path)
+    return prepare(chosen, prefix, workers=workers, progress=progress)
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _finished(prefix: str, made_from: dict[str, str]) -> Prepared | None:
+    """What an earlier call made of the same files, if it is all still there."""
+    try:
+        said = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        if said.pop("made_from") != made_from or not os.path.exists(f"{prefix}.idx"):
+            return None
+        width = np.dtype(_token_type(said["vocab"])).itemsize
+        whole = os.path.getsize(f"{prefix}.bin") == said["tokens"] * width
+        return Prepared(**{**said, "prefix": prefix, "resumed_parts": 0}) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _token_type(vocab: int) -> str:
+    """As Megatron chooses it (DType.optimal_dtype), without loading Megatron."""
+    return "uint16" if vocab < 65500 else "int32"
+
+
+@contextmanager
+def _locked(prefix: str) -> Iterator[Path]:
+    """PREFIX.parts, held by one preparation at a time; the lock ends with its process."""
+    directory = Path(f"{prefix}.parts")
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise DataError("another preparation is writing here", where=prefix,
+                            hint="wait for it, or choose another prefix") from e
+        yield directory
+
+
+def _parts(extents: Sequence[corpus.Extent], directory: Path, limit: int, settings: str) -> list[_Part]:
+    """Extents in order, gathered up to `limit` bytes a part. A part's name tells all that its content depends on."""
+    groups: list[list[corpus.Extent]] = [[]]
+    size = 0
+    for extent in extents:
+        if groups[-1] and size + extent.bytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(extent)
+        size += extent.bytes
+    parts = []
+    for number, group in enumerate(groups):
+        text = json.dumps([settings, [asdict(e) for e in group]])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        parts.append(_Part(tuple(group), str(directory / f"{number:06d}-{digest}")))
+    return parts
+
+
+def _remove_strangers(directory: Path, parts: Sequence[_Part]) -> int:
+    """Remove what belongs to other files or settings, or is half written; how many parts are done already."""
+    kept = {f"{p.target}{end}" for p in parts if p.done for end in (".bin", ".npz")} | {str(directory / "lock")}
+    for path in directory.iterdir():
+        if str(path) not in kept:
+            path.unlink()
+    return sum(p.done for p in parts)
+
+
+def _tokenize(parts: Sequence[_Part], tokenizer: str | None, json_key: str, workers: int, report: Progress) -> None:
+    total = sum(e.bytes for p in parts for e in p.extents)
+    before = sum(e.bytes for p in parts if p.done for e in p.extents)
+    todo = [p for p in parts if not p.done]
+    if min(workers, len(todo)) <= 1:
+        done = before
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            report("tokenize", min(done, total), total)
+
+        loaded = load(tokenizer)
+        for part in todo:
+            _tokenize_part(part, loaded, json_key, read)
+        return
+    context = multiprocessing.get_context("forkserver")
+    count = context.Value("q", before)
+    with ProcessPoolExecutor(min(workers, len(todo)), context, _begin_worker, (tokenizer, json_key, count)) as pool:
+        try:
+            waiting = {pool.submit(_work, part) for part in todo}
+            while waiting:
+                finished, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                report("tokenize", min(count.value, total), total)
+        except BrokenProcessPool as e:
+            raise RunFailed("a worker process was killed", where="data prepare",
+                            hint="use fewer --workers (memory?) and run it again: it goes on where it stopped") from e
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: tuple[Tokenizer, str, Callable[[int], None]]  # of a worker process, set once by _begin_worker
+
+
+def _begin_worker(tokenizer: str | None, json_key: str, count: Any) -> None:
+    """Set a worker up. It ends when the process that started it does, however that ends."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it decides
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallel over parts instead
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+    def read(amount: int) -> None:
+        with count.get_lock():
+            count.value += amount
+
+    _worker = load(tokenizer), json_key, read
+
+
+def _work(part: _Part) -> None:
+    _tokenize_part(part, *_worker)
+
+
+def _tokenize_part(part: _Part, tokenizer: Tokenizer, json_key: str, read: Callable[[int], None]) -> None:
+    """Write TARGET.bin (token ids), then TARGET.npz: the lengths of its sequences and which of them end a document."""
+    lengths: list[int] = []
+    ends: list[bool] = []
+    dtype = np.dtype(_token_type(tokenizer.vocab))
+    temporary = f"{part.target}.{os.getpid()}"
+    with open(f"{temporary}.tmp", "wb") as out:
+        for extent in part.extents:
+            begun = False
+            for text, last in corpus.documents(extent, json_key, read):
+                ids = tokenizer.encode(text).astype(dtype, copy=False) if text else np.empty(0, dtype)
+                out.write(ids.tobytes())
+                for start in range(0, len(ids), _SEQUENCE_TOKENS):
+                    lengths.append(min(_SEQUENCE_TOKENS, len(ids) - start))
+                    ends.append(False)
+                    begun = True
+                if last:
+                    out.write(np.array([tokenizer.eod], dtype).tobytes())
+                    if begun:
+                        lengths[-1] += 1
+                        ends[-1] = True
+                    else:
+                        lengths.append(1)
+                        ends.append(True)
+                    begun = False
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(f"{temporary}.tmp", f"{part.target}.bin")
+    with open(f"{temporary}.tmp", "wb") as out:
+        np.savez(out, lengths=np.array(lengths, np.int64), ends=np.array(ends, np.bool_))
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(f"{temporary}.tmp", f"{part.target}.npz")
+
+
+def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Progress, **counts: int) -> Prepared:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    dtype = np.dtype(_token_type(tokenizer.vocab))
+    total = sum(os.path.getsize(f"{p.target}.bin") for p in parts)
+    done = sequences = documents = 0
+    new = f"{prefix}.parts/new"
+    builder = IndexedDatasetBuilder(f"{new}.bin", dtype=dtype.type)
+    for part in parts:
+        with np.load(f"{part.target}.npz") as said, open(f"{part.target}.bin", "rb") as f:
+            for length, ends in zip(said["lengths"].tolist(), said["ends"].tolist(), strict=True):
+                builder.add_item(torch.from_numpy(np.fromfile(f, dtype, length)))
+                if ends:
+                    builder.end_document()
+                    documents += 1
+                sequences += 1
+            done += f.tell()
+        report("join", done, total)
+    tokens = done // dtype.itemsize
+    if tokens == documents:  # nothing but ends of documents
+        builder.data_file.close()
+        raise DataError(f"no text in {counts['files']} file(s)", where=parts[0].extents[0].path,
+                        hint="give files that hold text")
+    builder.finalize(f"{new}.idx")
+    for path in (f"{prefix}.json", f"{prefix}.idx"):  # an old index never stands beside new data
+        Path(path).unlink(missing_ok=True)
+    os.replace(f"{new}.bin", f"{prefix}.bin")
+    os.replace(f"{new}.idx", f"{prefix}.idx")
+    return Prepared(prefix=prefix, documents=documents, sequences=sequences, tokens=tokens, vocab=tokenizer.vocab,
+                    eod=tokenizer.eod, **counts)
+
+
+def _write_atomically(path: str, text: str) -> None:
+    temporary = f"{path}.{os.getpid()}"
+    Path(temporary).write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,137 @@
+"""Which tokens each rank trains on. The order of samples depends on the data, its seed and the step, and no more.
+
+Step s trains on samples [s*B, (s+1)*B) of the data set's order, B the global batch, however many ranks share them; so
+an interrupted run, or one continued under another layout or for more steps, sees the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from holmes_hpc.errors import ConfigError, DataError, nearest
+from holmes_hpc.planning.spec.plan import Plan
+
+KINDS = ("synthetic", "indexed")
+_VALIDATION = 1 << 32  # sets the validation samples of synthetic data apart from those of any 32-bit seed
+_NOISE = 0.1
+
+
+class Samples(Protocol):
+    """An endless order of samples. ``len``: how many until they repeat (in another order)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Sample `index` >= 0: int64, shape (sequence length + 1); its first part is input, its last part labels."""
+        ...
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Seeded tokens, each sample a function of its index. `learnable`: nine of ten tokens follow from the last one."""
+
+    seed: int
+    vocab: int
+    sequence_length: int
+    learnable: bool = False
+    name: str = "synthetic"
+
+    def __len__(self) -> int:
+        return 1 << 62
+
+    def tokens(self, index: int) -> np.ndarray:
+        random = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
+        drawn = random.integers(self.vocab, size=self.sequence_length + 1, dtype=np.int64)
+        if not self.learnable:
+            return drawn
+        fresh = random.random(self.sequence_length + 1) < _NOISE
+        fresh[0] = True
+        since = np.arange(len(drawn)) - np.maximum.accumulate(np.where(fresh, np.arange(len(drawn)), 0))
+        return (drawn[np.arange(len(drawn)) - since] + since) % self.vocab
+
+
+def shuffled(index: int, size: int, key: tuple[int, int]) -> int:
+    """Where `index` goes in a pseudo-random permutation of range(size), without holding the permutation.
+
+    A four-round Feistel network over the next power of four, walked until it lands inside (Black and Rogaway, 2002).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            word = hashlib.blake2b(struct.pack("<qqqq", *key, turn, right), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(word, "little") & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_size: int, global_size: int) -> range:
+    """The samples of one micro-batch: consecutive ones, rank by rank, then micro-batch by micro-batch."""
+    start = step * global_size + (micro_batch * dp + dp_rank) * micro_size
+    return range(start, start + micro_size)
+
+
+def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0) -> Iterator[dict[str, Any]]:
+    """Micro-batches of data-parallel rank `dp_rank` from step `start_step` on; `plan.micro_batches` a step, no end.
+
+    tokens, labels, position_ids: int64, shape (micro size, sequence length); loss_mask: float32, the same shape;
+    attention_mask: None (causal). Raises DataError for a token beyond the model's vocabulary.
+    """
+    size, micro, dp = plan.batch.global_size, plan.batch.micro_size, plan.parallel.dp
+    length, vocab, per_step = plan.batch.sequence_length, plan.model.vocab, plan.micro_batches
+    step = start_step
+    while True:
+        for micro_batch in range(per_step):
+            chosen = sample_indices(step, micro_batch, dp_rank, dp, micro, size)
+            rows = np.stack([dataset.tokens(i) for i in chosen])
+            check_vocabulary(rows, vocab, dataset.name)
+            text = torch.from_numpy(rows)
+            yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(),
+                   "loss_mask": torch.ones(micro, length), "attention_mask": None,
+                   "position_ids": torch.arange(length).repeat(micro, 1)}
+        step += 1
+
+
+def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
+    """Raise DataError where a token id is not one of a vocabulary of `vocab`."""
+    if tokens.size and (int(tokens.max()) >= vocab or int(tokens.min()) < 0):
+        wrong = int(tokens.max()) if int(tokens.max()) >= vocab else int(tokens.min())
+        raise DataError(f"token id {wrong} is not in the model's vocabulary of {vocab}", where=where,
+                        hint="prepare the data with the model's tokenizer, or set model.vocab")
+
+
+def build_datasets(config: Mapping[str, Any], plan: Plan) -> tuple[Samples, Samples | None]:
+    """The training samples that `config` names, and the validation samples when `train.eval_interval` is above 0.
+
+    Rank 0 and every rank that needs data call it, after torch.distributed is initialised (if it is to be): rank 0
+    checks the data and makes the index, the others wait for its word in the rendezvous store, without a barrier.
+    Raises DataError, the same on every rank, for data that are missing, damaged, too short or of another vocabulary.
+    """
+    data = config["data"]
+    kind, seed = data["kind"], data.get("seed")
+    seed = config["train"]["seed"] if seed is None else seed
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind {kind!r}", where="data.kind", hint=nearest(str(kind), KINDS))
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 32:
+        raise ConfigError(f"seed is {seed!r}", where="data.seed", hint="use a whole number from 0, below 2^32")
+    evaluates = config["train"].get("eval_interval", 0) > 0
+    if kind == "synthetic":
+        vocab, length = plan.model.vocab, plan.batch.sequence_length
+        learnable = bool(data.get("learnable", False))
+        return (Synthetic(seed, vocab, length, learnable),
+                Synthetic(seed + _VALIDATION, vocab, length, learnable, "synthetic validation") if evaluates else None)
+    from holmes_hpc.training.data import indexed  # Megatron's data sets take seconds to load
+
+    return indexed.build(data, config.get("run_dir"), seed, plan, evaluates)

@@ -1,0 +1,82 @@
+"""Text to token ids: bytes as they are, or a Hugging Face `tokenizers` file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from holmes_hpc.errors import DataError
+
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """`vocab` ids from 0; `eod` ends a document; `id` changes whenever the ids of a text would."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    @property
+    def id(self) -> str: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, 1-D, without the end of document."""
+        ...
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids; the end of document becomes nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """256 bytes of UTF-8 and the end of a document: 257 ids, no file, no unknown text."""
+
+    vocab, eod, id = 257, 256, "bytes"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
+
+    def decode(self, ids: np.ndarray) -> str:
+        kept = np.asarray(ids)
+        return kept[kept < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of Hugging Face's `tokenizers` library."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError as e:
+            raise DataError("the tokenizers library is not installed", where=path,
+                            hint="pip install 'holmes-hpc[tokenizers]', or use bytes") from e
+        try:
+            raw = Path(path).read_bytes()
+            self._inner: Any = Loaded.from_buffer(raw)
+        except OSError as e:
+            raise DataError(e.strerror or str(e), where=path, hint="give a tokenizer.json") from e
+        except Exception as e:  # the library raises bare Exception
+            raise DataError(f"not a tokenizers file: {e}", where=path, hint="give a tokenizer.json") from e
+        self.id = "tokenizers " + hashlib.sha256(raw).hexdigest()[:16]
+        self.vocab: int = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ends = [self._inner.token_to_id(name) for name in _END_NAMES]
+        self.eod: int = next((i for i in ends if i is not None), -1)
+        if self.eod < 0:
+            raise DataError("no token ends a document", where=path, hint=f"add one of {', '.join(_END_NAMES)}")
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return str(self._inner.decode([int(i) for i in np.asarray(ids) if i != self.eod], skip_special_tokens=False))
+
+
+def load(path: str | None) -> Tokenizer:
+    """The tokenizer of a file, or of bytes for None."""
+    return FileTokenizer(path) if path else ByteTokenizer()

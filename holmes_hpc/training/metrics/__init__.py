@@ -1,0 +1,1 @@
+"""What a step was like: its line of metrics, where its time went, its timeline, loggers."""

@@ -1,0 +1,195 @@
+"""The model of a plan: Megatron-Core's GPTModel with this rank's own layers, and weights that do not depend on the
+layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.spec.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INIT_STD = 0.02
+
+
+def layout(plan: Plan) -> list[list[str]]:
+    """What every pipeline stage holds, chunk after chunk, as Megatron-Core's pipeline_model_parallel_layout."""
+    rows = [["decoder"] * stage.chunks[chunk]
+            for chunk in range(plan.parallel.virtual_stages) for stage in plan.stages]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return rows
+
+
+def transformer_engine() -> bool:
+    """Whether Transformer Engine can be used."""
+    try:
+        import transformer_engine.pytorch  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def dtype_name(wanted: str, cuda: bool) -> str:
+    """What ``train.dtype`` means on this device; `auto` is what the planner takes it for, too (planning/costs.py)."""
+    return wanted if wanted != "auto" else "bf16" if cuda else "fp32"
+
+
+def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
+    """The type of parameters and activations. ConfigError for fp16 on a CPU."""
+    name = dtype_name(wanted, cuda)
+    if name == "fp16" and not cuda:
+        raise ConfigError("fp16 needs a GPU", where="train.dtype", hint="use fp32 or bf16")
+    return DTYPES[name]
+
+
+def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, timers: Any = None) -> TransformerConfig:
+    """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only."""
+    m, p = plan.model, plan.parallel
+    recompute: dict[str, Any] = {}
+    if plan.recompute == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    elif plan.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    # Megatron's own interleaved exchange frees an output while gloo may still be sending it.
+    unsafe = not cuda and p.virtual_stages > 1 and plan.transport_mode == "single" and plan.schedule.kind != "ahead"
+    return TransformerConfig(
+        num_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, num_query_groups=m.kv_heads,
+        ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=F.silu if m.swiglu else F.gelu,
+        normalization="RMSNorm" if m.rmsnorm else "LayerNorm", layernorm_epsilon=m.norm_eps, add_bias_linear=m.bias,
+        hidden_dropout=m.dropout, attention_dropout=m.dropout, init_method_std=INIT_STD,
+        params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
+        tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
+        pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]
+        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel, deallocate_pipeline_outputs=not unsafe,
+        overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
+        bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
+        bias_dropout_fusion=cuda, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=False, apply_rope_fusion=False,
+        attention_softmax_in_fp32=True, timers=timers, **recompute)
+
+
+class Norm:
+    """PyTorch's LayerNorm or RMSNorm; Megatron-Core's own wrapper of them refuses sequence parallelism, which only
+    needs the mark by which it sums such a parameter's gradient over the tensor-parallel ranks."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm: torch.nn.Module = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: int | None) -> Any:
+    """How layers are made: Transformer Engine's fused modules where it is installed, else Megatron-Core's own."""
+    if cuda and transformer_engine():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm" if spec.rmsnorm else "LayerNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=Norm)
+
+
+def build(plan: Plan, config: TransformerConfig, seed: int, device: torch.device) -> list[GPTModel]:
+    """This rank's model chunks (one; several when interleaved) on `device`, with their initial weights."""
+    m, p = plan.model, plan.parallel
+    chunks = []
+    for chunk in range(p.virtual_stages):
+        virtual = chunk if p.virtual_stages > 1 else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=virtual)
+        model = GPTModel(
+            config, block_spec(m, config, device.type == "cuda", virtual), vocab_size=m.padded_vocab(p.tp),
+            max_sequence_length=m.max_positions, pre_process=first, post_process=last,
+            share_embeddings_and_output_weights=m.tied, rotary_base=round(m.rope_base),
+            position_embedding_type="rope" if m.rope else "learned_absolute", vp_stage=virtual)
+        if last:
+            _mask_padding(model, m.vocab, m.padded_vocab(p.tp) // p.tp)
+        chunks.append(model.to(device))
+    for model in chunks:
+        initialize(model, plan, seed)
+    return chunks
+
+
+def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
+    """Keep the rows that only pad the vocabulary (their number depends on TP) out of the softmax."""
+    first = max(0, vocab - parallel_state.get_tensor_model_parallel_rank() * rows)
+    if first >= rows:
+        return
+
+    def mask(module: Any, inputs: Any, output: Any) -> Any:
+        logits, bias = output
+        padding = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+        padding[first:] = True
+        return logits.masked_fill_(padding, torch.finfo(logits.dtype).min), bias
+
+    model.output_layer.register_forward_hook(mask)
+
+
+def global_name(name: str, model: torch.nn.Module) -> str:
+    """A parameter's name with its layer's number in the whole model, from 0."""
+    words = name.split(".")
+    if "layers" in words:
+        at = words.index("layers") + 1
+        layers: Any = model.get_submodule(".".join(words[:at]))
+        words[at] = str(int(layers[int(words[at])].layer_number) - 1)
+    return ".".join(words)
+
+
+def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
+    """Give every parameter its initial value, a function of the seed and its name in the whole model alone.
+
+    Each is drawn whole and then cut for tensor parallelism, so all layouts start alike. Normal with standard deviation
+    0.02, and 0.02/sqrt(2*layers) for what is added to the residual stream (Radford et al. 2019); norms 1, biases 0.
+    """
+    residual = INIT_STD / math.sqrt(2 * plan.model.layers)
+    for name, parameter in model.named_parameters():
+        whole = global_name(name, model)
+        with torch.no_grad():
+            if whole.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in whole.split(".")[-2] or whole.endswith("layer_norm_weight"):
+                parameter.fill_(1.0)
+            else:
+                std = residual if whole.endswith(("linear_proj.weight", "linear_fc2.weight")) else INIT_STD
+                if whole == "output_layer.weight" and plan.model.tied:
+                    whole = "embedding.word_embeddings.weight"
+                _draw(parameter, whole, std, plan, seed)
+
+
+def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed: int) -> None:
+    tp, rank = plan.parallel.tp, parallel_state.get_tensor_model_parallel_rank()
+    split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
+    dimension = getattr(parameter, "partition_dim", 0) if split else 0
+    shape = list(parameter.shape)
+    if split:
+        shape[dimension] *= tp
+    vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    if vocabulary:  # padding depends on TP: draw the vocabulary itself, then pad with zeros
+        shape[0] = plan.model.vocab
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator(device=parameter.device).manual_seed(number)
+    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device).normal_(0, std, generator=generator)
+    if vocabulary:
+        whole = F.pad(whole, (0, 0, 0, plan.model.padded_vocab(tp) - plan.model.vocab))
+    if not split:
+        parameter.copy_(whole)
+    elif name.endswith("linear_fc1.weight") and plan.model.swiglu:  # each rank holds its parts of gate and of up
+        gate, up = whole.chunk(2, dim=0)
+        parameter.copy_(torch.cat([gate.chunk(tp, dim=0)[rank], up.chunk(tp, dim=0)[rank]], dim=0))
+    else:
+        parameter.copy_(whole.chunk(tp, dim=dimension)[rank])

@@ -1,0 +1,130 @@
+"""Data parallelism and the optimizer: Megatron-Core's DDP and (distributed) Adam, set up as the plan says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+
+from holmes_hpc.errors import ConfigError, RunFailed
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.metrics.breakdown import Breakdown
+
+GRADIENT_BYTES = 4  # gradients are summed in fp32
+
+
+def learning_rate(step: int, train: Mapping[str, Any]) -> float:
+    """The learning rate of `step` (from 1): linear warm-up over `warmup_steps`, then a half cosine down to `min_lr` at
+    `lr_decay_steps` (default: the last step), constant after that (Loshchilov and Hutter 2017)."""
+    peak, low, warm = train["lr"], train["min_lr"], train["warmup_steps"]
+    if step <= warm:
+        return float(peak * step / warm)
+    end = train["lr_decay_steps"] or train["steps"]
+    if step >= end:
+        return float(low)
+    done = (step - warm) / max(1, end - warm)
+    return float(low + 0.5 * (peak - low) * (1 + math.cos(math.pi * done)))
+
+
+def check_schedule(train: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a learning-rate schedule that makes no sense."""
+    if not 0 <= train["min_lr"] <= train["lr"]:
+        raise ConfigError(f"min_lr {train['min_lr']} is not between 0 and lr {train['lr']}", where="train",
+                          hint="lower min_lr")
+    if train["warmup_steps"] < 0 or train["warmup_steps"] > (train["lr_decay_steps"] or train["steps"]):
+        raise ConfigError(f"warmup_steps is {train['warmup_steps']}", where="train",
+                          hint="use 0 up to lr_decay_steps (or steps)")
+
+
+def groups_for_ddp() -> ProcessGroupCollection:
+    """Megatron's groups, but with a pipeline of one: its DDP cuts gradients into buckets on the first stage only, since
+    later stages have time in the bubble; here a later stage may be the one with the slow network."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = parallel_state.get_context_parallel_group()  # this rank alone
+    return groups
+
+
+def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: Mapping[str, Any]) -> list[DistributedDataParallel]:
+    """The model chunks under Megatron-Core's DDP, buckets of `plan.bucket_bytes`."""
+    p = plan.parallel
+    # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
+    overlap = train["overlap_grad_reduce"] and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap,
+        overlap_param_gather=train["overlap_param_gather"] and p.distributed_optimizer and overlap,
+        use_distributed_optimizer=p.distributed_optimizer,
+        num_distributed_optimizer_instances=p.optimizer_instances,
+        bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES), check_for_nan_in_grad=False)
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
+        # Megatron's own default for interleaved stages: later chunks reduce under the first one's computing
+        wrapped.append(DistributedDataParallel(config, ddp, inner, disable_bucketing=index > 0,
+                                               pg_collection=groups_for_ddp()))
+    return wrapped
+
+
+def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: Mapping[str, Any],
+          breakdown: Breakdown) -> Any:
+    """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so; `config` learns
+    what the schedules need of it."""
+    check_schedule(train)
+    ddp = models[0].ddp_config
+    optimizer = get_megatron_optimizer(OptimizerConfig(
+        optimizer="adam", lr=train["lr"], min_lr=train["min_lr"], weight_decay=train["weight_decay"],
+        adam_beta1=train["beta1"], adam_beta2=train["beta2"], adam_eps=train["eps"], clip_grad=train["clip_grad"],
+        bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
+        use_distributed_optimizer=plan.parallel.distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather, timers=breakdown), list(models))
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
+    if len(models) == 1 and config.no_sync_func:
+        config.no_sync_func = config.no_sync_func[0]
+    return optimizer
+
+
+def set_options(optimizer: Any, train: Mapping[str, Any], rate: float) -> None:
+    """Adam's numbers for the next step: `train`'s own, also where a checkpoint brought others along. Norms and biases
+    do not decay (Megatron's wd_mult, which its own scheduler applies)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = train["weight_decay"] * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = (train["beta1"], train["beta2"]), train["eps"]
+
+
+def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:
+    """Raise RunFailed when a step's numbers are no numbers. In fp16 a step may be skipped (not `updated`) because its
+    gradients overflowed, which halves the loss scale; not at the least scale, where nothing is left to halve."""
+    wrong = ""
+    if updated and norm is not None and not math.isfinite(norm):
+        wrong = f"the gradient norm is {norm}"
+    elif not updated and _least_scale(optimizer):
+        wrong = "the gradients are no numbers at the least loss scale"
+    elif not all(map(math.isfinite, losses)):
+        wrong = f"the loss is {next(loss for loss in losses if not math.isfinite(loss))}"
+    if wrong:
+        raise RunFailed(wrong, where=f"step {step}",
+                        hint="lower train.lr, or resume from an earlier checkpoint with other data")
+
+
+def _least_scale(optimizer: Any) -> bool:
+    scalers = [getattr(inner, "grad_scaler", None) for inner in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return all(s is None or float(s.scale) <= float(getattr(s, "min_scale", s.scale)) for s in scalers)
+
+
+def watch_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
+    """Tell `breakdown` of the waits that Megatron has no timer for: the parameter gathers before a forward pass, and
+    the gradient norm, an all-reduce over all stages, in which a stage that is early waits for the others."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        breakdown.wrap(inner, "get_grad_norm", "pipeline_wait_s")
+    for model in models:
+        for group in model.bucket_groups:
+            if model.ddp_config.overlap_param_gather:
+                breakdown.wrap(group, "finish_param_sync", "param_sync_s")

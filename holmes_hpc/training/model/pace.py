@@ -1,0 +1,113 @@
+"""Paced compute: every transformer layer takes a given time, by waiting.
+
+So that many ranks on few cores behave like accelerators beside a real network: a layer's forward pass takes
+`train.pace_layer_ms`, its backward pass twice as long; a recomputed forward pass takes its time again. The numbers are
+those of the unpaced model. What is not in a layer (embedding, head, optimizer) takes what it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from holmes_hpc.errors import ConfigError
+
+
+class _Mark(torch.autograd.Function):
+    """The same tensor; `passed()` is called when its gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, passed: Callable[[], None]) -> torch.Tensor:
+        ctx.passed = passed
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.passed()
+        return gradient, None
+
+
+def wait_until(moment: float) -> None:
+    """Sleep until ``time.perf_counter()`` is `moment`, or a little later."""
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class Clock:
+    """A rank's time: when its last paced pass was due to end, and which pass that was."""
+
+    def __init__(self) -> None:
+        self.ends = 0.0
+        self.last: tuple[str, int, int] | None = None  # forward or backward, chunk, layer
+
+    def begin(self, this: tuple[str, int, int], follows: tuple[str, int, int], seconds: float) -> float:
+        """When pass `this` of `seconds` is due to end. Where it goes on from pass `follows`, it begins when that was
+        due: what other ranks on the same cores kept that one waiting is made up for, and nothing else happens between.
+        """
+        starts = self.ends if self.last == follows else time.perf_counter()
+        self.ends, self.last = starts + seconds, this
+        return self.ends
+
+
+class PacedLayer:
+    """Layer `number` of a chunk: its ``forward`` takes `forward_s`, and the backward pass of that twice as long.
+
+    Most of the backward's wait comes before its computing, so that its gradients appear at the end of its time, when
+    an accelerator would have them, and not at its start.
+    """
+
+    def __init__(self, layer: torch.nn.Module, chunk: int, number: int, forward_s: float, clock: Clock) -> None:
+        self._forward, self.forward_s, self._clock = layer.forward, forward_s, clock
+        self._chunk, self._number = chunk, number
+        self._began = self._ends = 0.0
+        self._computing_s = 2 * forward_s  # of the last backward pass; until one was seen, wait afterwards
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ends = self._due("forward", -1, self.forward_s)
+        if "hidden_states" in kwargs:
+            kwargs["hidden_states"] = _Mark.apply(kwargs["hidden_states"], self._backward_ends)
+        else:
+            args = (_Mark.apply(args[0], self._backward_ends), *args[1:])
+        output = self._forward(*args, **kwargs)
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        if hidden.requires_grad:  # a hook, and no _Mark: Megatron frees a stage's output, which a view does not allow
+            hidden.register_hook(self._backward_begins)
+        _finish_device_work()
+        wait_until(ends)
+        return (hidden, *rest) if isinstance(output, tuple) else hidden
+
+    def _due(self, way: str, after: int, seconds: float) -> float:
+        chunk, number = self._chunk, self._number
+        return self._clock.begin((way, chunk, number), (way, chunk, number + after), seconds)
+
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        _finish_device_work()
+        self._ends = self._due("backward", +1, 2 * self.forward_s)
+        wait_until(self._ends - 1.2 * self._computing_s)
+        self._began = time.perf_counter()
+
+    def _backward_ends(self) -> None:
+        _finish_device_work()
+        self._computing_s = time.perf_counter() - self._began
+        wait_until(self._ends)
+
+
+def _finish_device_work() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def pace(chunks: Iterable[Iterable[torch.nn.Module]], layer_ms: float) -> None:
+    """Pace the layers of a rank's model chunks to `layer_ms` forward.
+
+    Layers are modules that take and return hidden states, alone or first in a tuple.
+    """
+    if layer_ms <= 0:
+        raise ConfigError(f"pace_layer_ms is {layer_ms}", where="train", hint="use milliseconds above 0, or null")
+    clock = Clock()
+    for c, layers in enumerate(chunks):
+        for number, layer in enumerate(layers):
+            layer.forward = PacedLayer(layer, c, number, layer_ms / 1000, clock)

@@ -1,0 +1,134 @@
+"""Are the NICs used as planned? Bytes counted against bytes planned, node by node, and NICs that go down in mid-run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from holmes_hpc.errors import NetworkError
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.predict import layer_array
+from holmes_hpc.planning.cost.timing import activation_bytes, parameters
+from holmes_hpc.planning.spec.plan import GroupTransport, Plan
+from holmes_hpc.training.network.accounting import Load, audit_bytes, nic_faults
+from holmes_hpc.training.network.interfaces import NodeTransports, short
+
+EVERY_STEPS = 10  # between comparisons: a NIC that goes wrong anywhere between two is seen within 20
+
+
+def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
+    """What each group makes each node send in one step: payload bytes, over the NIC that the group belongs on.
+
+    `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
+    are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.
+    """
+    setting = Setting.of(plan, Costs(dtype=dtype))
+    count = parameters(setting, layer_array(plan))[0].sum(axis=1)
+    found = []
+    for group in plan.transports():
+        if group.transport.kind == "local":
+            continue
+        kind = str(group.transport.nic)
+        label = f"{group.kind} of ranks {short(group.ranks)}"
+        for rank, amount in _sent(setting, plan, group, count, nodes):
+            found.append(Load(nodes[rank], kind, label, amount))
+    return found
+
+
+def _sent(setting: Setting, plan: Plan, group: GroupTransport, count: Any, nodes: Sequence[str],
+          ) -> Iterator[tuple[int, float]]:
+    """Ranks whose node sends for this group, and how many bytes."""
+    p, ranks = plan.parallel, group.ranks
+    component = plan.components[plan.component_of(ranks[0])]
+    gpu = setting.fabric(component).gpu
+    how = setting.costs.collectives(gpu)
+    if group.kind == "edge":
+        chunks, micro_batches = p.virtual_stages, plan.micro_batches
+        hops = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
+        if p.pp == 2:  # the way back to the first stage is between the same two ranks
+            hops += micro_batches * (chunks - 1)
+        for rank in ranks:
+            yield rank, hops * activation_bytes(setting, group.transport, component)
+    elif group.kind == "embd" and plan.model.tied:
+        whole = plan.model.padded_vocab(p.tp) / p.tp * plan.model.hidden * setting.costs.gradient_size(gpu)
+        for rank in ranks:
+            yield rank, how.all_reduce / 2 * whole
+    elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
+        n, parameters_here = len(ranks), float(count[group.stages[0]])
+        gradients = parameters_here * setting.costs.gradient_size(gpu)
+        weights = parameters_here * setting.costs.weight_bytes(gpu)
+        amount = (how.reduce_scatter * gradients + how.all_gather * weights if p.distributed_optimizer
+                  else how.all_reduce * gradients)
+        first_ranks = {nodes[rank]: rank for rank in reversed(ranks)}  # a ring leaves each of its nodes once
+        for rank in first_ranks.values():
+            yield rank, amount * (n - 1) / n
+    elif group.kind == "inter_dp":
+        k = p.optimizer_instances
+        gradients = float(count[group.stages[0]]) * setting.costs.gradient_size(gpu)
+        for rank in ranks:
+            yield rank, how.all_reduce * (k - 1) / k * gradients / setting.run
+
+
+class Audit:
+    """Rank 0's comparison of what every node's NICs sent with what the plan expects of them.
+
+    `factors`: fabric or ``ethernet`` -> bytes on the wire per byte of payload.
+    """
+
+    def __init__(self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float],
+                 dtype: str | None = None) -> None:
+        self._nodes = [n.node for n in nodes]
+        self._kinds = [str(plan.site.fabric(n.fabric).nic) for n in nodes]
+        fabrics = dict(zip(self._nodes, (n.fabric for n in nodes), strict=True))
+        self._loads = [Load(x.node, x.kind, x.label, x.bytes * factors.get(
+            "ethernet" if x.kind == "ethernet" else fabrics[x.node], 1.0)) for x in loads(plan, self._nodes, dtype)]
+        self._names = {n.node: {"other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
+                                **{kind: n.interfaces[of][0] for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
+                                   if of in n.interfaces}} for n, rdma in zip(nodes, self._kinds, strict=True)}
+        self._sums: dict[str, dict[str, float]] = {}
+        self._warm, self._steps = False, 0
+        self._said: set[tuple[str, str]] = set()
+
+    def add(self, rows: Sequence[Sequence[float]], alone: bool = True) -> list[Finding]:
+        """One step's counters of every rank (see :meth:`Traffic.take`). What is wrong comes back with every tenth step,
+        once for each NIC. `alone`: nothing but the step happened since the step before; other steps are not counted."""
+        if not self._warm or not alone:
+            self._warm = True  # connections are made in the first step
+            return []
+        self._steps += 1
+        for rank, (ethernet, _, rdma, _, other) in enumerate(rows):
+            sums = self._sums.setdefault(self._nodes[rank], {})
+            for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma), ("other", other)):
+                sums[kind] = sums.get(kind, 0.0) + sent
+        if self._steps < EVERY_STEPS:
+            return []
+        found = audit_bytes({node: {kind: sent / self._steps for kind, sent in kinds.items()}
+                             for node, kinds in self._sums.items()}, self._loads, names=self._names)
+        self._sums, self._steps = {}, 0
+        new = [f for f in found if (f.node, f.nic) not in self._said]
+        self._said.update((f.node, f.nic) for f in new)
+        return new
+
+
+def nics_in_use(node: NodeTransports) -> list[str]:
+    """Kernel interfaces and RDMA ports that carry this node's groups, as :func:`nic_faults` names them."""
+    ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=")
+    return [*(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
+            *(ports.split(",") if ports else [])]
+
+
+def nic_check(node: NodeTransports) -> Callable[[], NetworkError | None]:
+    """A cheap look at the NICs in use: the error of the first that went down and is still down at the next look (links
+    that come back within a second harm no connection)."""
+    names, before = nics_in_use(node), set[str]()
+
+    def look() -> NetworkError | None:
+        nonlocal before
+        faults = nic_faults(names, node.node)
+        again = next((f for f in faults if f.nic in before), None)
+        before = {f.nic for f in faults}
+        return NetworkError(again.what, where=again.where, hint=again.hint) if again else None
+
+    return look

@@ -1,0 +1,197 @@
+"""Which network each process group of this node uses: one decision, without torch, for gloo and NCCL alike.
+
+The Plan says what a group's members share (``local``, ``rdma``, ``tcp``); here that becomes a kernel interface of this
+node (gloo connects through it), a network name for NCCL's communicator, and the environment that NCCL reads once per
+process. What else would change NCCL's or gloo's choice (variables, configuration files) is found and refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import HolmesError, NetworkError, SiteError
+from holmes_hpc.fabric import nccl
+from holmes_hpc.fabric.finding import Finding, raise_errors
+from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
+from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.spec.parallel import Group
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.training.network import link_check as linkcheck
+from holmes_hpc.training.network.link_diagnosis import Talk
+
+LOOPBACK = "lo"
+# Groups that carry the model's own traffic: their links are measured at start.
+MEASURED = ("tp", "dp", "intra_dp", "inter_dp", "edge")
+
+
+@dataclass(frozen=True)
+class NodeTransports:
+    """This node's decision. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix);
+    `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
+
+    node: str
+    fabric: str
+    interfaces: Mapping[str, tuple[str, str, int]]
+    environment: Mapping[str, str]
+    one_host: bool
+
+    def interface(self, transport: Transport) -> str:
+        """The kernel interface that carries `transport` here."""
+        if self.one_host:
+            return LOOPBACK
+        try:
+            return self.interfaces[transport.kind][0]
+        except KeyError:
+            raise NetworkError(f"no interface for {transport}", where=f"node {self.node}",
+                               hint="compare the plan's fabrics with `holmes probe` on this node") from None
+
+    def nic(self, name: str | None) -> str:
+        """What carries a group here, for the record: an interface stands for itself, one of NCCL's networks for the
+        NICs that this node gives it, none for NVLink and shared memory."""
+        variable = {"IB": "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}.get(name or "", "")
+        return self.environment.get(variable, "").lstrip("=") or name or "local"
+
+    @property
+    def address(self) -> str:
+        """Where the other nodes reach this one by TCP."""
+        return "127.0.0.1" if self.one_host else self.interfaces["tcp"][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the store and the run's record."""
+        return {"node": self.node, "fabric": self.fabric, "one_host": self.one_host,
+                "interfaces": {k: list(v) for k, v in self.interfaces.items()},
+                "environment": dict(self.environment)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> NodeTransports:
+        return cls(data["node"], data["fabric"], {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
+                   dict(data["environment"]), data["one_host"])
+
+
+def of_ranks(plan: Plan, ranks: Sequence[int]) -> Transport:
+    """The transport of whatever group these ranks form, under the plan's transport mode."""
+    return plan.transport_of(Group("group", tuple(sorted(ranks))))
+
+
+def kinds_of(plan: Plan, rank: int) -> set[str]:
+    """The transport kinds that the groups of `rank` use."""
+    return {g.transport.kind for g in plan.transports() if rank in g.ranks}
+
+
+def decide(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
+    """This node's interfaces and environment. Raises NetworkError when one that the plan needs is missing, down or
+    without an address. With `cuda`, RDMA ports need no kernel interface: NCCL speaks to them directly."""
+    fabric = plan.site.fabric(plan.places[rank].fabric)
+    interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
+    if one_host:
+        return NodeTransports(node, fabric.name, interfaces, {}, True)
+    wanted = [("tcp", NicType.ETHERNET)]  # always: the ranks meet there
+    if "rdma" in kinds_of(plan, rank):
+        wanted.append(("rdma", fabric.nic))
+    try:
+        environment = nccl.environment(nics, fabric.nic if len(wanted) > 1 else NicType.ETHERNET, node)
+        for kind, nic in wanted:
+            if kind == "rdma" and cuda and nics.usable_ports(nic) and not _has_interface(nics, nic):
+                continue
+            found = data_interface(nics, nic, node=node)
+            assert found.address is not None
+            if kind == "tcp":
+                _refuse_stand_in(nics, found, node)
+            interfaces[kind] = (found.name, found.address, 32 if found.prefix is None else found.prefix)
+    except SiteError as e:
+        raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
+    return NodeTransports(node, fabric.name, interfaces, environment, False)
+
+
+def _refuse_stand_in(nics: NodeNics, found: Nic, node: str) -> None:
+    """Raise SiteError when a management port or a RoCE NIC would stand in for an Ethernet NIC that is down, though it
+    has an address: the other nodes' traffic goes elsewhere."""
+    if found.type is NicType.ETHERNET and found.role == "data":
+        return
+    for nic in candidates(nics, NicType.ETHERNET):
+        if nic.role == "data" and nic.type is NicType.ETHERNET and not nic.up and nic.address is not None:
+            raise SiteError(f"ethernet interface {nic.name} is down, and {found.name} is no substitute",
+                            where=f"node {node}", hint=f"ip link set {nic.name} up")
+
+
+def _has_interface(nics: NodeNics, nic: NicType) -> bool:
+    return any(n.up and n.address is not None for n in candidates(nics, nic))
+
+
+def refuse(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
+           files: Sequence[Path] | None = None) -> list[Finding]:
+    """Raise NetworkError for a variable or settings file that would change a group's network behind our back; warnings
+    come back."""
+    fast = decision.interfaces.get("rdma") or decision.interfaces.get("tcp")
+    found = nccl.refusals(environ, decision.environment, decision.node, files, fast[0] if fast else "")
+    raise_errors(found)
+    return found
+
+
+def talks(plan: Plan, nodes: Sequence[NodeTransports]) -> list[Talk]:
+    """The plan's groups as the check of links sees them: those that leave their node, over NICs with an address."""
+    return [Talk(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
+            for g in plan.transports()
+            if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)]
+
+
+def check_links(plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any,
+                token: str) -> list[Finding]:
+    """Every pair of nodes that must talk, tried and measured before the first group is made. Raises NetworkError, the
+    same on all ranks; warnings come back on each node's first rank."""
+    own = nodes[rank]
+    if own.one_host:
+        return []
+    if not first_on_node:
+        linkcheck.await_links(store)
+        return []
+    fabric = plan.site.fabric(own.fabric)
+    rates = {"tcp": fabric.ethernet_gbps, "rdma": fabric.rdma_gbps or fabric.ethernet_gbps}
+    nics = {k: (i, a, rates[k]) for k, (i, a, _) in own.interfaces.items() if k in rates}
+    ranks = [r for r, n in enumerate(nodes) if n.node == own.node]
+    return linkcheck.check_links(store, own.node, list(dict.fromkeys(n.node for n in nodes)), own.fabric, ranks, nics,
+                                 talks(plan, nodes), token)
+
+
+def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
+    """Raise NetworkError when ranks that the plan puts on one node run on several, or the other way round."""
+    if nodes[0].one_host:
+        return
+    seen: dict[Any, str] = {}
+    for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
+        if seen.setdefault(place, node.node) != node.node:
+            raise NetworkError(f"rank {rank} is planned on the node of its neighbours, {seen[place]}, and runs on "
+                               f"{node.node}", where="ranks", hint="start the plan's number of tasks on each node")
+    if len(set(seen.values())) != len(seen):
+        raise NetworkError(f"{len(seen)} nodes are planned, {len(set(seen.values()))} are used", where="ranks",
+                           hint="start the plan's number of tasks on each node")
+
+
+def short(ranks: Sequence[int]) -> str:
+    """Ranks as text, not all where there are many."""
+    text = [str(r) for r in ranks]
+    return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
+
+
+def describe_group(kind: str, ranks: Sequence[int], transport: Transport) -> str:
+    """How messages name a group."""
+    return f"{kind} group of ranks {short(ranks)} ({transport})"
+
+
+def as_network_error(error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str,
+                     interface: str) -> HolmesError:
+    """What went wrong while a group was made, as one line with the group, its ranks and its transport."""
+    if isinstance(error, HolmesError):
+        return error
+    text = " ".join(str(error).split())
+    hint = {"Unable to find address": f"give {interface} an IPv4 address and bring it up",
+            "unreachable": f"connect the networks of these ranks' nodes, or correct the address of {interface}",
+            }.get(next((w for w in ("Unable to find address", "unreachable") if w in text), ""),
+                  f"see whether all these ranks run and reach each other over {interface} (cable, subnet, firewall)")
+    return NetworkError(f"set-up on {interface} failed: {text[:300]}",
+                        where=f"{describe_group(kind, ranks, transport)} on node {node}", hint=hint)

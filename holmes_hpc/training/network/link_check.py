@@ -1,0 +1,198 @@
+"""The check of all links at start: one call per node, and one for the other ranks, over the ranks' key-value store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from holmes_hpc.errors import HolmesError, NetworkError
+from holmes_hpc.fabric.finding import Finding, raise_errors
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.training.network.link_diagnosis import (
+    Card,
+    Endpoint,
+    Link,
+    Report,
+    Talk,
+    audit,
+    declared,
+    judge,
+    peers,
+    rounds,
+    skewed,
+    slow,
+    unreachable,
+)
+from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
+
+_BASE = "holmes/links"
+_DONE = f"{_BASE}/done"
+_GIVEN_UP = "!"  # no node is called so
+
+
+class KeyValue(Protocol):
+    """The part of torch.distributed.Store that is used here. `wait` raises RuntimeError or TimeoutError."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: to wait for other nodes at each step, for a connection, for a sample and for its repetition."""
+
+    meet_s: float = 30.0
+    connect_s: float = 3.0
+    sample_s: float = 0.25
+    again_s: float = 0.75
+
+
+def gather(store: KeyValue, name: str, node: str, nodes: Sequence[str], value: Any, timeout_s: float) -> dict[str, Any]:
+    """Every node's `value` (plain data), in all nodes. The last to come puts all in one entry, so that N nodes make N
+    reads, not N². Raises NetworkError, which names the nodes that did not come."""
+    base = f"{_BASE}/{name}"
+    store.set(f"{base}/{node}", json.dumps(value))
+    if store.add(f"{base}/count", 1) == len(nodes):
+        values = {n: json.loads(store.get(f"{base}/{n}")) for n in nodes}
+        store.set(f"{base}/all", json.dumps(values))
+    try:
+        store.wait([f"{base}/all"], timedelta(seconds=timeout_s))
+    except (RuntimeError, TimeoutError) as e:
+        absent = [n for n in nodes if not store.check([f"{base}/{n}"])]
+        who = f"nodes {compress(absent)} did not come" if absent else "the store did not answer"
+        raise NetworkError(f"{who} within {timeout_s:g} s", where=f"link check ({name})",
+                           hint="look at the logs of their ranks") from e
+    found: dict[str, Any] = json.loads(store.get(f"{base}/all"))
+    if _GIVEN_UP in found:
+        raise _as_error(found[_GIVEN_UP])
+    return found
+
+
+def give_up(store: KeyValue, error: HolmesError) -> None:
+    """A node that cannot take part tells the others why, so that they need not wait for it."""
+    told = {"what": error.what, "where": error.where, "hint": error.hint}
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        for key, value in ((f"{_BASE}/cards/all", {_GIVEN_UP: told}), (_DONE, told)):
+            if not store.check([key]):
+                store.set(key, json.dumps(value))
+
+
+def _as_error(told: Mapping[str, str]) -> NetworkError:
+    return NetworkError(told["what"], where=told["where"], hint=told["hint"])
+
+
+def check_links(store: KeyValue, node: str, nodes: Sequence[str], fabric: str, ranks: Sequence[int],
+                nics: Mapping[str, tuple[str, str, float]], talks: Sequence[Talk], token: str,
+                limits: Limits | None = None) -> list[Finding]:
+    """One rank of each node calls this at the same time. Returns warnings; raises NetworkError on an error.
+
+    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> (interface, IPv4 address, declared Gb/s) of this node;
+    `talks`: the groups of all ranks; `token`: any text that only this run knows. The outcome is the same on all nodes,
+    and is left in the store for :func:`await_links`.
+    """
+    limits = limits or Limits()
+    try:
+        with LinkServer(node, token, {k: (i, a) for k, (i, a, _) in nics.items()}) as server:
+            card = Card(node, fabric, tuple(ranks), {k: Endpoint(i, a, server.ports[k], gbps)
+                                                    for k, (i, a, gbps) in nics.items()})
+            found = _Check(store, card, nodes, talks, token, limits).run()
+    except NetworkError as e:
+        give_up(store, e)
+        raise
+    if node == nodes[0]:
+        store.set(_DONE, json.dumps(None))
+    return found
+
+
+def await_links(store: KeyValue, timeout_s: float = 60.0) -> None:
+    """What the other ranks of a node call instead: returns when the check is over, raises its error."""
+    try:
+        store.wait([_DONE], timedelta(seconds=timeout_s))
+    except (RuntimeError, TimeoutError) as e:
+        raise NetworkError(f"no outcome within {timeout_s:g} s", where="link check",
+                           hint="look at the log of each node's first rank") from e
+    error = json.loads(store.get(_DONE))
+    if error is not None:
+        raise _as_error(error)
+
+
+class _Check:
+    def __init__(self, store: KeyValue, card: Card, nodes: Sequence[str], talks: Sequence[Talk], token: str,
+                 limits: Limits) -> None:
+        self.store, self.card, self.nodes, self.talks = store, card, nodes, talks
+        self.token, self.limits = token, limits
+        self.node = card.node
+
+    def run(self) -> list[Finding]:
+        cards = [Card.from_dict(c) for c in self._gather("cards", self.card.to_dict()).values()]
+        odd = audit(cards, self.talks)
+        raise_errors(odd)
+        by_node = {c.node: c for c in cards}
+        reports = self._reports("reached", self._connect(cards, by_node))
+        raise_errors(unreachable(cards, reports))
+        samples = self._reports("sampled", self._measure(cards, by_node))
+        found = odd + slow(cards, samples) + skewed(reports)
+        raise_errors(found)
+        return found
+
+    def _gather(self, name: str, value: Any) -> dict[str, Any]:
+        # a node may spend its whole connection time on dead peers, or repeat a sample, before it comes here
+        slack = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.again_s)
+        return gather(self.store, name, self.node, self.nodes, value, self.limits.meet_s + slack)
+
+    def _reports(self, name: str, own: Report) -> list[Report]:
+        return [Report.from_dict(r) for r in self._gather(name, own.to_dict()).values()]
+
+    def _source(self, kind: str) -> tuple[str, str]:
+        nic = self.card.nics[kind]
+        return nic.interface, nic.address
+
+    def _connect(self, cards: Sequence[Card], by_node: Mapping[str, Card]) -> Report:
+        links = peers(cards, self.talks, self.node)
+        failed: list[tuple[Link, str]] = []
+        skew: dict[str, float] = {}
+        for kind in sorted({link.kind for link in links}):
+            mine = {link.receiver: link for link in links if link.kind == kind}
+            targets = {n: by_node[n].nics[kind] for n in mine}
+            for other, reply in reach(self._source(kind), targets, self.token, self.limits.connect_s).items():
+                if reply.failure:
+                    failed.append((mine[other], reply.failure))
+                else:
+                    skew[other] = round(reply.skew_s, 3)
+        return Report(self.node, tuple(failed), (), {n: s for n, s in skew.items() if abs(s) > 1})
+
+    def _measure(self, cards: Sequence[Card], by_node: Mapping[str, Card]) -> Report:
+        measured: list[tuple[Link, float | None]] = []
+        order = rounds(cards, self.talks)
+        for number, links in enumerate(order):
+            for link in links:
+                if link.sender == self.node:
+                    measured += self._sample(link, by_node, _third(link, links))
+            if number + 1 < len(order):
+                self._gather(f"round-{number}", None)
+        return Report(self.node, (), tuple(measured))
+
+    def _sample(self, link: Link, by_node: Mapping[str, Card], third: str | None) -> list[tuple[Link, float | None]]:
+        """One link; where it is slow, once more, and a third node's, to tell the sender's fault from the receiver's."""
+        def measure(to: str, seconds: float) -> float | None:
+            return sample(self._source(link.kind), by_node[to].nics[link.kind], self.token, seconds)
+
+        first = measure(link.receiver, self.limits.sample_s)
+        found = [(link, first)]
+        if judge(first, declared(by_node, link)) != "ok":
+            found.append((link, measure(link.receiver, self.limits.again_s)))
+            if third is not None:
+                found.append((Link(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s)))
+        return found
+
+
+def _third(link: Link, links: Iterable[Link]) -> str | None:
+    """The node that the receiver sends to in the same ring, unless that is the sender."""
+    return next((x.receiver for x in links if x.sender == link.receiver and x.receiver != link.sender), None)

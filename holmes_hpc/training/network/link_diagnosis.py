@@ -1,0 +1,350 @@
+"""Which nodes must reach each other over which NIC, what was measured, and whose fault it is; pure functions.
+
+A *talk* is one process group as the network sees it. Nodes publish *cards*; every node tries all its peers and samples
+some links; from all nodes' *reports* every node derives the same findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.slurm.hostlist import compress
+
+WARN_BELOW, STOP_BELOW = 0.5, 0.1  # of the declared rate
+# What one TCP stream of a Python process proves on any machine; a faster NIC is judged as if it had this rate.
+PROVABLE_GBPS = 5.0
+MOST_SKEW_S = 60.0  # credentials of munge are refused at 300 s
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A node's NIC for one transport: `port` is where its link server listens, `gbps` its declared rate."""
+
+    interface: str
+    address: str
+    port: int
+    gbps: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.interface} {self.address}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a node publishes. `nics`: transport kind (``rdma``, ``tcp``) -> Endpoint; `ranks`: its global ranks."""
+
+    node: str
+    fabric: str
+    ranks: tuple[int, ...]
+    nics: Mapping[str, Endpoint]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"node": self.node, "fabric": self.fabric, "ranks": list(self.ranks),
+                "nics": {k: asdict(e) for k, e in self.nics.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Card:
+        return cls(data["node"], data["fabric"], tuple(data["ranks"]),
+                   {k: Endpoint(**e) for k, e in data["nics"].items()})
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A process group: `kind` of its transport, its global ranks. `sampled`: it carries the model's traffic, so its
+    links are measured (a ring over its nodes)."""
+
+    label: str
+    kind: str
+    ranks: tuple[int, ...]
+    sampled: bool = True
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two nodes over one kind of NIC; `label`: a group that uses it."""
+
+    kind: str
+    sender: str
+    receiver: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One node's results. `failed`: peers it could not reach and why; `measured`: Gb/s received by the other side
+    (None: the sample did not come through); `skew_s`: others' clocks less its own, where over a second."""
+
+    node: str
+    failed: tuple[tuple[Link, str], ...] = ()
+    measured: tuple[tuple[Link, float | None], ...] = ()
+    skew_s: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"node": self.node, "failed": [[asdict(link), why] for link, why in self.failed],
+                "measured": [[asdict(link), gbps] for link, gbps in self.measured], "skew_s": dict(self.skew_s)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        return cls(data["node"], tuple((Link(**link), why) for link, why in data["failed"]),
+                   tuple((Link(**link), gbps) for link, gbps in data["measured"]), dict(data["skew_s"]))
+
+
+def _node_of(cards: Iterable[Card]) -> dict[int, str]:
+    return {rank: card.node for card in cards for rank in card.ranks}
+
+
+def peers(cards: Sequence[Card], talks: Iterable[Talk], node: str) -> list[Link]:
+    """The links from `node` that must work: to every other node of its groups, over the group's kind of NIC."""
+    node_of = _node_of(cards)
+    own = {rank for card in cards if card.node == node for rank in card.ranks}
+    found: dict[tuple[str, str], Link] = {}
+    for talk in talks:
+        if talk.kind == "local" or own.isdisjoint(talk.ranks):
+            continue
+        for rank in talk.ranks:
+            other = node_of[rank]
+            if other != node:
+                found.setdefault((talk.kind, other), Link(talk.kind, node, other, talk.label))
+    return list(found.values())
+
+
+def rounds(cards: Sequence[Card], talks: Iterable[Talk]) -> list[list[Link]]:
+    """The links to measure, in rounds: in one round all are of one kind, and a node sends once and receives once at
+    most, so that no two samples share a NIC's direction. Each sampled group's nodes form a ring, in rank order."""
+    node_of = _node_of(cards)
+    links: dict[tuple[str, str, str], Link] = {}
+    for talk in talks:
+        nodes = list(dict.fromkeys(node_of[r] for r in talk.ranks))
+        if not talk.sampled or talk.kind == "local" or len(nodes) < 2:
+            continue
+        for sender, receiver in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            links.setdefault((talk.kind, sender, receiver), Link(talk.kind, sender, receiver, talk.label))
+    found: list[list[Link]] = []
+    sends: dict[tuple[str, str], set[int]] = {}  # (kind, node) -> the rounds in which it sends
+    receives: dict[tuple[str, str], set[int]] = {}
+    for link in links.values():
+        sending = sends.setdefault((link.kind, link.sender), set())
+        receiving = receives.setdefault((link.kind, link.receiver), set())
+        number = next(i for i in range(len(found) + 1)
+                      if i == len(found) or (found[i][0].kind == link.kind and i not in sending | receiving))
+        if number == len(found):
+            found.append([])
+        found[number].append(link)
+        sending.add(number)
+        receiving.add(number)
+    return found
+
+
+def declared(cards: Mapping[str, Card], link: Link) -> float:
+    """What a link should carry, in Gb/s: the slower of its two NICs, as far as a sample can prove it."""
+    return min(cards[link.sender].nics[link.kind].gbps, cards[link.receiver].nics[link.kind].gbps, PROVABLE_GBPS)
+
+
+def judge(measured_gbps: float | None, declared_gbps: float) -> str:
+    """``ok``, ``warning`` (below 50% of the declared rate) or ``error`` (below 10%, or nothing came through)."""
+    if measured_gbps is None or measured_gbps < STOP_BELOW * declared_gbps:
+        return "error"
+    return "warning" if measured_gbps < WARN_BELOW * declared_gbps else "ok"
+
+
+def audit(cards: Sequence[Card], talks: Iterable[Talk]) -> list[Finding]:
+    """What the cards alone show: a NIC that a group needs and a node has not, one address on two nodes."""
+    found: list[Finding] = []
+    by_node = {card.node: card for card in cards}
+    node_of = _node_of(cards)
+    missing: dict[tuple[str, str], str] = {}
+    for talk in talks:
+        for rank in talk.ranks:
+            if talk.kind != "local" and talk.kind not in by_node[node_of[rank]].nics:
+                missing.setdefault((node_of[rank], talk.kind), talk.label)
+    for (node, kind), label in missing.items():
+        found.append(Finding("error", f"node {node}", f"no {_kind(kind)} NIC for group {label}",
+                             "bring it up, or correct the node's features (holmes label)", node))
+    owners: dict[tuple[str, str], list[str]] = {}
+    for card in cards:
+        for kind, nic in card.nics.items():
+            owners.setdefault((kind, nic.address), []).append(card.node)
+    for (kind, address), nodes in owners.items():
+        if len(nodes) > 1:
+            interface = by_node[nodes[0]].nics[kind].interface
+            found.append(Finding("error", f"nodes {compress(nodes)}", f"all have the address {address} on {interface}",
+                                 "give each its own; an address of a container bridge is no address of a node",
+                                 nodes[0], interface))
+    return found + _odd_names(cards)
+
+
+def _odd_names(cards: Sequence[Card]) -> list[Finding]:
+    """A node whose Ethernet interface has a name that nobody in its fabric shares, while most nodes have another."""
+    names = {card.node: card.nics["tcp"].interface for card in cards if "tcp" in card.nics}
+    usual = max(set(names.values()), key=list(names.values()).count, default="")
+    if 2 * list(names.values()).count(usual) <= len(names):
+        return []
+    in_fabric = [(card.fabric, names.get(card.node)) for card in cards]
+    odd = [c.node for c in cards
+           if names.get(c.node, usual) != usual and in_fabric.count((c.fabric, names[c.node])) == 1]
+    return [Finding("warning", f"node {node}", f"its Ethernet NIC is {names[node]}, most nodes' is {usual}: renamed? "
+                    f"{names[node]} is used", f"rename it to {usual}, or see that it is the right one (holmes probe)",
+                    node, names[node]) for node in odd]
+
+
+def _kind(kind: str) -> str:
+    return {"rdma": "RDMA", "tcp": "Ethernet"}.get(kind, kind)
+
+
+def unreachable(cards: Sequence[Card], reports: Iterable[Report]) -> list[Finding]:
+    """Findings from failed connections: a fabric that falls apart, a node nobody reaches, or single pairs."""
+    by_node = {card.node: card for card in cards}
+    bad: dict[str, dict[frozenset[str], tuple[Link, str]]] = {}
+    for report in reports:
+        for link, why in report.failed:
+            bad.setdefault(link.kind, {}).setdefault(frozenset((link.sender, link.receiver)), (link, why))
+    found: list[Finding] = []
+    for kind, pairs in bad.items():
+        found += _of_kind(kind, pairs, by_node)
+    return found
+
+
+def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[Link, str]], cards: Mapping[str, Card]) -> list[Finding]:
+    found: list[Finding] = []
+    left = dict(pairs)
+    while left:
+        failures: dict[str, int] = {}
+        for pair in left:
+            for node in pair:
+                failures[node] = failures.get(node, 0) + 1
+        worst = max(failures, key=lambda n: (failures[n], n))
+        if failures[worst] == 1 or len(failures) == 2:
+            found += [_pair(link, why, cards) for link, why in left.values()]
+            break
+        parts = _parts(left, failures)
+        if len(parts) == 2 and min(len(p) for p in parts) > 1:
+            nics = cards[parts[0][0]].nics[kind]
+            fabrics = sorted({cards[n].fabric for p in parts for n in p})
+            hint = ("if they are two fabrics, give them different fabric_ features (holmes label); else connect their "
+                    "switches") if kind == "rdma" else "connect their networks: routes, VLAN, firewall"
+            found.append(Finding(
+                "error", f"fabric {', '.join(fabrics)}", f"nodes {compress(parts[0])} ({nics.text}) and "
+                f"{compress(parts[1])} ({cards[parts[1][0]].nics[kind].text}) do not reach each other over their "
+                f"{_kind(kind)} NICs", hint, parts[0][0], nics.interface))
+            break
+        mine = {pair: v for pair, v in left.items() if worst in pair}
+        link, why = next(iter(mine.values()))
+        others = [n for pair in mine for n in pair if n != worst]
+        nic = cards[worst].nics[kind]
+        found.append(Finding(
+            "error", f"node {worst}", f"{_kind(kind)} NIC {nic.text} does not reach {compress(others)} "
+            f"(group {link.label}: {why})", f"see that {nic.interface} of {worst} is up and in the fabric its features "
+            "name: cable, subnet, firewall", worst, nic.interface))
+        left = {pair: v for pair, v in left.items() if worst not in pair}
+    return found
+
+
+def _parts(pairs: Iterable[frozenset[str]], nodes: Iterable[str]) -> list[list[str]]:
+    """The nodes in two sets such that each fails to reach exactly the other, where there are such; else one list."""
+    failing: dict[str, set[str]] = {n: set() for n in nodes}
+    for pair in pairs:
+        a, b = sorted(pair)
+        failing[a].add(b)
+        failing[b].add(a)
+    first = min(failing)  # all nodes say it in the same order
+    one = sorted(n for n in failing if failing[n] == failing[first])
+    two = sorted(failing[first])
+    whole = all(failing[n] == set(one) for n in two) and set(one) | set(two) == set(failing)
+    return [one, two] if whole else [sorted(failing)]
+
+
+def _pair(link: Link, why: str, cards: Mapping[str, Card]) -> Finding:
+    a, b = cards[link.sender].nics[link.kind], cards[link.receiver].nics[link.kind]
+    return Finding("error", f"nodes {link.sender} and {link.receiver}",
+                   f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_kind(link.kind)} "
+                   f"NICs, which group {link.label} needs ({why})",
+                   f"look for a firewall between them, and for {b.interface} of {link.receiver}: up, right cable and "
+                   "subnet", link.receiver, b.interface)
+
+
+def slow(cards: Sequence[Card], reports: Iterable[Report]) -> list[Finding]:
+    """Findings from samples: one line for each NIC that explains slow links, or for a link whose two NICs explain it
+    equally well.
+
+    The best of several measurements of a link counts. A NIC with many slow and few good links is the explanation of all
+    its slow links; then the next is looked for among the rest.
+    """
+    by_node = {card.node: card for card in cards}
+    best: dict[Link, float] = {}
+    for report in reports:
+        for link, gbps in report.measured:
+            best[link] = max(best.get(link, 0.0), gbps or 0.0)
+    level = {link: judge(gbps, declared(by_node, link)) for link, gbps in best.items()}
+    found: list[Finding] = []
+    bad = {link for link in best if level[link] != "ok"}
+    while bad:
+        score = {nic: _score(nic, best, bad, level) for link in bad for nic in _ends(link)}
+        chosen = max(score, key=lambda nic: (score[nic], nic))
+        mine = sorted((link for link in bad if chosen in _ends(link)), key=lambda link: best[link])
+        partners = {nic for link in mine for nic in _ends(link)} - {chosen}
+        equal = next((nic for nic in sorted(partners) if score[nic] == score[chosen]), None)
+        if equal is None:
+            found.append(_own(chosen[1], mine, best, level, by_node))
+        else:
+            mine = [link for link in mine if equal in _ends(link)]
+            found.append(_between(mine[0], best, level, by_node))
+        bad -= set(mine)
+    return found
+
+
+def _ends(link: Link) -> tuple[tuple[str, str], tuple[str, str]]:
+    return (link.kind, link.sender), (link.kind, link.receiver)
+
+
+def _score(nic: tuple[str, str], best: Iterable[Link], bad: set[Link], level: Mapping[Link, str]) -> int:
+    """How well a NIC explains the slow links: two for each of its own, less one for each of its good links."""
+    return sum(2 if link in bad else -(level[link] == "ok") for link in best if nic in _ends(link))
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps:.3g} Gb/s" if gbps >= 1 else f"{gbps * 1000:.3g} Mb/s"
+
+
+_SLOW_HINT = "see its link speed, shaping (tc) and cable (ethtool, ibstat), or lower the declared rate (holmes label)"
+
+
+def _own(node: str, links: Sequence[Link], best: Mapping[Link, float], level: Mapping[Link, str],
+         cards: Mapping[str, Card]) -> Finding:
+    worst = links[0]
+    nic = cards[node].nics[worst.kind]
+    sends = node == worst.sender
+    other = worst.receiver if sends else worst.sender
+    should = declared(cards, worst)
+    return Finding(max((level[x] for x in links), key=("warning", "error").index), f"node {node}",
+                   f"{_kind(worst.kind)} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
+                   f"{_rate(should)} ({best[worst] / should:.0%}; {'to' if sends else 'from'} {other}, group "
+                   f"{worst.label})", _SLOW_HINT, node, nic.interface)
+
+
+def _between(link: Link, best: Mapping[Link, float], level: Mapping[Link, str], cards: Mapping[str, Card]) -> Finding:
+    a, b = cards[link.sender].nics[link.kind], cards[link.receiver].nics[link.kind]
+    should = declared(cards, link)
+    return Finding(level[link], f"nodes {link.sender} and {link.receiver}",
+                   f"{_kind(link.kind)} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
+                   f"{_rate(best[link])} of {_rate(should)} ({best[link] / should:.0%}; group {link.label})",
+                   _SLOW_HINT, link.sender, a.interface)
+
+
+def skewed(reports: Iterable[Report]) -> list[Finding]:
+    """Clocks more than a minute apart: one line per node that half of the nodes find to be off."""
+    offsets: dict[str, list[float]] = {}
+    reports = list(reports)
+    for report in reports:
+        for node, seconds in report.skew_s.items():
+            offsets.setdefault(node, []).append(seconds)
+    found = []
+    for node, seen in sorted(offsets.items()):
+        middle = sorted(seen)[len(seen) // 2]
+        if abs(middle) > MOST_SKEW_S and 2 * len(seen) >= len(reports):
+            found.append(Finding("warning", f"node {node}", f"its clock is {middle:+.0f} s off the others'",
+                                 "start a time service there (chrony); munge refuses credentials at 300 s", node))
+    return found

@@ -1,0 +1,264 @@
+"""Sockets that prove a link: a server that answers and swallows, many connections at once, a short bandwidth sample."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holmes_hpc.errors import NetworkError
+from holmes_hpc.training.network.link_diagnosis import Endpoint
+
+AT_ONCE = 256  # connections tried at a time, below the usual limit of 1,024 open files
+HEADER_BYTES = 1024
+CHUNK_BYTES = 1 << 18
+WARM_UP = 0.2  # of a sample's time: TCP's slow start and a shaper's burst are over then
+PATIENCE = 4  # times a sample's length, where nothing was read
+LONGEST_SAMPLE_S = 5.0
+_DEVICE_REFUSED = (errno.EPERM, errno.EACCES)  # kernels before 5.7 want CAP_NET_RAW
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a peer answered: its name, and how far its clock is ahead of ours; or why it did not."""
+
+    node: str = ""
+    skew_s: float = 0.0
+    failure: str = ""
+
+
+def _bound(interface: str, address: str) -> socket.socket:
+    """A TCP socket that uses this interface and no other, whatever the routes say (gloo and NCCL do not bind, and would
+    take another network without a word)."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")
+        except OSError as e:
+            if e.errno not in _DEVICE_REFUSED:
+                raise
+        made.bind((address, 0))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+class LinkServer:
+    """Listens on this node's NICs until closed. `nics`: kind -> (interface, address); `ports`: kind -> port.
+
+    It answers only those who know `token`. Raises NetworkError where an address cannot be used.
+    """
+
+    def __init__(self, node: str, token: str, nics: Mapping[str, tuple[str, str]]) -> None:
+        self._node, self._token = node, token
+        self._sockets: dict[str, socket.socket] = {}
+        self._closed = False
+        try:
+            for kind, (interface, address) in nics.items():
+                try:
+                    self._sockets[kind] = _bound(interface, address)
+                    self._sockets[kind].listen(1024)
+                except OSError as e:
+                    raise NetworkError(f"cannot listen on {interface} {address}: {e.strerror}", where=f"node {node}",
+                                       hint=f"see that {interface} is up and has that address") from e
+        except NetworkError:
+            self.close()
+            raise
+        self.ports = {kind: s.getsockname()[1] for kind, s in self._sockets.items()}
+        for s in self._sockets.values():
+            threading.Thread(target=self._accept, args=(s,), daemon=True, name="link-server").start()
+
+    def __enter__(self) -> LinkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        for s in self._sockets.values():
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)  # wakes accept
+            s.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while not self._closed:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="link-answer").start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):
+            connection.settimeout(LONGEST_SAMPLE_S)
+            asked = json.loads(_read_line(connection))
+            if not isinstance(asked, dict) or asked.get("token") != self._token:
+                return
+            connection.sendall(_line({"node": self._node, "clock": time.time()}))
+            seconds = min(float(asked.get("seconds", 0)), LONGEST_SAMPLE_S)
+            if seconds > 0:
+                connection.sendall(_line({"gbps": _swallow(connection, seconds)}))
+
+
+def _swallow(connection: socket.socket, seconds: float) -> float:
+    """Receive for that long; Gb/s after the warm-up. The clock starts with the first byte. Where nothing was read after
+    the warm-up (a very slow link, or a busy machine that did not let this thread run) it goes on for some more."""
+    buffer = bytearray(CHUNK_BYTES)
+    connection.recv_into(buffer)
+    start = time.monotonic()
+    warm, end, latest = start + WARM_UP * seconds, start + seconds, start + PATIENCE * seconds
+    counted, since, now = 0, None, start
+    while now < end or (counted == 0 and now < latest):
+        connection.settimeout(max(0.001, (end if now < end else latest) - now))
+        try:
+            got = connection.recv_into(buffer)
+        except TimeoutError:
+            now = time.monotonic()
+            continue
+        if not got:
+            break
+        now = time.monotonic()
+        if since is None and now >= warm:
+            since = now  # the bytes of this read came before
+        elif since is not None:
+            counted += got
+    return counted * 8 / 1e9 / (max(now, end) - since) if since is not None and counted else 0.0
+
+
+def _line(data: dict[str, object]) -> bytes:
+    return json.dumps(data).encode() + b"\n"
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    text = b""
+    while not text.endswith(b"\n"):
+        more = connection.recv(1) if len(text) < HEADER_BYTES else b""
+        if not more:
+            raise ConnectionError("no answer")
+        text += more
+    return text
+
+
+def reach(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str,
+          timeout_s: float = 3.0) -> dict[str, Reply]:
+    """Try all `targets` (node -> where its server listens) at once from `source` (interface, address).
+
+    A reply's failure is empty where the peer answered with its own name; else it says why, in the system's words.
+    """
+    replies: dict[str, Reply] = {}
+    names = list(targets)
+    for start in range(0, len(names), AT_ONCE):
+        part = {name: targets[name] for name in names[start:start + AT_ONCE]}
+        replies.update(_reach_some(source, part, token, timeout_s))
+    return replies
+
+
+def _reach_some(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str,
+                timeout_s: float) -> dict[str, Reply]:
+    replies: dict[str, Reply] = {}
+    texts: dict[str, bytes] = {}
+    asked: dict[str, float] = {}
+    end = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for node, target in targets.items():
+            try:
+                s = _bound(*source)
+                s.setblocking(False)
+                code = s.connect_ex((target.address, target.port))
+            except OSError as e:
+                replies[node] = Reply(failure=_why(e.errno or 0))
+                continue
+            if code not in (0, errno.EINPROGRESS):
+                replies[node] = Reply(failure=_why(code))
+                s.close()
+                continue
+            selector.register(s, selectors.EVENT_WRITE, node)
+        while selector.get_map() and (left := end - time.monotonic()) > 0:
+            for key, events in selector.select(left):
+                node, connection = key.data, key.fileobj
+                assert isinstance(connection, socket.socket)
+                try:
+                    if events & selectors.EVENT_WRITE:
+                        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if code:
+                            raise OSError(code, os.strerror(code))
+                        connection.send(_line({"token": token}))
+                        asked[node], texts[node] = time.time(), b""
+                        selector.modify(connection, selectors.EVENT_READ, node)
+                        continue
+                    more = connection.recv(HEADER_BYTES)
+                    texts[node] += more
+                    if more and not texts[node].endswith(b"\n") and len(texts[node]) < HEADER_BYTES:
+                        continue
+                    replies[node] = _understand(node, texts[node], asked[node])
+                except OSError as e:
+                    replies[node] = Reply(failure=_why(e.errno or 0))
+                selector.unregister(connection)
+                connection.close()
+        for key in list(selector.get_map().values()):
+            replies[key.data] = Reply(failure=f"no answer in {timeout_s:g} s")
+            key.fileobj.close()  # type: ignore[union-attr]
+    return replies
+
+
+def _understand(node: str, text: bytes, asked: float) -> Reply:
+    try:
+        answer = json.loads(text)
+        name, clock = str(answer["node"]), float(answer["clock"])
+    except (ValueError, KeyError, TypeError):
+        return Reply(failure="something else answers there")
+    if name != node:
+        return Reply(failure=f"node {name} answers there: an address that two nodes have")
+    return Reply(name, clock - (asked + time.time()) / 2)
+
+
+def _why(code: int) -> str:
+    return os.strerror(code) if code else "connection closed"
+
+
+def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
+    """Gb/s that arrive at `target` within `seconds`, measured by the receiver; None where nothing did."""
+    try:
+        with _bound(*source) as s:
+            s.settimeout(PATIENCE * seconds + 2)
+            # little in flight, so that a slow link is not still busy with this sample when the next one starts
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
+            s.connect((target.address, target.port))
+            s.sendall(_line({"token": token, "seconds": seconds}))
+            _read_line(s)
+            _pour(s, seconds)
+            gbps = float(json.loads(_read_line(s))["gbps"])
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # drop what is queued
+            return gbps
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _pour(s: socket.socket, seconds: float) -> None:
+    """Send until the receiver says that it has had enough (or the time is long over)."""
+    block, end = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + PATIENCE * seconds + 1
+    s.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(s, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        while (left := end - time.monotonic()) > 0:
+            ready = selector.select(left)
+            if any(events & selectors.EVENT_READ for _, events in ready):
+                break
+            if ready:
+                try:
+                    s.send(block)
+                except BlockingIOError:
+                    continue
+                except ConnectionError:  # it closed after its answer, which is still to be read
+                    break
+    s.settimeout(2)

@@ -1,0 +1,200 @@
+"""Process groups on the networks that were decided: gloo with one interface per group, NCCL with one network name per
+communicator, and Megatron-Core's parallel state made of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric import nccl
+from holmes_hpc.planning.spec.plan import GroupTransport, Plan
+from holmes_hpc.planning.spec.transport import TCP, Transport
+from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.network.interfaces import NodeTransports
+
+GLOO = "holmes_gloo"
+
+
+def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
+    """A ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options).
+
+    It has one thread: of two, torch 2.13 lets both write the name of the group's last collective without a lock, and
+    names of more than 15 letters, such as a coalesced gather's, are freed twice when two end at once.
+    """
+    own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    own._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"])]
+    own._timeout = options.timeout
+    own._threads = 1
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, own)
+
+
+def register() -> None:
+    """Make the backend known to torch, once per process."""
+    if GLOO.upper() not in dist.Backend.backend_list and GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(GLOO, _create_gloo, extended_api=True, devices=["cpu"])
+
+
+def nccl_options(transport: Transport) -> Any:
+    """Fresh NCCL options (torch writes into them, so never shared) with the communicator's network."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    name = nccl.net_name(transport)
+    if name is not None:
+        options.config.net_name = name
+    return options
+
+
+@dataclass
+class Groups:
+    """Makes process groups, each on its transport. `timeout_s`: of their set-up and of gloo's collectives; NCCL's own
+    is longer than `watchdog_s`, for it ends the process without a word. `made`: for the run's record."""
+
+    plan: Plan
+    node: NodeTransports
+    rank: int
+    cuda: bool
+    timeout_s: float
+    watchdog_s: float
+    made: list[dict[str, Any]] = field(default_factory=list)
+    _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def start(self, store: dist.Store) -> None:
+        """Make WORLD. `store`: where the ranks have met."""
+        register()
+        everyone = tuple(range(self.plan.world_size))
+        transport = transports.of_ranks(self.plan, everyone)
+        if self.cuda and transport.kind == "rdma":
+            transport = TCP  # control traffic only: groups of all ranks are made anew (create_group)
+        interface = "" if self.cuda else self.node.interface(transport)
+        if self.cuda:
+            os.environ.update(self.node.environment)
+            # what ends a process when a driver's call hangs: after the watchdog as well
+            os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(self._nccl_timeout_s)))
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its flight recorder, off in older versions
+            backend, options = "nccl", nccl_options(transport)
+        else:
+            backend, options = GLOO, {"interface": interface}
+        try:
+            # never device_id=: torch would then split communicators, which refuses another network's name
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.world_size,
+                                    timeout=timedelta(seconds=self._nccl_timeout_s if self.cuda else self.timeout_s),
+                                    pg_options=options)
+        except Exception as e:
+            raise transports.as_network_error(e, "world", everyone, transport, self.node.node, interface) from e
+        self._note("world", everyone, transport, interface)
+
+    def new(self, ranks: Sequence[int], kind: str, *, transport: Transport | None = None, gloo: bool = False,
+            ) -> Any:
+        """A new group; all ranks call it in the same order. `transport`: of a group that the plan names, else derived
+        from the ranks. `gloo`: for tensors on the host, also where training uses CUDA."""
+        transport = transport or transports.of_ranks(self.plan, ranks)
+        if gloo and self.cuda and transport.kind == "rdma":
+            transport = TCP  # an RDMA port may have no kernel interface
+        member = self.rank in ranks  # the others may have no such interface, and need none
+        interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
+        try:
+            if self.cuda and not gloo:
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._nccl_timeout_s), backend="nccl",
+                                       pg_options=nccl_options(transport), group_desc=kind)
+            else:
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=GLOO,
+                                       pg_options={"interface": interface}, group_desc=kind)
+        except Exception as e:
+            raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
+        if member:
+            self._note(kind, ranks, transport, interface)
+        return group
+
+    @property
+    def _nccl_timeout_s(self) -> float:
+        return max(self.timeout_s, 2 * self.watchdog_s)
+
+    def edge(self, edge: GroupTransport) -> Any:
+        """A group of an edge's two ranks; None on the other ranks."""
+        group = self.new(edge.ranks, f"edge {edge.stages[0]}-{edge.stages[1]}", transport=edge.transport)
+        return group if self.rank in edge.ranks else None
+
+    def _note(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
+        if len(ranks) > 1:
+            self.made.append({"kind": kind, "ranks": list(ranks), "transport": str(transport),
+                              "interface": interface or nccl.net_name(transport)})
+
+    def create_group(self, ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None,
+                     pg_options: Any = None, use_local_synchronization: bool = False,
+                     group_desc: str | None = None) -> Any:
+        """Stands in for Megatron-Core's ``parallel_state.create_group``, the one place where it makes groups.
+
+        On a CPU groups of equal ranks are one group: each would open a connection per pair of ranks, and Megatron's
+        many names for the same ranks (dp, dp_cp, their gloo twins, …) use them one after the other.
+        """
+        members = tuple(ranks if ranks is not None else range(self.plan.world_size))
+        kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
+        if self.cuda:
+            group = self.new(members, kind, gloo=backend == "gloo")
+        elif members in self._shared:
+            group = self._shared[members]
+        elif members == tuple(range(self.plan.world_size)):
+            group = self._shared[members] = dist.group.WORLD
+        else:
+            group = self._shared[members] = self.new(members, kind)
+        if self.rank in members:
+            if parallel_state._global_process_group_list is None:
+                parallel_state._global_process_group_list = [None]
+            parallel_state._global_process_group_list.append(group)
+        return group
+
+    def make_parallel_state(self) -> float:
+        """Megatron-Core's groups; the seconds it took come back."""
+        began, p = time.perf_counter(), self.plan.parallel
+        original = parallel_state.create_group
+        parallel_state.create_group = self.create_group
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
+                virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
+                num_distributed_optimizer_instances=p.optimizer_instances, order=p.order,
+                distributed_timeout_minutes=max(1, round(self.timeout_s / 60)), create_gloo_process_groups=True)
+        finally:
+            parallel_state.create_group = original
+        return time.perf_counter() - began
+
+
+def close() -> None:
+    """Leave all groups."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device(local_rank: int, cuda: bool) -> torch.device:
+    """This rank's device, made current. Where Slurm shows each task its own GPU only, each one's is number 0."""
+    if not cuda:
+        return torch.device("cpu")
+    number = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Sequence[NodeTransports]) -> None:
+    """No two ranks have the same GPU. PlanError on every rank, for NCCL would refuse in words of its own."""
+    if device.type != "cuda":
+        return
+    store.set(f"device/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    keys = [f"device/{other}" for other in range(len(nodes))]
+    store.wait(keys)
+    owners: dict[tuple[str, str], int] = {}
+    for other, (node, uuid) in enumerate(zip(nodes, store.multi_get(keys), strict=True)):
+        first = owners.setdefault((node.node, uuid.decode()), other)
+        if first != other:
+            raise PlanError(f"ranks {first} and {other} have the same GPU", where=f"node {node.node}",
+                            hint="start no more tasks on a node than it has GPUs (--gpus-per-node), or give each its "
+                                 "own (--gpus-per-task=1)")

@@ -1,0 +1,94 @@
+"""How a tensor looks on the wire of an edge: as it is, or rounded to fewer bytes (`plan.edge_dtype`, TCP edges only).
+
+Rounding changes activations and their gradients, and so the losses: docs/schedule.md says by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+from holmes_hpc.errors import ConfigError, nearest
+
+SCALE_BYTES = 4  # an fp32 scale beside every row
+
+
+class Codec(Protocol):
+    """`encode` makes the contiguous tensor that is sent; `buffer` the one that is received for a `target`; `decode`
+    writes its value into `target`, which is that very buffer where nothing is converted."""
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def buffer(self, target: torch.Tensor) -> torch.Tensor: ...
+    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None: ...
+
+
+class Same:
+    """Bit for bit."""
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def buffer(self, target: torch.Tensor) -> torch.Tensor:
+        return target
+
+    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None:
+        pass
+
+
+class Cast:
+    """Rounded to a type of the same range."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype)
+
+    def buffer(self, target: torch.Tensor) -> torch.Tensor:
+        return torch.empty(target.shape, dtype=self.dtype, device=target.device)
+
+    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(wire)
+
+
+class RowScaled:
+    """Rounded to a type of small range, with one scale per row (the last dimension: one token's hidden vector), such
+    that the row's largest value is the type's: gradients of activations are often too small for fp16 as they are.
+
+    On the wire: bytes, shape (rows, columns * size + 4); the last four are the row's largest absolute value as fp32.
+    A row with inf or nan arrives as nan, so that loss scaling and checks for bad values still see it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.most = dtype, torch.finfo(dtype).max
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.reshape(-1, tensor.shape[-1]).float()
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        scale = self.most / largest.clamp(min=torch.finfo(torch.float32).tiny * self.most)
+        return torch.cat([(rows * scale).to(self.dtype).view(torch.uint8), largest.view(torch.uint8)], dim=1)
+
+    def buffer(self, target: torch.Tensor) -> torch.Tensor:
+        row_bytes = target.shape[-1] * self.dtype.itemsize + SCALE_BYTES
+        return torch.empty(math.prod(target.shape[:-1]), row_bytes, dtype=torch.uint8, device=target.device)
+
+    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None:
+        values = wire[:, :-SCALE_BYTES].contiguous().view(self.dtype).float()
+        largest = wire[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+        target.copy_((values * (largest / self.most)).reshape(target.shape))
+
+
+SAME: Codec = Same()
+_CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire
+    "same": (64, SAME), "bf16": (2, Cast(torch.bfloat16)), "fp16": (2, RowScaled(torch.float16)),
+    "fp8": (1, RowScaled(torch.float8_e4m3fn))}
+
+
+def codec(edge_dtype: str, model_dtype: torch.dtype) -> Codec:
+    """The codec of `plan.edge_dtype` for activations of `model_dtype`; as it is where nothing would be saved."""
+    if edge_dtype not in _CODECS:
+        raise ConfigError(f"unknown edge_dtype {edge_dtype!r}", where="plan", hint=nearest(edge_dtype, _CODECS))
+    size, chosen = _CODECS[edge_dtype]
+    return chosen if size < model_dtype.itemsize else SAME

@@ -1,0 +1,287 @@
+"""An edge for an edge: point-to-point traffic between pipeline stages over two-rank groups of its own.
+
+Each direction of each edge is a :class:`Stream`: tensors of known shape, received in the order in which they were sent,
+over process groups that hold nothing but its two ranks. So a hop inside a fabric goes by RDMA and only a hop between
+fabrics by TCP, nothing goes over WORLD, and no stream ever waits for another one:
+
+    stage 0            stage 1            stage 2
+       ── forward_out ▸ forward_in ── forward_out ▸ forward_in        activations
+       ◂ backward_in ── backward_out ◂ backward_in ── backward_out    their gradients
+
+Why one group for each direction: NCCL runs the operations of one communicator one after the other, so a receive posted
+ahead of need would hold up every later send on it. Gloo would manage with tags, and gets the same for simplicity.
+:class:`EdgeCommunicator` is Megatron-Core's ``P2PCommunicator`` with streams under it, for all of Megatron's schedules;
+``training.schedule.run_ahead`` uses the streams themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from holmes_hpc.errors import ConfigError, NetworkError
+from holmes_hpc.planning.spec.plan import GroupTransport, Plan
+from holmes_hpc.training.pipeline.codec import SAME, Codec, codec
+
+NewGroup = Callable[[GroupTransport], "dist.ProcessGroup | None"]
+Watch = Callable[[str, Any, float, float], None]
+
+
+class Transfer:
+    """A tensor on its way. :meth:`wait` returns once it has left or arrived, and again at once when asked again."""
+
+    def __init__(self, stream: Stream, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._stream, self._tensor, self._finish = stream, tensor, finish
+        self.done = False
+
+    def wait(self) -> torch.Tensor:
+        """The tensor sent or received. Raises NetworkError with the edge's name when the other end is gone."""
+        if not self.done:
+            asked = time.perf_counter()
+            with _named(self._stream.name):
+                self._finish()
+            self.done = True
+            self._stream.waited_s += time.perf_counter() - asked
+        return self._tensor
+
+
+class Stream:
+    """One direction of one edge, seen from one of its two ends.
+
+    `lanes`: groups of just these two ranks; a tensor is cut into as many stripes, one per lane. `peer`: the other
+    end's global rank. `codec`: how a tensor looks on the wire. `waited_s`: seconds that callers were blocked so far.
+    `watch`, when set, is told of every transfer, at the cost of a thread: ("send_forward", label, posted, done) where
+    the stream's name begins with "forward".
+    """
+
+    def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], peer: int, codec: Codec = SAME) -> None:
+        self.name, self.lanes, self.peer, self.codec = name, tuple(lanes), peer, codec
+        self.waited_s = 0.0
+        self.watch: Watch | None = None
+        self._nccl = "nccl" in str(dist.get_backend(self.lanes[0])).lower()
+        # How many receives to post ahead of need. NCCL's are kernels that wait behind each other: one at a time is
+        # enough to receive while computing, and does not fill the GPU's queues.
+        self.most_posted = 1 if self._nccl else 1 << 30
+        self._count = 0
+        self._leaving: deque[Transfer] = deque()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def send(self, tensor: torch.Tensor, label: Any = None) -> Transfer:
+        """Start to send `tensor`. A copy or an alias of it is kept until it has left: the caller may free its own."""
+        while self._leaving and self._leaving[0].done:
+            self._leaving.popleft()
+        wire = self.codec.encode(tensor.detach().contiguous())
+        transfer = self._start(dist.isend, wire, wire, label)
+        self._leaving.append(transfer)
+        return transfer
+
+    def receive(self, into: torch.Tensor, label: Any = None) -> Transfer:
+        """Start to receive into a contiguous tensor; its value is there when the transfer has been waited for."""
+        target = into.detach()  # the same memory without a gradient, so that it can be written
+        wire = self.codec.buffer(target)
+        return self._start(dist.irecv, wire, into, label, lambda: self.codec.decode(wire, target))
+
+    def settle(self, keep: int = 0) -> None:
+        """Wait until at most `keep` sends are still under way."""
+        while len(self._leaving) > keep:
+            self._leaving.popleft().wait()
+
+    def close(self) -> None:
+        """Wait for all sends; end the thread, if there is one."""
+        self.settle()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _start(self, operation: Callable[..., Any], wire: torch.Tensor, tensor: torch.Tensor, label: Any,
+               after: Callable[[], None] = lambda: None) -> Transfer:
+        tag, self._count = self._count % (1 << 20), self._count + 1
+        if self._through_host(wire):
+            return self._start_staged(operation, wire, tensor, label, tag, after)
+        posted = time.time()
+        works = self._post(operation, wire, tag)
+        wait: Callable[[], None] = partial(_wait_all, works)
+        if self.watch is not None:
+            landed = self._in_background(partial(self._wait_and_tell, works, operation, label, posted))
+            wait = wait if self._nccl else landed  # a gloo work can be waited for once only
+
+        def finish() -> None:
+            wait()
+            after()
+        return Transfer(self, tensor, finish)
+
+    def _through_host(self, wire: torch.Tensor) -> bool:
+        """Gloo reads and writes host memory only."""
+        return wire.is_cuda and not self._nccl
+
+    def _start_staged(self, operation: Callable[..., Any], wire: torch.Tensor, tensor: torch.Tensor, label: Any,
+                      tag: int, after: Callable[[], None]) -> Transfer:
+        """Go through a pinned buffer, which is copied on a CUDA stream of its own, beside the computing."""
+        staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
+        side = torch.cuda.Stream(wire.device)
+        side.wait_stream(torch.cuda.current_stream(wire.device))
+        if wire.is_cuda:
+            wire.record_stream(side)
+        posted, sending = time.time(), operation is dist.isend
+        if sending:
+            with torch.cuda.stream(side):
+                staging.copy_(wire, non_blocking=True)
+        works = [] if sending else self._post(operation, staging, tag)
+
+        def carry() -> None:
+            if sending:
+                side.synchronize()  # holds this thread only: the copy must be complete before its bytes are sent
+            _wait_all(works or self._post(operation, staging, tag))
+            if not sending:
+                with torch.cuda.stream(side):
+                    wire.copy_(staging, non_blocking=True)
+            self._tell(operation, label, posted)
+        wait = self._in_background(carry)
+
+        def finish() -> None:
+            wait()
+            if not sending:
+                torch.cuda.current_stream(wire.device).wait_stream(side)
+            after()
+        return Transfer(self, tensor, finish)
+
+    def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
+        stripes = wire.view(-1).tensor_split(len(self.lanes))
+        with _named(self.name):
+            return [operation(stripe, self.peer, group=lane, tag=tag)
+                    for stripe, lane in zip(stripes, self.lanes, strict=True) if stripe.numel()]
+
+    def _in_background(self, task: Callable[[], None]) -> Callable[[], None]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"edge {self.name}")
+        return self._thread.submit(task).result
+
+    def _wait_and_tell(self, works: Iterable[Any], operation: Any, label: Any, posted: float) -> None:
+        if self._nccl:
+            while not all(work.is_completed() for work in works):  # its wait() would only hold a CUDA stream
+                time.sleep(2e-4)
+        else:
+            _wait_all(works)
+        self._tell(operation, label, posted)
+
+    def _tell(self, operation: Any, label: Any, posted: float) -> None:
+        if self.watch is not None:
+            kind = "send_" if operation is dist.isend else "receive_"
+            self.watch(kind + self.name.partition(" ")[0], label, posted, time.time())
+
+
+@contextlib.contextmanager
+def _named(edge: str) -> Iterator[None]:
+    """What torch and gloo raise, as an error with the edge's name."""
+    try:
+        yield
+    except RuntimeError as e:  # DistBackendError is one
+        raise NetworkError(str(e).partition(". This is")[0], where=f"edge {edge}",
+                           hint="see the log of the rank at its other end") from e
+
+
+def _wait_all(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+class EdgeCommunicator(P2PCommunicator):
+    """Megatron-Core's point-to-point interface over streams; give it to any of its schedules as ``p2p_communicator``.
+
+    `streams`: those this rank is an end of, by their role: forward_in, forward_out, backward_in, backward_out. The
+    first stage has no forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages
+    close the ring. Tensors have the shape that the schedule names: sequences of varying length are refused.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, streams: Mapping[str, Stream]) -> None:
+        super().__init__(pp_group, config)
+        if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
+            raise ConfigError("sequences of varying length cannot go over edges of their own", where="model",
+                              hint="unset variable_seq_lengths")
+        self.streams = dict(streams)
+        self.forward_in, self.forward_out = streams.get("forward_in"), streams.get("forward_out")
+        self.backward_in, self.backward_out = streams.get("backward_in"), streams.get("backward_out")
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has been blocked by its edges since it started: the exposed part of the hops."""
+        return sum(stream.waited_s for stream in self.streams.values())
+
+    def close(self) -> None:
+        """Wait for what is still under way. Call it before the groups are destroyed."""
+        for stream in self.streams.values():
+            stream.close()
+
+    def _communicate(self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None,
+                     recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
+                     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
+        """What all of Megatron's methods come down to. Handles have its names: send_next, recv_prev and so on."""
+        started: dict[str, Transfer] = {}
+        received: dict[str, torch.Tensor] = {}
+        for name, stream, wanted in (("recv_prev", self.forward_in, recv_prev),
+                                     ("recv_next", self.backward_in, recv_next)):
+            if wanted:
+                received[name] = torch.empty(tensor_shape, dtype=self.config.pipeline_dtype, device=_device(),
+                                             requires_grad=True)
+                started[name] = self._there(stream, name).receive(received[name])
+        for name, stream, tensor in (("send_next", self.forward_out, tensor_send_next),
+                                     ("send_prev", self.backward_out, tensor_send_prev)):
+            if tensor is not None:
+                there = self._there(stream, name)
+                there.settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept for ever
+                started[name] = there.send(tensor)
+        if wait_on_reqs:
+            for transfer in started.values():
+                transfer.wait()
+        return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else started
+
+    def _there(self, stream: Stream | None, name: str) -> Stream:
+        if stream is None:
+            raise ConfigError(f"the schedule asks for {name}, and stage {self.pp_group.rank()} has no such edge",
+                              where="plan.schedule", hint="use the schedule that the plan's virtual_stages ask for")
+        return stream
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any,
+          stream: type[Stream] = Stream) -> EdgeCommunicator:
+    """The communicator of this rank. All ranks of the job call it at the same time, as they do `new_group`.
+
+    `new_group`: makes the process group of one edge on its transport (all ranks call it, in the same order, its two
+    members get it).
+    """
+    edges = [group for group in plan.transports() if group.kind == "edge"]
+    if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
+        edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
+    streams: dict[str, Stream] = {}
+    for edge in edges:
+        tcp = edge.transport.kind == "tcp"
+        wire = codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME
+        for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
+            lanes = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
+            if rank in (source, target):
+                name = f"{direction} {source}->{target}"
+                role, peer = (f"{direction}_out", target) if rank == source else (f"{direction}_in", source)
+                streams[role] = stream(name, [lane for lane in lanes if lane is not None], peer, wire)
+                _try(streams[role], sends=rank == source)
+    return EdgeCommunicator(pp_group, config, streams)
+
+
+def _try(stream: Stream, sends: bool) -> None:
+    """One number across, one stream after the other in the same order everywhere: NCCL connects at the first operation
+    and blocks both ends until it has, which in the disorder of a first step could lock up a ring."""
+    number = torch.ones(len(stream.lanes) * 8, device=_device())
+    (stream.send(number) if sends else stream.receive(number)).wait()

@@ -1,0 +1,317 @@
+"""A pipeline schedule that runs ahead: 1F1B with a deeper warm-up, in which no stage waits for the wire.
+
+Megatron-Core's 1F1B waits for every send and every receive, twice for each micro-batch, so on a slow hop every stage
+idles through it. Time runs to the right; ``0`` is the forward pass of micro-batch 0, ``aa`` its backward pass, ``.`` is
+idle; a hop takes as long as a forward pass, a third of a stage's time for a micro-batch:
+
+    1F1B        stage 0   0.1...aa2.bb3.cc4.dd
+                stage 1   ..0aa.1bb.2cc.3dd.4e
+    run ahead,  stage 0   012...aa3bb4cc5dd6ee
+    depth 3, 1  stage 1   ..0aa1bb2cc3dd4ee5ff
+
+Three things make the difference. Receives are posted ahead of need, so that data crosses as soon as it exists. Sends
+complete in the background. And stage s holds `in_flight[s]` micro-batches: where 1F1B holds one more than the stage
+below it, a hop of h stage times one way wants 2h more than that (planning decides how many there is memory for). With
+1F1B's pp - s in flight the order of computing is exactly 1F1B's.
+
+The order of computing in a stage is fixed beforehand, for all ranks of a tensor-parallel group must take the same one,
+and goes through the micro-batches forward and backward in Megatron's order. So every gradient is summed up in the same
+order as under Megatron's schedules and results are equal bit for bit. Model chunks (virtual stages) take turns as in
+Megatron's interleaved schedule; in_flight then counts passes of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import schedules as megatron
+from megatron.core.utils import get_model_config, get_model_type
+
+from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.planning.schedule.orders import Order, Pass
+from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator, Stream, Transfer
+
+
+class Event(NamedTuple):
+    """What a tracer is told. `kind`: forward, backward (computing), wait_forward, wait_backward (blocked by an edge),
+    send_forward, receive_forward, send_backward, receive_backward (posted at `start`, left or arrived at `end`). Times:
+    seconds since the epoch. `held`: micro-batches (passes of a chunk) whose activations the stage held meanwhile."""
+
+    kind: str
+    micro_batch: int
+    chunk: int
+    start: float
+    end: float
+    held: int
+
+
+Tracer = Callable[[Event], None]
+
+
+def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int,
+              seq_length: int, micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
+              collect_non_loss_data: bool = False, first_val_step: bool | None = None,
+              adjust_tensor_shapes_fn: Any = None, p2p_communicator: EdgeCommunicator, pg_collection: Any,
+              force_all_reduce: bool | None = False, in_flight: Sequence[int], tracer: Tracer | None = None,
+              ) -> list[Any]:
+    """Megatron-Core's ``forward_backward_func`` with two arguments more: bind `in_flight` (the plan's, one number per
+    stage) and `tracer` with ``functools.partial``, and use it in its place. Returns losses on the last stage, else [].
+    """
+    models = model if isinstance(model, list) else [model]
+    data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
+    config, edges = get_model_config(models[0]), p2p_communicator
+    stage, stages = edges.pp_group.rank(), edges.pp_group.size()
+    _refuse_unsupported(config, adjust_tensor_shapes_fn, in_flight, stages)
+
+    order = Order("ahead", stages, num_microbatches, len(models), tuple(in_flight))
+    check(order, forward_only)
+    passes = passes_of(order, stage, forward_only)
+    log = Log(tracer, edges)
+
+    shape = megatron.get_tensor_shapes(
+        seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config,
+        tp_group=pg_collection.tp, cp_group=pg_collection.cp)[0]
+    new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=next(models[0].parameters()).device,
+                  requires_grad=True)
+    above, below = order.window((stage - 1) % stages), order.window(stage)
+    arriving = [p for p in passes if order.hop_to(stage, p) is not None]
+    inputs = Inbox(edges.forward_in, [p for p in arriving if p.forward], above, new)
+    output_grads = Inbox(edges.backward_in, [p for p in arriving if not p.forward], below, new)
+    outputs, input_grads = Outbox(edges.forward_out, below), Outbox(edges.backward_out, above)
+
+    model_type = get_model_type(models[0])
+    held: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input, output: what backward needs
+    losses: list[Any] = []
+    tokens = torch.zeros([], dtype=torch.int, device=new.keywords["device"])
+    reduction = GradientReduction(config, models, first_stage=stage == 0)
+    if not forward_only:
+        embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
+        reduction.hold()
+
+    for step in passes:
+        arrives, leaves = order.hop_to(stage, step) is not None, order.hop_from(stage, step) is not None
+        key = step.micro_batch, step.chunk
+        if step.forward:
+            with log.span("wait_forward", step, held):
+                input_tensor = inputs.take() if arrives else None
+            held[key] = input_tensor, None
+            with log.span("forward", step, held):
+                output, count = megatron.forward_step(
+                    forward_step_func, data[step.chunk], models[step.chunk], num_microbatches, input_tensor, losses,
+                    config, cp_group_size=pg_collection.cp.size(), collect_non_loss_data=collect_non_loss_data,
+                    checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(stage)),
+                    is_first_microbatch=megatron.check_first_val_step(
+                        first_val_step, forward_only, step.micro_batch == 0),
+                    current_microbatch=step.micro_batch, vp_stage=step.chunk if len(models) > 1 else None,
+                    is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1)
+            tokens += count
+            if leaves:
+                outputs.give(output, step)
+                megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            held[key] = input_tensor, output
+            if forward_only:
+                del held[key]
+        else:
+            with log.span("wait_backward", step, held):
+                output_grad = output_grads.take() if arrives else None
+            last = step.micro_batch == num_microbatches - 1
+            with log.span("backward", step, held), reduction.around(step, last):
+                input_tensor, output = held.pop(key)
+                input_grad = megatron.backward_step(input_tensor, output, output_grad, model_type, config)
+            if leaves:
+                input_grads.give(input_grad, step)
+
+    if not forward_only:
+        reduction.release()
+        if config.finalize_model_grads_func is not None:
+            megatron.finish_embedding_wgrad_compute(config, embedding, stage == stages - 1, pg_collection.tp)
+            config.finalize_model_grads_func(
+                models, tokens if config.calculate_per_token_loss else None, pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce)
+    return losses
+
+
+class Log:
+    """Tells a tracer, if there is one, what happened when."""
+
+    def __init__(self, tracer: Tracer | None, edges: EdgeCommunicator) -> None:
+        self._tracer, self._held = tracer, 0
+        for stream in edges.streams.values():
+            stream.watch = None if tracer is None else self._transferred
+
+    def span(self, kind: str, step: Pass, held: Sized) -> contextlib.AbstractContextManager[None]:
+        """Around one thing that the stage does."""
+        return contextlib.nullcontext() if self._tracer is None else self._timed(kind, step, held)
+
+    @contextlib.contextmanager
+    def _timed(self, kind: str, step: Pass, held: Sized) -> Iterator[None]:
+        assert self._tracer is not None
+        start, self._held = time.time(), len(held)
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # so that the times are the device's, at the cost of some overlap
+        self._tracer(Event(kind, step.micro_batch, step.chunk, start, time.time(), self._held))
+
+    def _transferred(self, kind: str, step: Any, posted: float, done: float) -> None:
+        if self._tracer is not None and isinstance(step, Pass):
+            self._tracer(Event(kind, step.micro_batch, step.chunk, posted, done, self._held))
+
+
+def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
+    """Are all layers of this pass recomputed? None: as the model says. Megatron's rule for a window of `depth`."""
+    partial_ones = config.num_microbatches_with_partial_activation_checkpoints
+    return None if partial_ones is None else step.micro_batch % depth >= partial_ones
+
+
+def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int], stages: int) -> None:
+    if len(in_flight) != stages:
+        raise PlanError(f"in_flight is given for {len(in_flight)} stages of {stages}", where="plan.schedule",
+                        hint="give one number per stage")
+    for name in ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "fine_grained_activation_offloading"):
+        if getattr(config, name, False):
+            raise ConfigError(f"{name} does not go with the schedule that runs ahead", where="model",
+                              hint="unset it, or use plan.schedule=1f1b")
+    if torch.cuda.is_available() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigError("with CUDA_DEVICE_MAX_CONNECTIONS=1 a send that waits holds up all computing",
+                          where="environment", hint="unset it, or use plan.schedule=1f1b")
+    if adjust_tensor_shapes_fn is not None:
+        raise ConfigError("tensor shapes cannot change between stages", where="plan.schedule",
+                          hint="use plan.schedule=1f1b")
+
+
+class Inbox:
+    """What a stage receives over one direction of an edge: up to `window` receives are posted ahead of need."""
+
+    def __init__(self, stream: Stream | None, expected: Sequence[Pass], window: int, new: Callable[[], torch.Tensor],
+                 ) -> None:
+        self._stream, self._new = stream, new
+        self._window = window if stream is None else min(window, stream.most_posted)
+        self._expected, self._posted = deque(expected), deque[Transfer]()
+        self._post()
+
+    def take(self) -> torch.Tensor:
+        """The next tensor, once it is there."""
+        transfer = self._posted.popleft()
+        self._post()
+        return transfer.wait()
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < self._window:
+            self._posted.append(_there(self._stream).receive(self._new(), self._expected.popleft()))
+
+
+class Outbox:
+    """What a stage sends over one direction of an edge, in the background.
+
+    The other stage is at most `window` behind, so a tensor older than that has arrived: to wait for it takes no time,
+    and bounds the memory. Sends that are under way when a step ends complete during the next one.
+    """
+
+    def __init__(self, stream: Stream | None, window: int) -> None:
+        self._stream, self._window = stream, window
+
+    def give(self, tensor: torch.Tensor, step: Pass) -> None:
+        stream = _there(self._stream)
+        stream.send(tensor, step)
+        stream.settle(keep=self._window)
+
+
+def _there(stream: Stream | None) -> Stream:
+    if stream is None:
+        raise ConfigError("virtual stages need an edge from the last stage to the first", where="plan.parallel",
+                          hint="make the model with as many chunks as the plan has virtual stages")
+    return stream
+
+
+class GradientReduction:
+    """When gradients are reduced across data-parallel ranks: Megatron's rules, for one chunk or several.
+
+    They are held back (``no_sync``) but for each chunk's last backward pass, in which every bucket is reduced as soon
+    as it is complete, beside the hops that are still under way. With a ``grad_sync_func`` (aligned reductions) only
+    the first stage does so; the others reduce after that pass.
+    """
+
+    def __init__(self, config: Any, models: Sequence[torch.nn.Module], first_stage: bool) -> None:
+        self._models = models
+        functions = config.no_sync_func if isinstance(config.no_sync_func, list) else [config.no_sync_func]
+        self._no_sync = [f for f in functions if f is not None]
+        self._after = config.grad_sync_func
+        self._early = self._after is None or (first_stage and len(models) == 1)
+        self._held: contextlib.ExitStack | None = None
+
+    def hold(self) -> None:
+        self._held = contextlib.ExitStack()
+        for no_sync in self._no_sync:
+            self._held.enter_context(no_sync())
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def around(self, step: Pass, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a backward pass; `last`: of its chunk."""
+        return self._around_last(step.chunk) if last else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _around_last(self, chunk: int) -> Iterator[None]:
+        if self._early:
+            self.release()
+        yield
+        self.release()
+        if not self._early:
+            functions = self._after if isinstance(self._after, list) else [self._after] * len(self._models)
+            functions[chunk](self._models[chunk].parameters())
+        self.hold()
+
+
+@lru_cache(maxsize=64)
+def passes_of(order: Order, stage: int, forward_only: bool) -> tuple[Pass, ...]:
+    """What `stage` computes in a step; for validation only the forward passes, and then as far ahead as they get."""
+    return tuple(p for p in order.passes(stage) if p.forward or not forward_only)
+
+
+@lru_cache(maxsize=32)
+def check(order: Order, forward_only: bool = False) -> None:
+    """Go through a step as the stages would, without computing. Raises PlanError if they would lock up, as virtual
+    stages do with too few passes in flight. Sends and receives are as bounded here as they are in a run."""
+    passes = [passes_of(order, stage, forward_only) for stage in range(order.stages)]
+    at = [0] * order.stages
+    sent = [{True: 0, False: 0} for _ in passes]
+    taken = [{True: 0, False: 0} for _ in passes]
+    done: set[tuple[int, Pass]] = set()
+
+    def possible(stage: int, step: Pass) -> bool:
+        source, target = order.hop_to(stage, step), order.hop_from(stage, step)
+        if not step.forward and (stage, step._replace(forward=True)) not in done:
+            return False
+        if target is not None:  # a window of receives is posted there, a window of sends is kept here
+            room = 2 * order.window(stage if step.forward else target.target)
+            if sent[stage][step.forward] - taken[target.target][step.forward] >= room:
+                return False
+        return source is None or (source.source, source.made) in done
+
+    def advance(stage: int) -> bool:
+        began = at[stage]
+        while at[stage] < len(passes[stage]) and possible(stage, passes[stage][at[stage]]):
+            step = passes[stage][at[stage]]
+            taken[stage][step.forward] += order.hop_to(stage, step) is not None
+            sent[stage][step.forward] += order.hop_from(stage, step) is not None
+            done.add((stage, step))
+            at[stage] += 1
+        return at[stage] > began
+
+    while any([advance(stage) for stage in range(order.stages)]):
+        pass
+    for stage in range(order.stages):
+        if at[stage] < len(passes[stage]):
+            raise PlanError(f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch"
+                            f" {passes[stage][at[stage]].micro_batch}", where="plan.schedule",
+                            hint="hold more passes in flight: virtual stages need several for each chunk")

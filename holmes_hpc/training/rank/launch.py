@@ -1,0 +1,110 @@
+"""Who this process is: its rank, its node and its component, from whoever started it.
+
+Three ways in: ``srun`` (plain or by submitit), ``torchrun`` or anything that sets its variables, and one process alone.
+Inside a step that spans the components of a heterogeneous job SLURM_JOB_PARTITION and SLURM_NTASKS_PER_NODE hold the
+last component's values, so a task's component is found by its node's name.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holmes_hpc.errors import PlanError, RunFailed
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.slurm.hostlist import expand
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One rank's place. `key` names this start of the run (the same on all ranks, new after a requeue); `components`:
+    the components that hold its node, where Slurm tells them; `one_host`: all ranks run on this machine;
+    `address`, `port`: of a rendezvous that the launcher provides (torchrun), else None."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    by: str
+    node: str
+    key: str
+    one_host: bool
+    components: tuple[int, ...] = ()
+    address: str | None = None
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or self.local_rank < 0:
+            raise PlanError(f"rank {self.rank} of {self.world_size} (local rank {self.local_rank})",
+                            where=f"{self.by} on {self.node}", hint="start the ranks with srun or torchrun")
+
+
+def read(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
+    """This process's place. `host`: this machine's name (for tests)."""
+    host = host or socket.gethostname()
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return _torchrun(environ, host)
+    if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS"):
+        return _slurm(environ, host)
+    return Launch(0, 1, 0, "one process", host, f"local-{os.getpid()}", True)
+
+
+def _torchrun(environ: Mapping[str, str], host: str) -> Launch:
+    size = _number(environ, "WORLD_SIZE")
+    local = _number(environ, "LOCAL_RANK", "RANK")
+    address = environ.get("MASTER_ADDR")
+    return Launch(_number(environ, "RANK"), size, local, "torchrun", host,
+                  f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
+                  f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+                  _number(environ, "LOCAL_WORLD_SIZE", "WORLD_SIZE") == size, (), address,
+                  _number(environ, "MASTER_PORT") if address else None)
+
+
+def _slurm(environ: Mapping[str, str], host: str) -> Launch:
+    node = environ.get("SLURMD_NODENAME") or host
+    job = environ.get("SLURM_HET_JOB_ID") or environ.get("HOLMES_LEADER_JOB_ID") or environ.get("SLURM_JOB_ID", "0")
+    key = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '0')}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+    return Launch(_number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_LOCALID"),
+                  "srun", node, key, _number(environ, "SLURM_NNODES", default=1) == 1, own_components(environ, node))
+
+
+def own_components(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
+    """The components of a heterogeneous Slurm job whose node lists hold `node`: one, or several where they share it;
+    none known in a plain job, which may hold several fabrics as well."""
+    size = _number(environ, "SLURM_HET_SIZE", default=1)
+    if size == 1:
+        return ()
+    found = tuple(i for i in range(size) if node in expand(environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "")))
+    if not found:
+        raise PlanError(f"node {node} is in none of the job's {size} components", where=f"task on {node}",
+                        hint="start all components as one step: srun --het-group=0,1,… from the batch script")
+    return found
+
+
+def check(launch: Launch, plan: Plan) -> int:
+    """The component that the plan gives this rank. PlanError when it does not run there, or there are too few ranks."""
+    if launch.world_size != plan.world_size:
+        raise PlanError(f"{launch.world_size} ranks were started, the plan is for {plan.world_size}",
+                        where=f"{launch.by} on {launch.node}", hint=f"start {plan.world_size} ranks, or plan again")
+    planned = plan.component_of(launch.rank)
+    if launch.components and len(plan.components) > 1 and planned not in launch.components:
+        own = " and ".join(str(c) for c in launch.components)
+        raise PlanError(f"rank {launch.rank} runs in component {own}, the plan puts it into component {planned} "
+                        f"(fabric {plan.components[planned].fabric})", where=f"node {launch.node}",
+                        hint="submit the components in the plan's order, with its nodes and tasks per node")
+    return planned
+
+
+def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    """The first of these variables that is set, as a whole number."""
+    for name in names:
+        if environ.get(name):
+            try:
+                return int(environ[name])
+            except ValueError:
+                raise RunFailed(f"{name} is {environ[name]!r}", where="environment",
+                                hint="start the ranks with srun or torchrun, which set whole numbers") from None
+    if default is None:
+        raise RunFailed(f"{names[0]} is not set", where="environment", hint="start the ranks with srun or torchrun")
+    return default

@@ -1,0 +1,91 @@
+"""Parameters and FLOPs against published counts and formulas."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import MODELS, named, to_yaml
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.cost import flops as counts
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("llama2_7b", 6.738), ("llama2_70b", 68.977), ("llama3_8b", 8.030), ("llama3_70b", 70.554), ("gpt_small", 0.1244)])
+def test_parameters_are_those_published(name: str, billions: float) -> None:
+    """Hugging Face's counts of the released checkpoints (vocabularies unpadded there, hence 0.2%)."""
+    assert counts.parameters(named(name)) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt_3_6b", 3.6), ("gpt_7_5b", 7.5), ("gpt_39b", 39.1),
+                                                ("gpt3_175b", 175)])
+def test_parameters_of_papers_models(name: str, billions: float) -> None:
+    model = named(name)
+    untied = model.padded_vocab(1) * model.hidden  # the papers count the embedding once
+    assert (counts.parameters(model) - untied) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelSpec:
+    return ModelSpec("gpt", layers, hidden, heads, vocab, ffn=4 * hidden, kv_heads=heads, swiglu=False,
+                     vocab_multiple=1)
+
+
+@given(st.integers(1, 128), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100000), st.integers(1, 64))
+def test_flops_are_the_96_factor_formula(layers: int, width: int, sequence: int, vocab: int, size: int) -> None:
+    """Narayanan et al. 2021, equation of their appendix, with full recomputation."""
+    h, s, v, b = 128 * width, sequence, vocab, size
+    found = counts.hardware_flops_per_step(gpt(layers, h, 1, v), Batch(b, 1, s), 1, "full")
+    formula = 96 * b * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert found == pytest.approx(formula, rel=1e-12)
+
+
+def test_recomputation_adds_what_it_repeats() -> None:
+    model, batch = gpt(4, 256, 4, 1000), Batch(8, 2, 128)
+    tokens = 8 * 128
+    plain = counts.hardware_flops_per_step(model, batch)
+    assert plain == counts.model_flops_per_step(model, batch)
+    assert counts.hardware_flops_per_step(model, batch, 1, "selective") - plain == 4 * 4.0 * tokens * 128 * 256
+    assert counts.hardware_flops_per_step(model, batch, 1, "full") - plain == 4 * counts.layer_flops(model, tokens, 128)
+
+
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from((1, 2, 4, 8)))
+def test_tensor_parallel_ranks_share_the_matrices(name: str, tp: int) -> None:
+    model = named(name)
+    if model.kv_heads % tp or model.ffn % tp:
+        return
+    repeated = 2 * counts.norm_parameters(model) + (2 * model.hidden if model.bias else 0)
+    whole = counts.layer_parameters(model)
+    assert tp * (counts.layer_parameters(model, tp) - repeated) == whole - repeated
+
+
+def test_grouped_queries_have_smaller_matrices() -> None:
+    full, grouped = named("llama2_7b"), named("llama3_8b")  # same h and heads, 32 against 8 key-value heads
+    h = full.hidden
+    assert counts.attention_matrix(full) == 4 * h * h
+    assert counts.attention_matrix(grouped) == 2.5 * h * h
+
+
+def test_padding_is_to_a_multiple_of_tp() -> None:
+    model = named("gpt_small")
+    assert [model.padded_vocab(tp) for tp in (1, 8)] == [50304, 51200]
+
+
+def test_yaml_gives_the_model_back() -> None:
+    for model in MODELS.values():
+        assert ModelSpec(**yaml.safe_load(to_yaml(model))) == model
+
+
+def test_configs_are_those_of_models() -> None:
+    from importlib.resources import files
+
+    for model in MODELS.values():
+        text = files("holmes_hpc.conf").joinpath(f"model/{model.name}.yaml").read_text(encoding="utf-8")
+        assert text == to_yaml(model), "run python -m holmes_hpc.config.models"
+
+
+def test_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="llama2_7b"):
+        named("lama2_7b")

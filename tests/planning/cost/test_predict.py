@@ -1,0 +1,319 @@
+"""Times, bytes and memory of given plans against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sites import A100, small_testbed, two_clusters
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning.cost import flops as counts
+from holmes_hpc.planning.cost.calibration import Calibration, Measured
+from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.hardware import Link
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory, refuse
+from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
+from holmes_hpc.planning.cost.timing import timing
+from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.spec.plan import Plan
+
+TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
+
+
+def plan(site: Site = small_testbed(), model: ModelSpec = TINY, batch: Batch = BATCH, costs: Costs = Costs(),
+         **options: Any) -> Plan:
+    return given_plan(model, batch, site, PlanOptions(**options), costs)
+
+
+def pipeline(**more: Any) -> Plan:
+    return plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, **more)
+
+
+def stage_parameters(made: Plan) -> list[int]:
+    each = counts.layer_parameters(TINY)
+    sizes = [s.layers * each for s in made.stages]
+    sizes[0] += counts.embedding_parameters(TINY)
+    sizes[-1] += counts.head_parameters(TINY)
+    return sizes
+
+
+def test_bytes_of_the_demo_are_those_of_gloo() -> None:
+    """Two nodes a stage: gradients all-reduced (gloo's reduce-scatter), parameters gathered, in fp32; activations of
+    4 micro-batches of each of 2 pipelines cross Ethernet, both ways."""
+    made = pipeline()
+    assert made.predicted is not None
+    found, sizes = made.predicted.nic_bytes_per_step, stage_parameters(made)
+    for fabric, size in (("ib-a", sizes[0]), ("roce-a", sizes[1])):
+        all_reduce, gather = 2 * (2 - 1) / 2 * 4 * size, (2 - 1) / 2 * 4 * size
+        assert found[fabric] == pytest.approx(2 * (all_reduce + gather))
+    assert found["ethernet"] == pytest.approx(2 * 4 * 2 * (2 * 64 * 256 * 4))
+
+
+def test_bytes_sum_up_over_the_groups_of_the_plan() -> None:
+    """Every NIC kind's bytes, group by group from the plan's own list of groups; nodes hold several ranks."""
+    made = plan(two_clusters(2), named("gpt_3_6b"), Batch(64, 2, 2048), tp=2, pp=2, dp=8)
+    sent: dict[str, float] = {}
+    setting = Setting.of(made, Costs())
+    gradient, weight = 4, 2
+    for g in made.transports():
+        key = g.transport.fabric or "ethernet"
+        nodes = {made.places[r] for r in g.ranks}
+        if g.transport.kind == "local":
+            continue
+        if g.kind == "dp":
+            stage = g.stages[0]
+            size = made.stages[stage].layers * counts.layer_parameters(made.model, 2)
+            size += counts.embedding_parameters(made.model, 2) if stage == 0 else counts.head_parameters(made.model, 2)
+            n = len(g.ranks)
+            sent[key] = sent.get(key, 0) + len(nodes) * (n - 1) / n * size * (gradient + weight)
+        elif g.kind == "edge":
+            sent[key] = sent.get(key, 0) + 2 * made.micro_batches * 2 * 2048 * 3072 * weight
+    assert made.predicted is not None and setting.run == 8
+    assert made.predicted.nic_bytes_per_step == pytest.approx(sent)
+
+
+def test_plain_megatron_sends_all_by_ethernet() -> None:
+    holmes, single = pipeline(), pipeline(transport="single")
+    assert holmes.predicted is not None and single.predicted is not None
+    assert set(single.predicted.nic_bytes_per_step) == {"ethernet"}
+    assert sum(single.predicted.nic_bytes_per_step.values()) == pytest.approx(
+        sum(holmes.predicted.nic_bytes_per_step.values()))
+    assert single.predicted.step_time_s > 1.4 * holmes.predicted.step_time_s
+
+
+def test_paced_layers_take_their_time() -> None:
+    """One rank alone: 8 layers of 10 ms forward and 20 ms backward, 8 micro-batches, and little else."""
+    costs = Costs(pace_layer_ms=10)
+    made = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=costs)
+    assert made.predicted is not None
+    assert made.predicted.breakdown["compute_s"] == pytest.approx(8 * 8 * 0.03, rel=0.05)
+    full = predict(replace(made, recompute="full"), costs)
+    assert full.breakdown["compute_s"] == pytest.approx(8 * 8 * 0.04, rel=0.05)
+
+
+def test_parts_of_the_step_sum_up_to_it() -> None:
+    for made in (pipeline(), pipeline(schedule="ahead"), pipeline(transport="single")):
+        assert made.predicted is not None
+        assert sum(made.predicted.breakdown.values()) == pytest.approx(made.predicted.step_time_s)
+        assert min(made.predicted.breakdown.values()) >= 0
+        assert made.predicted.samples_per_s == pytest.approx(16 / made.predicted.step_time_s)
+
+
+def test_measured_layers_and_links_go_before_published_ones() -> None:
+    tokens = 2 * 64
+    measured = Calibration(
+        parts=(Measured("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
+               Measured("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
+               Measured("embedding", 256, tokens, 1, tokens * 256.0, 0.0, 0.0)),
+        links={"ethernet": Link(0.5, 1.0)}, optimizer_s=0.0, step_s=0.25)
+    alone = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=Costs(measured))
+    assert alone.predicted is not None
+    assert alone.predicted.step_time_s == pytest.approx(8 * 8 * 0.4 + 0.25)
+    both = pipeline(costs=Costs(measured))
+    assert both.predicted is not None
+    assert both.predicted.step_time_s > (4 + 1) * 4 * 0.4 + (4 + 1) * 0.5  # each hop waits half a second
+    assert Calibration.from_dict(measured.to_dict()) == measured
+
+
+def paced(**more: Any) -> Calibration:
+    """Measured with layers of 10 ms."""
+    return Calibration(pace_layer_ms=10, parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more)
+
+
+def test_a_paced_calibration_is_for_that_pace_alone() -> None:
+    gpu = small_testbed().fabrics[0].gpu
+    twice = Batch(16, 4, 64)
+    assert Costs(paced(), 10).layer_s(TINY, twice, 1, gpu) == (0.011, 0.022)  # waiting does not grow with the layer
+    assert Costs(paced(), 10).layer_s(TINY, twice, 1, gpu, recompute="full") == (0.011, 0.033)
+    for calibration, pace, said in ((paced(), None, "measured with layers paced to 10 ms, used for layers not paced"),
+                                    (paced(), 20, "used for layers paced to 20 ms"),
+                                    (replace(paced(), pace_layer_ms=None), 10, "measured with layers not paced")):
+        with pytest.raises(ConfigError, match=said):
+            Costs(calibration, pace)
+
+
+def test_a_calibration_is_for_the_type_it_was_measured_with() -> None:
+    measured = replace(paced(), dtype="bf16")
+    assert Costs(measured, 10).dtype_of(A100) == Costs(measured, 10, dtype="bf16").dtype_of(A100) == "bf16"
+    with pytest.raises(ConfigError, match="measured with bf16, used for fp32"):
+        Costs(measured, 10, dtype="fp32")
+
+
+def test_a_plan_knows_its_pace() -> None:
+    made = plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, costs=Costs(pace_layer_ms=10))
+    again = Plan.from_dict(made.to_dict())
+    assert again == made and again.pace_layer_ms == 10
+    assert again.id != pipeline().id and "pace_layer_ms" not in pipeline().to_dict()
+    with pytest.raises(PlanError, match="pace_layer_ms is -1"):
+        replace(made, pace_layer_ms=-1)
+
+
+def test_collectives_and_passes_cost_what_was_measured_of_them() -> None:
+    """A slower all-gather shows in the gathering of parameters alone, and a pass's own time once for each pass."""
+    links = {name: Link(0, 1) for name in ("ib", "roce", "ethernet")}
+    base = pipeline(costs=Costs(paced(links=links), 10))
+    gather = pipeline(costs=Costs(paced(links={**links, "roce.all_gather": Link(0, 0.25)}), 10))
+    slow = pipeline(costs=Costs(paced(links=links, pass_s=0.002), 10))
+    assert base.predicted and gather.predicted and slow.predicted
+    assert gather.predicted.breakdown["param_sync_s"] > base.predicted.breakdown["param_sync_s"]
+    assert gather.predicted.breakdown["compute_s"] == base.predicted.breakdown["compute_s"]
+    assert slow.predicted.breakdown["compute_s"] == pytest.approx(
+        base.predicted.breakdown["compute_s"] + 2 * base.micro_batches * 0.002)
+
+
+def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
+    """Hierarchical, two stages of two chunks on the two GPUs of a node: the way back from the last stage to the first
+    stays in the node too."""
+    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
+    made = best_plan(TINY, BATCH, gpus, PlanOptions(
+        strategy="hierarchical-dp", tp=1, pp=2, dp=4, virtual_stages=2, nodes={"ib-a": 2, "roce-a": 2}), Costs())
+    setting = Setting.of(made, Costs())
+    assert {setting.edge(lane, s).kind for lane in range(2) for s in range(2)} == {"local"}
+    edges = [g for g in made.transports() if g.kind == "edge"]
+    assert {g.transport.kind for g in edges} == {"local"}
+
+
+def test_instances_reduce_beside_computing_on_gpus_only() -> None:
+    """Megatron-Core does it by CUDA streams; on CPUs all of it follows the last backward pass."""
+    site = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
+    options = {"strategy": "hierarchical-dp", "tp": 1, "pp": 2, "dp": 4, "virtual_stages": 2,
+               "nodes": {"ib-a": 2, "roce-a": 2}}
+    cpu = plan(site, **options)
+    there = timing(Setting.of(cpu, Costs()), layer_array(cpu)).lanes[0]
+    assert (there.tail == there.reduce).all() and (there.tail[:, :, 0] > 0).all() and not there.tail[:, :, 1:].any()
+    gpus = plan(replace(site, fabrics=tuple(replace(f, gpu=A100) for f in site.fabrics)), **options)
+    there = timing(Setting.of(gpus, Costs()), layer_array(gpus)).lanes[0]
+    assert (there.tail <= there.reduce).all() and (there.reduce[:, :, 1:] > 0).all()
+
+
+def test_traffic_that_nothing_hides_is_counted_whole() -> None:
+    def lanes(**software: bool) -> Any:
+        costs = Costs(pace_layer_ms=10, software=Software(**software))
+        made = pipeline(costs=costs, bucket_bytes=2_000_000)
+        return timing(Setting.of(made, costs), layer_array(made)).lanes[0]
+
+    both, gather, neither = lanes(), lanes(overlap_gather=False), lanes(overlap=False)
+    assert (both.tail < both.reduce).all() and (gather.tail == both.tail).all() and (gather.ready > both.ready).all()
+    assert (neither.tail == both.reduce).all() and (neither.ready == gather.ready).all()
+
+
+def test_over_gloo_megatrons_own_messages_take_turns() -> None:
+    """Not those of edges, nor NCCL's."""
+    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpu=A100) for f in small_testbed().fabrics))
+    for site, transport, one_way in ((small_testbed(), "single", True), (small_testbed(), "holmes", False),
+                                     (gpus, "single", False)):
+        made = pipeline(site=site, transport=transport, schedule="1f1b")
+        assert Setting.of(made, Costs()).order.one_way is one_way
+
+
+def test_a_calibration_with_a_typing_error_says_so() -> None:
+    with pytest.raises(Exception, match="unknown key 'link'; did you mean 'links'"):
+        Calibration.from_dict({"link": {}})
+    with pytest.raises(Exception, match="unknown link 'infiniband'"):
+        Calibration.from_dict({"links": {"infiniband": {"latency_s": 0, "efficiency": 1}}})
+
+
+def test_faster_ethernet_never_slows_a_pipeline_over_it() -> None:
+    times = []
+    for gbps in (5, 10, 25, 100, 400):
+        made = plan(two_clusters(2, gbps), named("gpt_3_6b"), Batch(768, 4, 2048), tp=1, pp=2, dp=16,
+                    nodes={"ib-a": 2, "roce-a": 2})
+        assert made.predicted is not None
+        times.append(made.predicted.step_time_s)
+    assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[-1]
+
+
+@pytest.mark.parametrize("first", ["ib-a", "roce-a"])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+@pytest.mark.parametrize("rdma_gbps", [0.25, 0.05])
+def test_the_stage_that_ends_last_has_not_the_longest_reduction(rdma_gbps: float, schedule: str, first: str) -> None:
+    """The first stage does the last backward pass. Gradients of the slower fabric go on while it does: that fabric gets
+    the last stage, whichever the site names first, and the step is shorter than the other way round."""
+    fabrics = [replace(f, rdma_gbps={"ib-a": 0.4, "roce-a": rdma_gbps}[f.name]) for f in small_testbed().fabrics[:2]]
+    site = replace(small_testbed(), fabrics=tuple(sorted(fabrics, key=lambda f: f.name != first)))
+    options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, schedule=schedule)
+    costs, batch = Costs(pace_layer_ms=10), Batch(64, 2, 64)
+    made = best_plan(TINY, batch, site, options, costs)
+    assert [stage.fabric for stage in made.stages] == ["ib-a", "roce-a"]
+    reduce = timing(Setting.of(made, costs), layer_array(made)).lanes[0].reduce[0].sum(axis=1)
+    events = timeline(made, costs)
+    ends = [max(e["end_s"] for e in events if e["stage"] == s and e["kind"] == "backward") for s in (0, 1)]
+    assert ends[0] > ends[1] and reduce[0] < reduce[1]
+    turned = best_plan(TINY, batch, site, replace(options, fabric_order=("roce-a", "ib-a")), costs)
+    assert [stage.fabric for stage in turned.stages] == ["roce-a", "ib-a"]
+    assert made.predicted and turned.predicted and made.predicted.step_time_s < 0.99 * turned.predicted.step_time_s
+
+
+def test_hops_wait_for_gradients_only_where_both_take_one_nic() -> None:
+    for transport in ("holmes", "single"):
+        setting = Setting.of(pipeline(transport=transport), Costs())
+        d = timing(setting, layer_array(pipeline())).lanes[0]
+        assert (d.last_up[0, 1] > d.up[0, 1]) == (transport == "single")
+
+
+def test_the_timeline_holds_every_pass_and_ends_with_the_gradients() -> None:
+    made, costs = pipeline(), Costs(pace_layer_ms=5)
+    events = timeline(made, costs)
+    for kind in ("forward", "backward"):
+        found = [(e["stage"], e["micro_batch"]) for e in events if e["kind"] == kind]
+        assert sorted(found) == [(s, m) for s in range(2) for m in range(4)]
+    assert sum(e["kind"] == "send" for e in events) == 8
+    assert max(events, key=lambda e: e["end_s"])["kind"] == "grad_sync"
+    trace = chrome_trace(events)["traceEvents"]
+    assert sum(e["ph"] == "X" for e in trace) == len(events)
+    assert all(e["dur"] > 0 for e in trace if e["ph"] == "X")
+
+
+def gpu_site(memory_gib: float) -> Site:
+    gpu = replace(A100, memory_gib=memory_gib)
+    return Site("one", (Fabric("ib-a", NicType.IB, "p", 1, 8, 25, gpu, rdma_gbps=200),))
+
+
+def test_weights_gradients_and_optimizer_take_what_megatron_gives_them() -> None:
+    """bf16: 2 + 4 bytes a parameter, and 12 more shared by the data-parallel ranks."""
+    made = plan(gpu_site(80), named("gpt_3_6b"), Batch(64, 1, 2048), tp=1, pp=1, dp=8)
+    part = memory(Setting.of(made, Costs()), layer_array(made))
+    size = counts.parameters(made.model)
+    assert (part.weights + part.gradients)[0, 0] == pytest.approx(6 * size)
+    assert part.optimizer[0, 0] == pytest.approx(12 / 8 * size)
+    whole = memory(Setting.of(replace(made, parallel=replace(made.parallel, distributed_optimizer=False)), Costs()),
+                   layer_array(made))
+    assert whole.optimizer[0, 0] == pytest.approx(12 * size)
+
+
+def test_stages_hold_what_is_in_flight() -> None:
+    """1F1B over four stages: the first holds four times what the last one's layers hold."""
+    made = plan(gpu_site(80), named("gpt_3_6b"), Batch(64, 1, 2048), tp=2, pp=4, dp=1, layers_per_stage=[8, 7, 8, 7])
+    held = memory(Setting.of(made, Costs()), layer_array(made)).activations[0]
+    assert held[0] / held[2] == pytest.approx(2, rel=0.01)
+    assert held[0] / held[1] == pytest.approx(4 * 8 / (3 * 7), rel=0.01)
+
+
+def test_sequence_parallel_and_recomputation_save_memory() -> None:
+    model, tokens = named("gpt3_175b"), 2048
+    sizes = [layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False)[0]
+             for parallel, recompute in ((False, "none"), (True, "none"), (True, "selective"), (True, "full"))]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[3] == tokens * 12288 * 2 / 8
+
+
+def test_what_does_not_fit_names_stage_and_shortfall() -> None:
+    made = plan(gpu_site(20), named("gpt_7_5b"), Batch(64, 4, 2048), tp=1, pp=2, dp=4)
+    setting, layers = Setting.of(made, Costs()), layer_array(made)
+    assert not fits(setting, layers)[0]
+    with pytest.raises(PlanError, match=r"stage [01] needs .* GiB a GPU, .* GiB more than a100-80gb"):
+        refuse(setting, layers)
+    assert any("does not fit" in line for line in made.assumptions)
+    assert fits(setting, layers, most_gib=500)[0]
+
+
+def test_weights_that_fit_on_no_gpu_name_what_is_short() -> None:
+    with pytest.raises(PlanError, match=r"gpt3_175b fits nowhere here: .* GiB a GPU, .* GiB more than there is"):
+        best_plan(named("gpt3_175b"), Batch(1536, 4, 2048), gpu_site(80), PlanOptions(), Costs())

@@ -1,0 +1,220 @@
+"""The schedules' order and their simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.planning.schedule.graph import Numbers, graph
+from holmes_hpc.planning.schedule.orders import Exchange, Order, Pass, in_flight
+from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
+
+
+def durations(stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0, hop: float = 0.0) -> Durations:
+    """Equal stages; a pass of a stage takes forward + backward whatever its chunks."""
+    shape = (1, stages, chunks)
+    hops = np.full((1, stages), hop)
+    nothing = np.zeros(shape)
+    return Durations(np.full(shape, forward / chunks), np.full(shape, backward / chunks), hops, hops, hops, nothing,
+                     nothing, nothing)
+
+
+def seconds(order: Order, d: Durations) -> float:
+    return float(step_seconds(order, d)[0])
+
+
+def ahead(stages: int, micro_batches: int, extra: int = 0) -> Order:
+    """One more in flight than the stage below, and `extra` for every hop."""
+    return Order("ahead", stages, micro_batches,
+                 in_flight=tuple((1 + extra) * (stages - s - 1) + 1 for s in range(stages)))
+
+
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_equal_stages_without_hops_have_the_known_bubble(stages: int, micro_batches: int) -> None:
+    """(m + p - 1) times a stage's time: Narayanan et al. 2021, section 2.2."""
+    for order in (Order("1f1b", stages, micro_batches), ahead(stages, micro_batches)):
+        assert seconds(order, durations(stages)) == pytest.approx(3 * (micro_batches + stages - 1))
+
+
+@given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 4))
+def test_virtual_stages_divide_the_bubble(stages: int, groups: int, chunks: int) -> None:
+    """(m + (p - 1) / v) times a stage's time: the same, section 2.2."""
+    m = stages * groups
+    for kind in ("interleaved", "ahead"):
+        order = Order(kind, stages, m, chunks, in_flight(stages, m, chunks))
+        assert seconds(order, durations(stages, chunks)) == pytest.approx(3 * (m + (stages - 1) / chunks))
+
+
+def test_two_waiting_stages_pay_one_hop_for_each_micro_batch() -> None:
+    """Both ends of the edge meet once a micro-batch, sends and receives at once: 1/(1 + hop ratio) of the throughput,
+    as measured in the prototype (facts: hop 0.23, 80%)."""
+    m, hop = 32, 0.23 * 3
+    slow = seconds(Order("1f1b", 2, m), durations(2, hop=hop))
+    assert slow == pytest.approx(3 * (m + 1) + hop * (m + 1))
+
+
+def test_one_connection_carries_one_direction_at_a_time() -> None:
+    """All exchanges but the first send and the last receive take two hops."""
+    m, hop = 32, 0.7
+    slow = seconds(Order("1f1b", 2, m, one_way=True), durations(2, hop=hop))
+    assert slow == pytest.approx(3 * (m + 1) + hop * 2 * m)
+
+
+def test_running_ahead_hides_the_hop() -> None:
+    m, hop = 32, 0.45 * 3
+    fill_and_drain = 3 * (m + 1) + 2 * hop
+    assert seconds(ahead(2, m, extra=1), durations(2, hop=hop)) == pytest.approx(fill_and_drain)
+
+
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_running_ahead_is_never_slower(stages: int, micro_batches: int, extra: int, random) -> None:  # type: ignore[no-untyped-def]
+    d = durations(stages)
+    draw = lambda shape: np.array([random.uniform(0.1, 2) for _ in range(int(np.prod(shape)))]).reshape(shape)  # noqa: E731
+    d = replace(d, forward=draw(d.forward.shape), backward=draw(d.backward.shape), down=draw(d.down.shape))
+    d = replace(d, up=draw(d.up.shape))
+    d = replace(d, last_up=d.up)
+    assert seconds(ahead(stages, micro_batches, extra), d) <= seconds(Order("1f1b", stages, micro_batches), d) + 1e-9
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    stages = draw(st.integers(1, 5))
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    m = stages * draw(st.integers(1, 4)) if chunks > 1 else draw(st.integers(1, 12))
+    kind = draw(st.sampled_from(("1f1b" if chunks == 1 else "interleaved", "ahead")))
+    extra = [draw(st.integers(0, 2)) for _ in range(stages)]
+    depths = tuple(min(m * chunks, b + sum(extra[s:])) for s, b in enumerate(in_flight(stages, m, chunks)))
+    return Order(kind, stages, m, chunks, depths if kind == "ahead" else (), one_way=draw(st.booleans()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Order, Durations]:
+    order = draw(orders())
+    random = np.random.default_rng(draw(st.integers(0, 10_000)))
+    s, c = order.stages, order.chunks
+    shapes = {"down": (1, s), "up": (1, s), "last_up": (1, s)}
+    drawn = {name: random.random(shapes.get(name, (1, s, c))) for name in Durations.__dataclass_fields__}
+    return order, Durations(**{**drawn, "last_up": drawn["up"] + drawn["last_up"]})
+
+
+@given(orders())
+def test_every_stage_does_every_pass_once_in_megatrons_order(order: Order) -> None:
+    for stage in range(order.stages):
+        done = order.passes(stage)
+        everything = {Pass(f, m, c) for f in (True, False) for m in range(order.micro_batches)
+                      for c in range(order.chunks)}
+        assert len(done) == len(everything) and set(done) == everything
+        for way in (True, False):  # micro-batches of a chunk in order, so that gradients sum up in the same order
+            for chunk in range(order.chunks):
+                turns = [p.micro_batch for p in done if p.forward is way and p.chunk == chunk]
+                assert turns == sorted(turns)
+
+
+@given(orders())
+def test_no_stage_holds_more_than_its_depth(order: Order) -> None:
+    for stage in range(order.stages):
+        held = np.cumsum([1 if p.forward else -1 for p in order.passes(stage)])
+        assert held.max() <= order.depth(stage) and held.min() >= 0
+
+
+@given(orders())
+def test_what_is_sent_is_received(order: Order) -> None:
+    if order.kind == "ahead":
+        return
+    sent, received = [], []
+    for stage in range(order.stages):
+        for item in order.program(stage):
+            if isinstance(item, Exchange):
+                sent += item.sends
+                received += item.receives
+                assert all(h.source == stage for h in item.sends) and all(h.target == stage for h in item.receives)
+    assert len(sent) == len(set(sent)) and sorted(sent) == sorted(received)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_nothing_starts_before_what_it_needs(case: tuple[Order, Durations]) -> None:
+    order, d = case
+    try:
+        made = graph(order)
+    except PlanError:
+        return
+    numbers, table = Numbers(order), d.table()
+    ends = np.empty(numbers.count)
+    starts = np.empty(numbers.count)
+    found = made.ends(table)[0]
+    ends[made.node], starts[made.node] = found, found - table[0, made.column]
+    for stage in range(order.stages):
+        last = 0.0
+        for done in order.passes(stage):
+            node = numbers.node(stage, done)
+            assert starts[node] >= last - 1e-9
+            last = ends[node]
+            into, out = order.hop_to(stage, done), order.hop_from(stage, done)
+            if into is not None:
+                assert starts[node] >= ends[numbers.hop(into)] - 1e-9
+            if out is not None:
+                assert starts[numbers.hop(out)] >= ends[node] - 1e-9
+
+
+@settings(deadline=None)
+@given(cases())
+def test_bound_is_below_the_simulation(case: tuple[Order, Durations]) -> None:
+    order, d = case
+    try:
+        simulated = step_seconds(order, d)[0]
+    except PlanError:
+        return
+    assert least_seconds(order, d)[0] <= simulated + 1e-9
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.sampled_from((2, 3, 5, 8)), st.sampled_from((0.05, 0.3, 0.9)), st.sampled_from((0.0, 0.01, 0.05, 0.5)),
+       st.integers(0, 1000))
+def test_extending_by_the_period_is_right(stages: int, hop: float, spread: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    passes = 2000
+    m = 2 * passes // stages
+    d = durations(stages, hop=hop)
+    uneven = 1 + spread * random.random(d.forward.shape)
+    d = replace(d, forward=d.forward * uneven, backward=d.backward * uneven)
+    for order in (Order("1f1b", stages, m), ahead(stages, m, extra=int(random.integers(0, 3)))):
+        first, more = rounds(order, passes)
+        assert first + more < m  # else nothing is extended
+        whole = graph(order).ends(d.table()).max()
+        assert step_seconds(order, d, passes=passes)[0] == pytest.approx(whole, rel=1e-2)
+
+
+def test_one_nic_for_both_directions_takes_turns() -> None:
+    """Three stages, the middle one sends up and down: with hops as long as its computing its NIC is the bottleneck."""
+    order, d = ahead(3, 24, extra=3), durations(3, hop=3.0)
+    apart = float(step_seconds(order, d)[0])
+    shared = float(step_seconds(order, d, (False, True, False))[0])
+    assert shared > 1.5 * apart
+
+
+def test_gradients_are_reduced_after_the_last_backward_pass() -> None:
+    order, d = Order("1f1b", 2, 4), durations(2)
+    reduced = replace(d, tail=d.tail + np.array([[[5.0], [1.0]]]))
+    assert seconds(order, reduced) == pytest.approx(seconds(order, d) + 5)
+
+
+def test_a_gather_delays_the_first_pass() -> None:
+    order, d = Order("1f1b", 2, 4), durations(2)
+    late = replace(d, ready=d.ready + np.array([[[0.5], [0.25]]]))
+    assert seconds(order, late) == pytest.approx(seconds(order, d) + 0.75)
+
+
+def test_depths_that_lock_up_are_refused() -> None:
+    with pytest.raises(PlanError, match="wait for each other"):
+        graph(Order("ahead", 3, 6, 2, (2, 2, 2)))
+
+
+def test_virtual_stages_need_groups() -> None:
+    with pytest.raises(PlanError, match="groups of PP 3"):
+        Order("interleaved", 3, 4, 2)

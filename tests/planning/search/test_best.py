@@ -1,0 +1,51 @@
+"""The search against brute force on small sites."""
+
+from __future__ import annotations
+
+import brute
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
+
+GPUS = (Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600), Gpu("a100-40gb", 312, 40, 2400))
+
+
+@st.composite
+def fabrics(draw: st.DrawFn, index: int) -> Fabric:
+    nic = draw(st.sampled_from(list(NicType)))
+    return Fabric(f"f{index}", nic, "p", draw(st.integers(1, 2)), draw(st.sampled_from((1, 2))),
+                  draw(st.sampled_from((1.0, 10.0, 100.0))), draw(st.sampled_from(GPUS)),
+                  rdma_gbps=draw(st.sampled_from((50.0, 200.0, 800.0))) if nic.rdma else None)
+
+
+@st.composite
+def sites(draw: st.DrawFn) -> Site:
+    return Site("small", tuple(draw(fabrics(i)) for i in range(draw(st.integers(1, 3)))))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    hidden = draw(st.sampled_from((512, 2048, 6144)))
+    return ModelSpec("small", draw(st.integers(1, 5)), hidden, 8, draw(st.sampled_from((1000, 50000))), 4 * hidden, 8,
+                     tied=draw(st.booleans()), max_positions=4096)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(models(), sites(), st.sampled_from((1, 2, 4, 6, 8)), st.sampled_from((512, 2048)))
+def test_no_plan_is_1_percent_better(model: ModelSpec, site: Site, micro_batches: int, sequence: int) -> None:
+    batch, costs = Batch(2 * micro_batches, 2, sequence), Costs()
+    optimum = brute.best_step_s(model, batch, site, costs)
+    try:
+        plan = best_plan(model, batch, site, PlanOptions(), costs)
+    except PlanError:
+        assert optimum == float("inf")
+        return
+    assert plan.predicted is not None
+    assert plan.predicted.step_time_s <= 1.01 * optimum
+    assert plan.predicted.step_time_s >= optimum * (1 - 1e-9)  # else brute force has left something out

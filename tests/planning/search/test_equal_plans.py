@@ -1,0 +1,33 @@
+"""Equal inputs give byte-equal plans, whatever the process, its hash seed, and what it has planned before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sites import two_clusters
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
+
+SUPPORT = str(Path(__file__).parents[2] / "support")
+
+
+def text(nodes: int) -> str:
+    """A plan.yaml, chosen among all strategies."""
+    made = best_plan(named("gpt_3_6b"), Batch(256, 4, 2048), two_clusters(nodes), PlanOptions(), Costs())
+    return made.to_yaml()
+
+
+def test_plans_of_equal_inputs_are_equal_bytes() -> None:
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from test_equal_plans import text; print(text(1), end='')"
+    elsewhere = [subprocess.run(
+        [sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))], check=True, capture_output=True,
+        text=True, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": SUPPORT}).stdout for seed in ("1", "2")]
+    text(2)
+    assert elsewhere[0] == elsewhere[1] == text(1)

@@ -1,0 +1,84 @@
+"""The transport decision as a table, and its laws over random sites and groups."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Place, Transport, check, decide
+
+
+def fabric(name: str, nic: str) -> Fabric:
+    return Fabric(name, NicType(nic), name, 4, 2, 10, CPU, None if nic == "ethernet" else 100)
+
+
+SITE = Site("s", (fabric("ib-a", "ib"), fabric("ib-b", "ib"), fabric("roce-a", "roce"), fabric("eth-a", "ethernet")))
+IB, ROCE = Transport("rdma", NicType.IB, "ib-a"), Transport("rdma", NicType.ROCE, "roce-a")
+
+
+def places(text: str) -> list[Place]:
+    return [Place(*word.split("/")) for word in text.split()]
+
+
+@pytest.mark.parametrize(("members", "transport"), [
+    ("ib-a/1", LOCAL),
+    ("ib-a/1 ib-a/1", LOCAL),
+    ("eth-a/1 eth-a/1", LOCAL),
+    ("ib-a/1 ib-a/2", IB),
+    ("ib-a/1 ib-a/1 ib-a/2", IB),
+    ("roce-a/1 roce-a/2", ROCE),
+    ("eth-a/1 eth-a/2", TCP),
+    ("ib-a/1 ib-b/1", TCP),  # two InfiniBand fabrics without a link
+    ("ib-a/1 roce-a/1", TCP),
+    ("ib-a/1 ib-a/2 eth-a/1", TCP),
+    ("ib-a/1 ib-b/2", TCP),
+])
+def test_table(members: str, transport: Transport) -> None:
+    assert decide(SITE, places(members)) == transport
+
+
+@pytest.mark.parametrize(("members", "forced", "says"), [
+    ("ib-a/1 roce-a/2", IB, ["node 1", "node 2", "ib-a", "roce-a"]),
+    ("ib-a/1 ib-b/2", IB, ["node 1", "node 2"]),
+    ("eth-a/1 eth-a/2", Transport("rdma", NicType.IB, "eth-a"), ["node 1", "node 2"]),
+    ("roce-a/1 roce-a/2", Transport("rdma", NicType.IB, "roce-a"), ["node 1", "node 2"]),
+    ("ib-a/1 ib-a/2", LOCAL, ["node 1", "node 2"]),
+    ("ib-a/1 ib-a/3", Transport("rdma", NicType.IB, "ib-b"), ["node 1", "node 3"]),
+])
+def test_an_impossible_one_is_refused_by_name(members: str, forced: Transport, says: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        check(SITE, "dp 0,1", places(members), forced)
+    assert all(s in str(error.value) for s in [*says, "group dp 0,1"])
+
+
+@pytest.mark.parametrize(("kind", "nic", "name"), [
+    ("rdma", None, "a"), ("rdma", NicType.ETHERNET, "a"), ("tcp", None, None), ("rdma", NicType.IB, None),
+    ("local", NicType.IB, None), ("udp", None, None)])
+def test_transports_that_do_not_exist(kind: str, nic: NicType | None, name: str | None) -> None:
+    with pytest.raises(PlanError, match="does not exist"):
+        Transport(kind, nic, name)
+
+
+groups = st.lists(st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics]), st.sampled_from(["1", "2", "3"])),
+                  min_size=1, max_size=8)
+
+
+@given(groups)
+def test_what_is_decided_is_possible_and_order_does_not_matter(members: list[Place]) -> None:
+    chosen = decide(SITE, members)
+    check(SITE, "g", members, chosen)
+    assert decide(SITE, members[::-1]) == chosen
+
+
+@given(groups, groups)
+def test_more_members_never_make_it_faster(members: list[Place], more: list[Place]) -> None:
+    speed = {"local": 0, "rdma": 1, "tcp": 2}
+    assert speed[decide(SITE, members + more).kind] >= speed[decide(SITE, members).kind]
+
+
+@given(groups)
+def test_rdma_exactly_where_one_rdma_fabric_has_all_of_several_nodes(members: list[Place]) -> None:
+    fabrics, nodes = {m.fabric for m in members}, {(m.fabric, m.node) for m in members}
+    rdma = len(nodes) > 1 and len(fabrics) == 1 and SITE.fabric(members[0].fabric).nic.rdma
+    assert (decide(SITE, members).kind == "rdma") is rdma

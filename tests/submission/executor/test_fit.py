@@ -1,0 +1,154 @@
+"""Do components fit together, and what may keep them waiting; which plan ends first."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from datetime import datetime
+from typing import Any
+
+import plans
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import PlanError, SubmissionError
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.submission.earliest import candidates, earliest, table_rows, training_time_s
+from holmes_hpc.submission.executor import preflight
+from holmes_hpc.submission.executor.component import ComponentRequest
+from holmes_hpc.submission.executor.fit import (
+    SiteNode,
+    beyond_limit,
+    check_fit,
+    eligible,
+    matcher,
+    minutes,
+    read_time_limits,
+    warnings,
+)
+
+NODES = [SiteNode(f"ib{i}", frozenset({"ib", "all"}), frozenset({"nic_ib", "a"})) for i in range(4)] + [
+    SiteNode(f"eth{i}", frozenset({"eth", "all"}), frozenset({"nic_ethernet"})) for i in range(2)]
+
+
+@pytest.mark.parametrize("constraint, features, fits", [
+    (None, "", True), ("ib", "ib", True), ("ib", "x", False), ("ib&fast", "ib", False), ("ib|roce", "roce", True),
+    ("a&b|c", "c", True), ("a&(b|c)", "c", False), ("a&(b|c)", "a c", True), ("!a", "b", True), ("!a&b", "a b", False)])
+def test_constraints(constraint: str | None, features: str, fits: bool) -> None:
+    test = matcher(constraint)
+    assert test is not None and test(frozenset(features.split())) is fits
+
+
+@pytest.mark.parametrize("constraint", ["[a*2&b*1]", "a*2", "a&", "(a", "a&&b", "a,b"])
+def test_what_only_slurm_can_judge(constraint: str) -> None:
+    assert matcher(constraint) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["ib", "eth", "all"])), min_size=2, max_size=4))
+def test_fit_is_what_trying_all_ways_finds(wanted: list[tuple[int, str]]) -> None:
+    requests = [ComponentRequest(n, partition=p) for n, p in wanted]
+    sets = [eligible(r, NODES) for r in requests]
+    if any(len(found) < r.nodes for found, r in zip(sets, requests, strict=True)):
+        return  # each is tested alone before
+    slots = [found for found, r in zip(sets, requests, strict=True) for _ in range(r.nodes)]
+    possible = len(slots) <= 6 and any(all(name in slot for name, slot in zip(names, slots, strict=True))
+                                       for names in itertools.permutations([n.name for n in NODES], len(slots)))
+    if possible:
+        check_fit(requests, NODES)
+    else:
+        with pytest.raises(SubmissionError, match="nodes together"):
+            check_fit(requests, NODES)
+
+
+def test_node_lists_and_exclusions_count() -> None:
+    assert eligible(ComponentRequest(1, partition="ib", exclude="ib[0-1]"), NODES) == {"ib2", "ib3"}
+    assert eligible(ComponentRequest(1, partition="ib", nodelist="ib2"), NODES) == {"ib2"}
+
+
+def test_warnings_name_what_may_keep_the_job_waiting() -> None:
+    parts = [ComponentRequest(1, partition="ib", constraint="nic_ib"), ComponentRequest(1, partition="all")]
+    found = warnings(parts, NODES, {"SchedulerType": "sched/builtin", "SchedulerParameters": "disable_hetjob_steps"},
+                     {"MaxSubmit": 1})
+    for word in ("sched/backfill", "disable_hetjob_steps", "MaxSubmit is 1", "component 1 has no constraint",
+                 "partitions overlap"):
+        assert any(word in line for line in found), (word, found)
+    assert warnings([parts[0]], NODES, {"SchedulerType": "sched/builtin"}, {}) == []
+    good = [parts[0], ComponentRequest(1, partition="eth", constraint="nic_ethernet")]
+    assert warnings(good, NODES, {"SchedulerType": "sched/backfill"}, {"MaxJobs": 9}) == []
+
+
+STARTS = """
+for a in "$@"; do case "$a" in --test-only) test=1;; *.sh) file=$a;; --partition=bad) bad=1;; esac; done
+[ -n "$bad" ] && { echo "allocation failure: Requested partition configuration not available now" >&2; exit 1; }
+when=2030-01-01T00:00:00
+[ -n "$file" ] && grep -q partition=roce "$file" && when=2030-01-01T05:00:00
+echo "sbatch: Job 9 to start at $when using 4 processors on nodes n1 in partition p" >&2
+"""
+
+
+def test_a_smaller_plan_that_starts_now_beats_the_best_that_waits(fake_slurm: Any) -> None:
+    fake_slurm.answer("sbatch", STARTS)
+    fast, slow = plans.plan("ib-a", "roce-a", step_time_s=1.0), plans.plan("ib-a", step_time_s=2.0)
+    found = earliest([fast, slow], 3600, {"timeout_min": 600})
+    assert [c.plan.id for c in found] == [slow.id, fast.id]
+    assert found[0].start == datetime(2030, 1, 1).timestamp()
+    assert found[0].end == found[0].start + training_time_s(slow, 3600)
+    columns, rows = table_rows(found)
+    assert columns[2:5] == ["start", "duration", "end"] and rows[0][2].startswith("2030-01-01 00:00")
+
+
+def test_candidates_are_the_best_plans_of_parts_of_the_site() -> None:
+    asked = []
+
+    def plan_for(nodes: dict[str, int] | None) -> Plan:
+        asked.append(nodes)
+        if nodes is not None and "eth-a" in nodes:
+            raise PlanError("no", where="test", hint="none")
+        fabrics = sorted(nodes or {"ib-a": 4, "roce-a": 4})
+        return plans.plan(*fabrics, nodes=min((nodes or {"x": 4}).values()))
+
+    found = candidates(plan_for, plans.site())
+    layouts = [tuple((c.fabric, c.nodes) for c in plan.components) for plan in found]
+    assert layouts[0] == (("ib-a", 4), ("roce-a", 4)) and len(set(layouts)) == len(layouts) == 9
+    assert (("ib-a", 1),) in layouts and (("ib-a", 2), ("roce-a", 2)) in layouts
+    assert len(candidates(plan_for, plans.site(), most=3)) == 3
+
+
+def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> None:
+    fake_slurm.answer("sbatch", STARTS)
+    possible = plans.plan("ib-a")
+    found = earliest([plans.plan("ib-a", step_time_s=100), possible], 3600, {"timeout_min": 600})
+    assert found[0].plan.id == possible.id and found[1].end is None and "timeout_min" in found[1].reason
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("testbed")
+def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("busy_roce")
+    preflight.forget()
+    waits, starts_now = plans.plan("ib-a", "roce-a", step_time_s=0.5), plans.plan("ib-a", step_time_s=1.0)
+    found = earliest([waits, starts_now], 30, {"timeout_min": 10})
+    assert [c.plan.id for c in found] == [starts_now.id, waits.id]
+    assert found[1].start is not None and found[0].start is not None and found[1].start - found[0].start > 60
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", table_rows(found)[1][0][2])
+
+
+@pytest.mark.parametrize("text, found", [
+    (90, 90), ("90", 90), ("5:30", 5.5), ("1:30:00", 90), ("1-12", 2160), ("1-00:30", 1470), ("2-01:00:30", 2940.5),
+    ("infinite", None), ("UNLIMITED", None), ("n/a", None), ("", None), ("1-", None)])
+def test_times_are_read_as_slurm_reads_them(text: object, found: float | None) -> None:
+    assert minutes(text) == found
+
+
+def test_a_time_beyond_the_partitions_limit_would_wait_for_ever(fake_slurm: Any) -> None:
+    fake_slurm.answer("sinfo", "printf 'eth|5:00\\nib|infinite\\nroce|1-00:00:00\\n'")
+    limits = read_time_limits()
+    assert limits == {"eth": 5, "roce": 1440}
+    assert beyond_limit(ComponentRequest(partition="eth"), 6, limits) == \
+        "6 min is beyond the time limit of its partition, 5 min"
+    for request, wanted in ((ComponentRequest(partition="eth"), 5), (ComponentRequest(partition="ib"), 9999),
+                            (ComponentRequest(partition="eth,roce"), 60), (ComponentRequest(partition="eth,ib"), 9999),
+                            (ComponentRequest(partition="eth", qos="long"), 60), (ComponentRequest(), 60)):
+        assert beyond_limit(request, wanted, limits) is None

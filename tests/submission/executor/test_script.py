@@ -1,0 +1,202 @@
+"""The batch script's text, and that no parser misreads a word of it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.submission.executor.component import ComponentRequest, component, components, sbatch_word, shell_word
+from holmes_hpc.submission.executor.script import JobRequest, directives, script_text, words
+
+IB = ComponentRequest(2, 2, "ib", "nic_ib", gpus_per_node=2)
+ETH = ComponentRequest(1, 2, "eth", "nic_ethernet")
+ANY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+LINE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=40)
+
+
+def read_directive(line: str) -> str:
+    """One word of an #SBATCH line as sbatch's own parser takes it (src/sbatch/opt.c): backslash escapes everywhere,
+    quotes of both kinds group, # outside quotes ends the line."""
+    out, quote, escaped = [], "", False
+    for c in line:
+        if escaped:
+            out.append(c)
+            escaped = False
+        elif c == "\\":
+            escaped = True
+        elif quote:
+            if c == quote:
+                quote = ""
+            else:
+                out.append(c)
+        elif c in "'\"":
+            quote = c
+        elif c.isspace() or c == "#":
+            break
+        else:
+            out.append(c)
+    return "".join(out)
+
+
+@given(LINE)
+def test_directive_words_come_back_unchanged(text: str) -> None:
+    assert read_directive("--job-name=" + sbatch_word(text)) == "--job-name=" + text
+
+
+@given(st.sampled_from("\n\r\0\x1b\x7f"), LINE, LINE)
+def test_control_characters_are_refused_in_directives(bad: str, before: str, after: str) -> None:
+    with pytest.raises(SubmissionError, match="control character"):
+        sbatch_word(before + bad + after)
+
+
+@given(ANY)
+def test_shell_words_come_back_unchanged(text: str) -> None:
+    if "%j" not in text:
+        assert shlex.split(shell_word(text)) == [text]
+
+
+@given(st.lists(ANY, min_size=1, max_size=4))
+def test_command_words_come_back_unchanged(arguments: list[str]) -> None:
+    assert shlex.split(words(arguments)) == arguments
+
+
+SAY = "echo $status-$signalled"
+NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch pwned;", "line\ntouch pwned", "ünï ☃",
+         "*", "-n", "\\", "a\\'b", "!x", "$HOME", "#SBATCH --x", "\n#SBATCH --array=1-9", "%j%t"]
+
+
+def test_bash_runs_the_script_with_every_argument_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != CMD ]; do shift; done; shift\n"
+                                   "for a in \"$@\"; do printf '%s\\0' \"$a\"; done > \"$OUT\"\n")
+    (tmp_path / "srun").chmod(0o755)
+    job = JobRequest((IB, ETH), name="x y", rank_output=str(tmp_path / "a b%j $(touch pwned) %t.out"),
+                     directories=(str(tmp_path / "d 'e'"),), exit_record=str(tmp_path / "exit %j"))
+    script = tmp_path / "job.sh"
+    script.write_text(script_text(job, words(["CMD", *NASTY])), encoding="utf-8")
+    done = subprocess.run(["bash", str(script)], cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), "SLURM_JOB_ID": "7"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out").read_bytes().decode().split("\0")[:-1] == NASTY
+    assert not list(tmp_path.rglob("pwned"))
+    assert (tmp_path / "d 'e'").is_dir()
+    assert (tmp_path / "exit 7").read_text().split()[0] == "0"
+
+
+def test_exit_status_and_record_are_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "srun").chmod(0o755)
+    text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[SAY])
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    assert done.returncode == 3 and done.stdout == "3-\n"
+    assert (tmp_path / "9_exit").read_text().split()[0::2] == ["3", "-"]
+
+
+def test_a_signal_is_noticed_and_the_step_still_awaited(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nkill -TERM $PPID; sleep 0.3; exit 5\n")
+    (tmp_path / "srun").chmod(0o755)
+    text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[SAY])
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    assert (done.returncode, done.stdout) == (5, "5-TERM\n")
+
+
+def test_every_component_states_its_own_and_one_step_spans_them() -> None:
+    text = script_text(JobRequest((IB, ETH), name="gpt"), "python x.py")
+    first, second = text.split("#SBATCH hetjob\n")
+    for part, partition, constraint in ((first, "ib", "nic_ib"), (second, "eth", "nic_ethernet")):
+        assert f"#SBATCH --partition={partition}\n" in part and f"#SBATCH --constraint={constraint}\n" in part
+        assert "#SBATCH --nodes=" in part and "#SBATCH --ntasks-per-node=2\n" in part
+    assert "--gpus-per-node=2" in first and "--gpus-per-node" not in second
+    steps = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert len(steps) == 1
+    assert "--het-group=0,1 " in steps[0] and "--kill-on-bad-exit=1" in steps[0] and "--distribution=block" in steps[0]
+
+
+def test_one_component_is_a_plain_job() -> None:
+    text = script_text(JobRequest((IB,)), "true")
+    assert "hetjob" not in text and "het-group" not in text
+
+
+def test_srun_never_sees_an_output_pattern() -> None:
+    step = step_of(JobRequest((IB, ETH), rank_output="/d/%j/%t.out"))
+    assert "%j" not in step and "%t" not in step and "--output" not in step
+
+
+def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != sh ]; do shift; done\n"
+                                   "for r in 0 1; do SLURM_PROCID=$r \"$@\"; done\n")
+    (tmp_path / "srun").chmod(0o755)
+    job = JobRequest((IB, ETH), rank_output=str(tmp_path / "%j it's $(touch pwned) %t.out"),
+                     rank_error=str(tmp_path / "%t.err"))
+    text = script_text(job, words(["sh", "-c", "echo \"out $0\"; echo err >&2", "a  b"]))
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    assert done.returncode == 0, done.stderr
+    for rank in "01":
+        assert (tmp_path / f"9 it's $(touch pwned) {rank}.out").read_text() == "out a  b\n"
+        assert (tmp_path / f"{rank}.err").read_text() == "err\n"
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("minutes, signal", [(60, "USR2@90"), (3, "USR2@90"), (2, "USR2@30"), (1, None),
+                                             ("1-00:00:00", "USR2@90")])
+def test_the_warning_signal_leaves_short_jobs_time_to_start(minutes: int | str, signal: str | None) -> None:
+    assert dict(JobRequest((IB,), timeout_min=minutes).options()).get("signal") == signal or (
+        signal is None and "--signal" not in script_text(JobRequest((IB,), timeout_min=minutes), "true"))
+
+
+def step_of(job: JobRequest, command: str = "true") -> str:
+    """The srun command of a job's script, in one line."""
+    lines = script_text(job, command).replace(" \\\n  ", " ").splitlines()
+    (found,) = [line for line in lines if line.startswith("srun ")]
+    return found
+
+
+def test_different_cpus_per_task_are_said_per_group() -> None:
+    parts = (ComponentRequest(1, 1, cpus_per_task=2), ComponentRequest(1, 1, cpus_per_task=4))
+    step = step_of(JobRequest(parts), "CMD")
+    assert step.count("CMD") == 2 and " : " in step
+    assert "--het-group=0 " in step and "--cpus-per-task=2" in step.split(" : ")[0]
+    assert "--het-group=1 " in step and "--cpus-per-task=4" in step.split(" : ")[1]
+
+
+@pytest.mark.parametrize("bad, words_of_error", [
+    ({"nodes": 0}, "component 0: nodes is 0"), ({"partitoin": "x"}, "did you mean 'partition'"),
+    ({"additional": {"foo bar": 1}}, "no sbatch option"), ({"partition": "a\nb"}, "control character"),
+    ({"nodes": True}, "nodes is True")])
+def test_impossible_components_are_refused(bad: dict[str, object], words_of_error: str) -> None:
+    with pytest.raises(SubmissionError, match=words_of_error):
+        components([bad])
+
+
+def test_component_reads_submitits_names() -> None:
+    made = component({"ntasks_per_node": 3, "mem_gb": 1.5, "additional_parameters": {"switches": 1}})
+    assert made.arguments() == ["--nodes=1", "--ntasks-per-node=3", "--mem=1536MB", "--switches=1"]
+
+
+@pytest.mark.parametrize("arguments, match", [
+    ({"dependency": "singleton", "components": (IB, ETH)}, "wait for itself"),
+    ({"dependency": "afterany:1 --x"}, "dependency"),
+    ({"additional": (("array", "1-3"),), "components": (IB, ETH)}, "cannot be an array"),
+    ({"setup": "module load x"}, "must be a list"), ({"use_srun": False}, "more than one task"),
+    ({"timeout_min": 0}, "timeout_min"), ({"components": ()}, "no component"), ({"output": "a\\b"}, "backslash")])
+def test_impossible_jobs_are_refused(arguments: dict[str, object], match: str) -> None:
+    with pytest.raises(SubmissionError, match=match):
+        directives(JobRequest(**{"components": (IB,), **arguments}))  # type: ignore[arg-type]
+
+
+def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
+    job = JobRequest((IB, ETH), directories=("/a b",), exit_record="/a b/%j_exit", step_errors="/a b/srun.txt",
+                     environment=(("X", "y z"),))
+    path = tmp_path / "job.sh"
+    path.write_text(script_text(job, words(["python", "a b"]), finish=["echo \"$status\" \"$signalled\""]))
+    done = subprocess.run([Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

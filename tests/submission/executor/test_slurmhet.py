@@ -1,0 +1,229 @@
+"""The executor as submitit's users see it, and what it hands to Slurm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import submitit
+from submitit.core import plugins
+
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm import commands
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
+from holmes_hpc.submission.executor.states import SEPARATOR
+from holmes_hpc.submission.plan_job import submit_plan
+
+PARTS = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2, "tasks_per_node": 2}, {"partition": "eth", "nodes": 1}]
+FEASIBLE = """
+for a in "$@"; do [ "$a" = --test-only ] && {
+  echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2; exit 0; }
+done
+n=$(cat "$0.count" 2>/dev/null || echo 40); n=$((n+1)); echo $n > "$0.count"; echo $n
+"""
+
+
+@pytest.fixture
+def slurm(fake_slurm: Any) -> Any:
+    fake_slurm.answer("sbatch", FEASIBLE)
+    return fake_slurm
+
+
+def submissions(slurm: Any) -> list[list[str]]:
+    return [c for c in slurm.calls("sbatch") if "--test-only" not in c]
+
+
+def test_it_is_a_plug_in_and_never_chosen_unasked(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("srun", "exit 0")
+    executors = plugins.get_executors()
+    assert executors["slurmhet"] is SlurmHetExecutor
+    assert 0 < SlurmHetExecutor.affinity() < executors["slurm"].affinity()
+    assert submitit.AutoExecutor.which() == "slurm"
+
+
+def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> None:
+    executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurm_max_num_timeout=7)
+    executor.update_parameters(name="gpt", timeout_min=90, mem_gb=4, gpus_per_node=8, stderr_to_stdout=True,
+                               slurm_partition="fallback", slurm_setup=["module load x"], slurm_comment="mine",
+                               slurm_srun_args=["--mpi=none"], slurm_additional_parameters={"switches": 1},
+                               slurmhet_components=PARTS)
+    job = executor.submit(print, "x")
+    assert isinstance(job, SlurmHetJob) and job.job_id == "41" and job.num_tasks == 5
+    text = job.paths.submission_file.read_text()
+    first, second = text.split("#SBATCH hetjob")
+    for line in ("--job-name=gpt", "--time=90", "--mem=4GB", "--gpus-per-node=8", "--partition=ib", "--switches=1"):
+        assert f"#SBATCH {line}\n" in first
+    for line in ("--mem=4GB", "--gpus-per-node=8", "--partition=eth", "--switches=1"):
+        assert f"#SBATCH {line}\n" in second
+    assert "fallback" not in text  # each component says its own
+    assert "module load x" in text and "--mpi=none" in text and "--error=" not in text
+    assert re.search(r'--comment="mine holmes-[0-9a-f]{32}"', text)
+    assert job.submission().function is print
+    assert job.submission()._timeout_countdown == 7
+
+
+def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(slurm: Any, tmp_path: Path) -> None:
+    parts = [PARTS[0], {**PARTS[1], "gres": "gpu:a:2", "additional": {"exclusive": "user"}}]
+    executor = SlurmHetExecutor(tmp_path / "log", components=parts)
+    executor.update_parameters(additional_parameters={
+        "gres": "gpu:1", "exclusive": True, "nice": 5, "mail_type": "END"})
+    text = executor.submit(print).paths.submission_file.read_text()
+    first, second = ([line[8:] for line in part.splitlines() if line.startswith("#SBATCH --")]
+                     for part in text.split("#SBATCH hetjob"))
+    assert {"--gres=gpu:1", "--exclusive", "--nice=5", "--mail-type=END"} <= set(first)
+    assert {"--gres=gpu:a:2", "--exclusive=user"} <= set(second)
+    assert not {"--gres=gpu:1", "--exclusive", "--nice=5", "--mail-type=END"} & set(second)
+    tested = [call for call in slurm.calls("sbatch") if "--test-only" in call]
+    assert "--gres=gpu:1" in tested[0] and "--gres=gpu:a:2" in tested[1]
+
+
+@pytest.mark.parametrize("parameters, error", [
+    ({"slurm_nonsense": 1}, "nonsense"), ({"slurmhet_nonsense": 1}, "nonsense"),
+    ({"slurm_use_srun": False}, "use_srun"),
+    ({"slurmhet_components": [{"nodes": 0}]}, "nodes is 0"), ({"slurm_dependency": "singleton"}, "wait for itself")])
+def test_parameters_are_mapped_or_refused(slurm: Any, tmp_path: Path, parameters: dict[str, Any], error: str) -> None:
+    executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
+    with pytest.raises(Exception, match=error):
+        executor.update_parameters(**parameters)
+
+
+def test_other_clusters_keep_their_parameters(slurm: Any, tmp_path: Path) -> None:
+    """Our plug-in is loaded in every AutoExecutor; SlurmExecutor's unprefixed old names must stay its own."""
+    slurm.answer("srun", "exit 0")
+    executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurm")
+    with pytest.warns(UserWarning, match="slurm_partition"):
+        executor.update_parameters(partition="p", slurm_qos="q")
+    assert executor.parameters["partition"] == "p" and executor.parameters["qos"] == "q"
+
+
+def test_one_component_is_a_plain_job_without_preflight(slurm: Any, tmp_path: Path) -> None:
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
+    job = executor.submit(print)
+    assert "hetjob" not in job.paths.submission_file.read_text()
+    assert len(slurm.calls("sbatch")) == 1
+
+
+def test_map_array_is_a_throttled_chain(slurm: Any, tmp_path: Path) -> None:
+    executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
+    executor.update_parameters(slurm_array_parallelism=2, slurm_dependency="afterok:7")
+    jobs = executor.map_array(print, range(5))
+    texts = [job.paths.submission_file.read_text() for job in jobs]
+    chains = [re.search(r"--dependency=(\S+)", text).group(1) for text in texts]  # type: ignore[union-attr]
+    assert chains == ["afterok:7"] * 2 + [f"afterok:7,afterany:{before}" for before in (41, 42, 43)]
+    assert not any("--array" in text for text in texts)
+    with executor.batch():
+        delayed = [executor.submit(print, i) for i in range(3)]
+    assert [j.job_id for j in delayed] == ["46", "47", "48"]
+
+
+def test_a_batch_that_fails_half_way_leaves_nothing(slurm: Any, tmp_path: Path) -> None:
+    third = '[ $n = 43 ] && { echo "sbatch: error: no" >&2; exit 1; };'
+    slurm.answer("sbatch", FEASIBLE.replace("n=$((n+1));", "n=$((n+1)); " + third))
+    slurm.answer("scancel", "exit 0")
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
+    with pytest.raises(SubmissionError, match="no"):
+        executor.map_array(print, range(5))
+    assert slurm.calls("scancel") == [["42"], ["41"]]  # later ones first, or a cancelled one would let the next begin
+
+
+def test_an_answer_that_got_lost_is_looked_up(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("sbatch", 'grep -o "holmes-[0-9a-f]*" "$2" > "$0.token"; '
+                           'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
+    token = '$(cat "$(dirname "$0")/sbatch.token")'
+    slurm.answer("squeue", f'echo "77+1{SEPARATOR}(null)"; echo "77+0{SEPARATOR}{token}"')
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
+    assert executor.submit(print).job_id == "77"
+    assert len(slurm.calls("sbatch")) == 1
+
+
+def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("sbatch", 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
+    with pytest.raises(SubmissionError) as caught:
+        executor.submit(print)
+    assert "Invalid account" in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, submitit.core.utils.FailedSubmissionError)
+    assert not list((tmp_path / "log").glob(".submission*"))
+
+
+def test_infeasible_components_reach_no_controller_as_a_hetjob(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("sinfo", "printf 'ib\\neth\\n'")
+    slurm.answer("sbatch", """
+for a in "$@"; do case "$a" in --test-only) test=1;; --nodes=1) one=1;; --partition=ib) ib=1;; esac; done
+[ -n "$test" ] && { [ -n "$ib$one" ] && {
+  echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2; exit 0; }
+  echo "allocation failure: Requested node configuration is not available" >&2; exit 1; }
+echo 50""")
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0], {"partition": "eth", "nodes": 3}])
+    with pytest.raises(SubmissionError) as caught:
+        executor.submit(print)
+    assert "component 1 (3 nodes of eth)" in str(caught.value) and "at most 1 node" in str(caught.value)
+    assert submissions(slurm) == []
+
+
+def test_a_component_is_tested_with_the_jobs_time_limit(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("sinfo", "printf 'ib\\neth\\n'")
+    slurm.answer("sbatch", """
+for a in "$@"; do [ "$a" = --time=99 ] && {
+  echo "allocation failure: Requested time limit is invalid (missing or exceeds some limit)" >&2; exit 1; }; done
+echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2""")
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
+    executor.update_parameters(time=99)
+    with pytest.raises(SubmissionError, match=r"component 0 .*time limit is invalid.*shorter time limit than 99"):
+        executor.submit(print)
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
+    with pytest.raises(SubmissionError, match="shorter time limit than 99"):
+        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, {"timeout_min": 99})
+    assert submissions(slurm) == []
+
+
+def test_a_controller_that_is_away_makes_no_component_impossible(slurm: Any, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.answer("sbatch", 'echo "allocation failure: Unable to contact slurm controller" >&2; exit 1')
+    monkeypatch.setattr("holmes_hpc.submission.executor.preflight.patient", lambda words: commands.slurm(*words))
+    with pytest.raises(SubmissionError, match=r"Unable to contact slurm controller.*scontrol ping") as caught:
+        SlurmHetExecutor(tmp_path / "log", components=PARTS).submit(print)
+    assert "component" not in str(caught.value)
+
+
+def test_identical_components_are_tested_once(slurm: Any, tmp_path: Path) -> None:
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0], PARTS[1]])
+    for _ in range(3):
+        executor.submit(print)
+    assert len(slurm.calls("sbatch")) == 2 + 3
+
+
+def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_path: Path) -> None:
+    slurm.answer("sacct", f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
+                          f"{SEPARATOR}submitit\\n' $(date +%s)")
+    executor = SlurmHetExecutor(tmp_path / "log", components=[{"nodes": 1, "tasks_per_node": 3}])
+    job = executor.submit(print)
+    submitit.core.utils.cloudpickle_dump(("error", "ValueError: it was me"), job.task(1).paths.result_pickle)
+    assert job.done() and job.state == "FAILED"
+    with pytest.raises(submitit.core.utils.FailedJobError, match="it was me"):
+        raise job.exception()
+
+
+def test_a_job_made_again_from_its_folder_knows_itself(slurm: Any, tmp_path: Path) -> None:
+    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
+    executor.update_parameters(job_name="me")
+    job = executor.submit(print)
+    again = SlurmHetJob(tmp_path / "log", job.job_id)
+    assert again.watcher._expected[job.job_id].name == "me"
+    assert again.watcher._expected[job.job_id].record == tmp_path / "log" / "41_exit"
+
+
+def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slurm.answer("scontrol", "echo 'SchedulerType           = sched/builtin'")
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
+    for _ in range(2):
+        executor.submit(print)
+    assert [r.message for r in caplog.records if "sched/backfill" in r.message] == [
+        "holmes: warning: SchedulerType is sched/builtin: only sched/backfill starts heterogeneous jobs"]
+    assert any("component 1 has no constraint" in r.message for r in caplog.records)
+    assert len(slurm.calls("scontrol")) == 1

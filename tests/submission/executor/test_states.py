@@ -1,0 +1,257 @@
+"""States from Slurm's answers: joined over components, told apart over job-id reuse, right when a daemon is away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holmes_hpc.submission.executor.states import (
+    SEPARATOR,
+    Expected,
+    JobState,
+    StateWatcher,
+    join,
+    parse_sacct,
+    parse_scontrol,
+    parse_squeue,
+    read_record,
+)
+
+
+def sacct_line(job: str, state: str, *, code: str = "0:0", submit: float = 1000, name: str = "a") -> str:
+    return SEPARATOR.join([job, state, code, str(int(submit)), "None", "ib1", name]) + "\n"
+
+
+def squeue_line(job: str, state: str, *, submit: float = 1000, reason: str = "None", name: str = "a") -> str:
+    return SEPARATOR.join([job, state, str(int(submit)), reason, "ib1", name]) + "\n"
+
+
+@pytest.mark.parametrize("states, joined", [
+    (["COMPLETED", "COMPLETED"], "COMPLETED"), (["COMPLETED", "FAILED"], "FAILED"), (["FAILED", "CANCELLED"], "FAILED"),
+    (["COMPLETED", "CANCELLED by 0"], "CANCELLED"), (["RUNNING", "CANCELLED by 0"], "RUNNING"),
+    (["COMPLETED", "RUNNING"], "RUNNING"), (["PENDING", "PENDING"], "PENDING"), (["NODE_FAIL", "FAILED"], "NODE_FAIL"),
+    (["COMPLETED", "COMPLETING"], "COMPLETING"), (["TIMEOUT", "TIMEOUT"], "TIMEOUT"),
+    (["OUT_OF_MEMORY", "FAILED"], "OUT_OF_MEMORY")])
+def test_components_are_joined(states: list[str], joined: str) -> None:
+    text = "".join(sacct_line(f"12+{i}", s) for i, s in enumerate(states))
+    found = join(parse_sacct(text))
+    assert found.state == joined and len(found.components) == len(states)
+
+
+def test_steps_and_arrays_are_no_components() -> None:
+    text = sacct_line("12+0", "COMPLETED") + sacct_line("12+0.0", "FAILED") + sacct_line("12.batch", "FAILED")
+    assert [r.offset for r in parse_sacct(text)] == [0]
+
+
+def test_names_with_odd_letters_survive() -> None:
+    assert parse_sacct(sacct_line("3", "RUNNING", name="a|b c'☃"))[0].name == "a|b c'☃"
+    assert parse_squeue(squeue_line("3", "PENDING", reason="(Resources) x", name="a|b"))[0].name == "a|b"
+
+
+SCONTROL = """\
+JobId=23 HetJobId=23 HetJobOffset=0 JobName=a b c HetJobIdSet=23-24 UserId=root(0) Nice=0 \
+Account=(null) QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 \
+ExitCode=0:0 RunTime=00:00:02 SubmitTime=1700000000 NodeList=ib[1-2] BatchHost=ib1
+JobId=24 HetJobId=23 HetJobOffset=1 JobName=a b c UserId=root(0) JobState=FAILED Reason=NonZeroExitCode \
+Dependency=(null) Restarts=2 ExitCode=0:9 SubmitTime=1700000000 NodeList=(null)
+"""
+
+
+def test_scontrol_is_read() -> None:
+    rows = parse_scontrol(SCONTROL)
+    assert [(r.leader, r.offset, r.state) for r in rows] == [("23", 0, "RUNNING"), ("23", 1, "FAILED")]
+    assert rows[0].name == "a b c" and rows[0].nodes == "ib[1-2]" and rows[0].submitted == 1700000000
+    assert join(rows).restarts == 2 and rows[1].exit_code == 9
+
+
+class Watched(StateWatcher):
+    """A watcher whose answers a test gives: {command: text, or None for a daemon that is away}."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        super().__init__()
+        self.answers, self.asked = answers, []
+
+    def _query(self, command: list[str]) -> Any:  # type: ignore[override]
+        from holmes_hpc.slurm.commands import Answer
+
+        self.asked.append(command)
+        text = self.answers.get(command[0])
+        return Answer(1, "", "Socket timed out") if text is None else Answer(0, text, "")
+
+
+def test_one_query_for_all_jobs_of_the_process() -> None:
+    watcher = Watched({"sacct": "".join(sacct_line(str(i), "RUNNING") for i in range(200))})
+    for i in range(200):
+        watcher.register_job(str(i))
+    watcher._registered_at["0"] -= 60
+    states = [watcher.get_state(str(i)) for i in range(200)]
+    assert states == ["RUNNING"] * 200 and len(watcher.asked) == 1
+    assert watcher.num_calls == 1
+
+
+def test_finished_jobs_are_not_asked_for_again() -> None:
+    watcher = Watched({"sacct": sacct_line("1", "COMPLETED") + sacct_line("2", "RUNNING")})
+    for job in "12":
+        watcher.register_job(job)
+    watcher.state_of("1", "force")
+    time.sleep(0.002)
+    watcher.state_of("2", "force")
+    assert watcher.asked[-1][-1] == "--jobs=2"
+
+
+@pytest.mark.parametrize("answers, source", [
+    ({"sacct": sacct_line("5", "RUNNING")}, "sacct"), ({"squeue": squeue_line("5", "RUNNING")}, "squeue"),
+    ({"scontrol": "JobId=5 JobName=a UserId=r JobState=RUNNING SubmitTime=1000"}, "scontrol")])
+def test_the_next_source_answers_when_one_is_away(answers: dict[str, str], source: str) -> None:
+    watcher = Watched(answers)
+    nodes = "ib1" if source != "scontrol" else ""
+    assert watcher.state_of("5", "force") == JobState(
+        "RUNNING", "", nodes, None, ("RUNNING",), source, component_nodes=(nodes,))
+
+
+def test_all_away_keeps_what_was_known_and_reads_the_record(tmp_path: Path) -> None:
+    answers: dict[str, Any] = {"sacct": sacct_line("5", "RUNNING")}
+    watcher = Watched(answers)
+    record = tmp_path / "5_exit"
+    watcher.expect("5", Expected("a", 1000.0, record))
+    assert watcher.state_of("5", "force").state == "RUNNING"
+    answers.clear()
+    time.sleep(0.002)
+    assert watcher.state_of("5", "force").state == "RUNNING"
+    record.write_text("1 1500 -\n")
+    time.sleep(0.002)
+    found = watcher.state_of("5", "force")
+    assert (found.state, found.source, found.exit_code) == ("FAILED", "exit record", 1)
+
+
+def test_the_database_does_not_take_back_what_the_controller_said() -> None:
+    answers: dict[str, Any] = {"squeue": squeue_line("5", "RUNNING"), "sacct": sacct_line("5", "PENDING")}
+    watcher = Watched(answers)
+    assert watcher.state_of("5", "force").state == "RUNNING"
+    answers["squeue"] = None
+    watcher._down_until["squeue"] = time.time() + 60
+    time.sleep(0.002)
+    assert watcher.state_of("5", "force").state == "RUNNING"
+    answers["squeue"] = squeue_line("5", "PENDING", reason="BeginTime")  # requeued
+    watcher._down_until.clear()
+    time.sleep(0.002)
+    assert watcher.state_of("5", "force").reason == "BeginTime"
+    answers["sacct"] = sacct_line("5", "FAILED")
+    time.sleep(0.002)
+    assert watcher.state_of("5", "force").state == "FAILED"
+
+
+def test_another_job_of_the_same_id_is_told_apart() -> None:
+    mine, now = Expected("mine", 5000.0), 5000.0
+    watcher = Watched({"sacct": sacct_line("5", "FAILED", submit=now - 86400, name="mine")})
+    watcher.expect("5", mine)
+    assert watcher.state_of("5", "force").state == "UNKNOWN"
+    watcher = Watched({"sacct": sacct_line("5", "FAILED", submit=now + 9, name="other")})
+    watcher.expect("5", mine)
+    assert watcher.state_of("5", "force").state == "UNKNOWN"
+    watcher = Watched({"sacct": sacct_line("5", "FAILED", submit=now - 1, name="mine")})
+    watcher.expect("5", mine)
+    assert watcher.state_of("5", "force").state == "FAILED"
+
+
+def test_names_are_compared_as_the_database_keeps_them() -> None:
+    watcher = Watched({"sacct": sacct_line("5", "RUNNING", submit=5000, name="n `it`s`")})
+    watcher.expect("5", Expected("n \"it's\"", 5000.0))
+    assert watcher.state_of("5", "force").state == "RUNNING"
+
+
+def test_a_leader_whose_components_are_not_in_the_database_yet_has_not_ended() -> None:
+    watcher = Watched({"sacct": sacct_line("5", "COMPLETED", submit=5000)})
+    watcher.expect("5", Expected("a", 5000.0, components=2))
+    assert not watcher.is_done("5", "force")
+    watcher.answers["sacct"] = sacct_line("5+0", "COMPLETED", submit=5000) + sacct_line("5+1", "FAILED", submit=5000)
+    time.sleep(0.002)
+    assert watcher.is_done("5", "force") and watcher.get_state("5", "cache") == "FAILED"
+
+
+def test_record_older_than_the_job_says_nothing(tmp_path: Path) -> None:
+    record = tmp_path / "5_exit"
+    record.write_text("0 1000 -\n")
+    assert read_record(record, since=90000) is None
+    assert read_record(record, since=900) == JobState("COMPLETED", "", "", 0, ("COMPLETED",), "exit record")
+    record.write_text("143 1000 TERM\n")
+    assert read_record(record).state == "CANCELLED"  # type: ignore[union-attr]
+    record.write_text("")
+    assert read_record(record) is None
+
+
+def test_preempted_is_final_only_after_a_while() -> None:
+    watcher = Watched({"sacct": sacct_line("5", "PREEMPTED"), "squeue": ""})
+    watcher.register_job("5")
+    watcher._registered_at["5"] -= 60
+    assert not watcher.is_done("5", "force") and not watcher.state_of("5", "cache").ended
+    watcher._requeued_at["5"] -= 60
+    time.sleep(0.002)
+    assert watcher.is_done("5", "force")
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "NODE_FAIL", "BOOT_FAIL"])
+def test_what_the_queue_has_again_did_not_end(state: str) -> None:
+    watcher = Watched({"sacct": sacct_line("5", state), "squeue": squeue_line("5", "PENDING", reason="BeginTime")})
+    watcher.register_job("5")
+    watcher._registered_at["5"] -= 60
+    found = watcher.state_of("5", "force")
+    assert (found.state, found.source) == ("PENDING", "squeue") and [c[0] for c in watcher.asked] == ["sacct", "squeue"]
+    watcher.answers["squeue"] = None  # nobody can say whether it was requeued
+    for _ in range(2):
+        time.sleep(0.002)
+        watcher._requeued_at["5"] = watcher._requeued_at.get("5", time.time()) - 60
+        watcher._down_until.clear()
+        assert not watcher.is_done("5", "force")
+    watcher.answers["squeue"] = ""
+    watcher._down_until.clear()
+    time.sleep(0.002)
+    assert watcher.is_done("5", "force") and watcher.get_state("5", "cache") == state
+
+
+def test_a_job_that_the_controller_does_not_know_is_lost(tmp_path: Path) -> None:
+    expected = Expected("a", time.time() - 600, tmp_path / "5_exit")
+    for answers, state in (({}, "UNKNOWN"), ({"sacct": ""}, "UNKNOWN"), ({"squeue": ""}, "FAILED")):
+        watcher = Watched(answers)
+        watcher.expect("5", expected)
+        found = watcher.state_of("5", "force")
+        assert (found.state, found.ended) == (state, state == "FAILED"), answers
+    assert "lost" in found.reason
+    watcher = Watched({"squeue": ""})
+    watcher.expect("5", Expected("a", time.time() - 5, tmp_path / "5_exit"))  # just submitted
+    assert watcher.state_of("5", "force") == JobState(source="squeue")
+    watcher.expect("6", Expected("a", time.time() - 600, Path("/nobody's/6_exit")))  # another user's, maybe
+    assert watcher.state_of("6", "force").state == "UNKNOWN"
+
+
+def test_an_exit_record_may_be_of_a_job_that_was_requeued(tmp_path: Path) -> None:
+    record = tmp_path / "5_exit"
+    record.write_text("1 1500 -\n")
+    for answers, ended in (({"sacct": ""}, False), ({"sacct": "", "squeue": ""}, True)):
+        watcher = Watched(answers)
+        watcher.expect("5", Expected("a", 1000.0, record))
+        found = watcher.state_of("5", "force")
+        assert (found.state, found.source, found.ended) == ("FAILED", "exit record", ended)
+
+
+def test_what_was_learnt_of_another_job_of_the_same_id_is_dropped() -> None:
+    watcher = Watched({"squeue": squeue_line("5", "COMPLETED", name="mine", submit=5000)})
+    watcher.expect("5", Expected("mine", 5000.0))
+    assert watcher.is_done("5", "force")
+    watcher.expect("5", Expected("mine", 5001.0))  # as another record has it
+    assert watcher.get_state("5", "cache") == "COMPLETED"
+    watcher.expect("5", Expected("mine", 9000.0))
+    assert not watcher.is_done("5", "cache") and watcher.get_state("5", "cache") == "UNKNOWN"
+    watcher.answers["squeue"] = squeue_line("5", "RUNNING", name="mine", submit=9000)
+    time.sleep(0.002)
+    assert watcher.get_state("5", "force") == "RUNNING"
+
+
+def test_no_busy_polling_while_nobody_answers() -> None:
+    watcher = Watched({})
+    for _ in range(50):
+        watcher.state_of("5")
+    assert len(watcher.asked) <= 3  # one round over the sources, then a pause

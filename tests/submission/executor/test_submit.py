@@ -1,0 +1,110 @@
+"""Ctrl-C and errors around sbatch: a job that Slurm has is recorded, or cancelled; never forgotten."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+
+from holmes_hpc.cli import runs
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
+from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
+from holmes_hpc.submission.executor.submit import Refused, Unsure, submit_file
+from holmes_hpc.submission.plan_job import submit_plan
+
+INTERRUPTED = """
+for a in "$@"; do [ "$a" = --test-only ] && exit 0; done
+kill -INT $PPID; sleep 0.2; echo 41"""
+REFUSED = 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1'
+SILENT = 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1'
+
+
+def test_an_interrupt_waits_for_its_moment() -> None:
+    with pytest.raises(KeyboardInterrupt), uninterrupted(), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        reached = True
+    assert reached
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        interrupt_here()
+        raise AssertionError("not interrupted")
+    interrupt_here()  # it was taken once
+    with uninterrupted():
+        pass
+
+
+def test_slurms_commands_do_not_hear_the_terminals_ctrl_c(fake_slurm: Any) -> None:
+    fake_slurm.answer("sbatch", "ps -o pgid= -p $$; echo $$")
+    group, own = slurm("sbatch").out.split()
+    assert group == own
+
+
+def test_an_interrupted_submission_of_submitits_is_cancelled(fake_slurm: Any, tmp_path: Path) -> None:
+    fake_slurm.answer("sbatch", INTERRUPTED)
+    fake_slurm.answer("scancel", "exit 0")
+    with pytest.raises(KeyboardInterrupt):
+        SlurmHetExecutor(tmp_path / "log", components=[{"partition": "ib"}]).submit(print)
+    assert fake_slurm.calls("scancel") == [["41"]]
+
+
+def test_an_interrupted_submission_of_a_plan_is_recorded(fake_slurm: Any, tmp_path: Path) -> None:
+    fake_slurm.answer("sbatch", INTERRUPTED)
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
+    with pytest.raises(KeyboardInterrupt):
+        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, {})
+    assert run.read_run()["slurm"]["job_id"] == 41 and fake_slurm.calls("scancel") == []
+
+
+def test_a_job_that_cannot_be_recorded_is_cancelled(fake_slurm: Any, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    fake_slurm.answer("sbatch", "echo 41")
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
+    monkeypatch.setattr(RunDirectory, "update_run", full)
+    with pytest.raises(OSError, match="No space"):
+        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, {})
+    assert fake_slurm.calls("scancel") == [["41"]]
+
+
+def test_waiting_for_a_busy_controller_can_be_interrupted(fake_slurm: Any, tmp_path: Path) -> None:
+    fake_slurm.answer("sbatch", 'kill -INT $PPID; echo "Connection refused" >&2; exit 1')
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        submit_file(tmp_path / "x.sh", "holmes-1")
+    assert time.monotonic() - began < 5 and len(fake_slurm.calls("sbatch")) == 1
+
+
+def test_an_unknown_end_is_told_from_a_refusal(fake_slurm: Any, tmp_path: Path) -> None:
+    fake_slurm.answer("sbatch", SILENT)
+    fake_slurm.answer("squeue", SILENT)
+    with pytest.raises(Unsure, match="whether the job exists is unknown"):
+        submit_file(tmp_path / "x.sh", "holmes-1", patience_s=0.1)
+    fake_slurm.answer("sbatch", REFUSED)
+    with pytest.raises(Refused, match="Invalid account") as refused:
+        submit_file(tmp_path / "x.sh", "holmes-1")
+    assert not isinstance(refused.value, Unsure)
+
+
+@pytest.mark.parametrize("sbatch, kept", [(INTERRUPTED, True), (REFUSED, False)])
+def test_a_run_is_kept_unless_slurm_refused_it(fake_slurm: Any, tmp_path: Path, sbatch: str, kept: bool,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm.answer("sbatch", sbatch)
+    plan = plans.plan("ib-a")
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={
+        **plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}})
+    monkeypatch.setattr("holmes_hpc.config.composition.new_run", lambda *_: run)
+    with pytest.raises(KeyboardInterrupt if kept else SubmissionError):
+        runs.start(plan, {}, [])
+    assert run.exists() is kept
+    assert not kept or run.read_run()["slurm"]["job_id"] == 41

@@ -1,0 +1,311 @@
+"""Following a job, the status of runs, and a plan as local processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import plans
+import pytest
+
+from holmes_hpc.errors import RecordError, RunFailed, SubmissionError
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.commands import Answer
+from holmes_hpc.submission.executor.states import SEPARATOR, JobState
+from holmes_hpc.submission.lifecycle.follow import Tail, follow
+from holmes_hpc.submission.lifecycle.status import OnSlurm, cancel, job_of, log_paths, record_end, status, statuses
+from holmes_hpc.submission.local import run_plan_here
+from holmes_hpc.submission.plan_job import plan_components, script_for_plan
+
+
+class Told:
+    """A job whose states a test tells; each may do something first."""
+
+    id = "7"
+
+    def __init__(self, *states: JobState | Callable[[], JobState]) -> None:
+        self.states, self.cancelled = list(states), False
+
+    def state(self, mode: str = "standard") -> JobState:
+        found = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return found() if callable(found) else found
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory.create(tmp_path / "run", config={"train": {"steps": 5, "max_restarts": 0}})
+    made.start_attempt({})
+    return made
+
+
+def test_states_reasons_and_the_log_are_shown(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    def runs() -> JobState:
+        run.log_path(0).write_text("step 1\nstep 2\n")
+        return JobState("RUNNING", nodes="ib[1-2]", source="squeue")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED", source="sacct")
+
+    job = Told(JobState("PENDING", "Resources", source="squeue"), runs, ends)
+    assert follow(run, job, poll_s=0.01, slurm_every_s=0.05) == 0
+    out, err = capfd.readouterr()
+    assert out == "step 1\nstep 2\n"
+    assert "PENDING: Resources" in err and "RUNNING on ib[1-2]" in err and "run: completed" in err
+
+
+def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.SETTLE_S", 0.1)
+    assert follow(run, Told(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")),
+                  poll_s=0.01) == 1
+    result = run.read_result()
+    assert result is not None and result["writer"] == "follower" and "NODE_FAIL" in result["error"]
+
+
+def test_a_cancelled_runs_last_step_is_recorded_though_its_batch_script_was_killed(run: RunDirectory) -> None:
+    run.append_metrics({"step": 1, "loss": 5.0, "attempt": 1})
+    run.write_result({"state": "cancelled", "final": {"step": 1}}, writer="follower")  # by finish --so-far
+    run.append_metrics({"step": 2, "loss": 4.0, "attempt": 1})  # the step after the signal
+    assert follow(run, Told(JobState("CANCELLED", source="sacct")), poll_s=0.01) == 1
+    result = run.read_result()
+    assert result is not None and (result["state"], result["final"]["step"]) == ("cancelled", 2)
+
+
+def test_a_full_disk_does_not_keep_the_end_from_being_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> bool:
+        raise RunFailed("No space left on device", where="result.json", hint="free some space")
+
+    monkeypatch.setattr(RunDirectory, "write_result", full)
+    result = record_end(run, JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct"))
+    assert result["state"] == "failed" and "NODE_FAIL" in result["error"]
+
+
+def test_a_preempted_run_is_followed_on(run: RunDirectory) -> None:
+    run.write_result({"state": "preempted"}, writer="follower")
+
+    def again() -> JobState:
+        run.start_attempt({})
+        return JobState("RUNNING", source="squeue")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED", source="sacct")
+
+    job = Told(JobState("PREEMPTED", unsettled=True), JobState("PENDING", "BeginTime"), again, ends)
+    assert follow(run, job, poll_s=0.01, slurm_every_s=0.02) == 0
+
+
+@pytest.mark.parametrize("answer, code", [("detach", 130), ("cancel", 1)])
+def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
+    def interrupt() -> JobState:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)  # the signal arrives
+        raise AssertionError("not interrupted")
+
+    def after() -> JobState:
+        run.write_result({"state": "cancelled"})
+        return JobState("CANCELLED", source="squeue")
+
+    job = Told(JobState("RUNNING"), interrupt, after)
+    assert follow(run, job, poll_s=0.01, slurm_every_s=0.02, ask=lambda: answer) == code
+    assert job.cancelled is (answer == "cancel")
+
+
+def test_tail_reads_whole_lines_once_and_notices_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = Tail(path)
+    assert log.lines() == []
+    path.write_bytes(b"a\nb")
+    assert log.lines() == ["a"]
+    path.write_bytes(b"a\nb\xff c\n")
+    assert log.lines() == ["b\ufffd c"]
+    path.write_bytes(b"n\n")
+    assert log.lines() == ["n"]
+
+
+def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:
+    lines = []
+    runs = []
+    for i in range(1, 31):
+        made = RunDirectory.create(tmp_path / f"r{i}", config={"train": {"steps": 9}}, slurm={
+            "job_id": i, "submitted": time.time() - 100})
+        made.start_attempt({})
+        runs.append(made)
+        lines.append(SEPARATOR.join([str(i), "RUNNING", str(int(time.time())), "None", "ib1", "x"]))
+    fake_slurm.answer("squeue", "cat <<'E'\n" + "\n".join(lines) + "\nE")
+    runs[3].write_result({"state": "failed", "error": "why", "failed_rank": 2, "failed_node": "n"})
+    found = statuses(runs)
+    assert [s.state for s in found] == ["running"] * 3 + ["failed"] + ["running"] * 26
+    assert found[3].failed_rank == 2 and found[3].error == "why"
+    assert len(fake_slurm.calls("squeue")) == 1
+
+
+def test_a_run_that_was_never_submitted(run: RunDirectory) -> None:
+    assert status(run).state == "not_submitted"
+    with pytest.raises(SubmissionError, match="never submitted"):
+        cancel(run)
+
+
+def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    made.write_result({"state": "completed"}, writer="batch")
+    assert cancel(made).state == "COMPLETED"
+    assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
+
+
+def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    fake_slurm.answer("squeue", "exit 0")
+    assert cancel(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
+
+
+def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time() - 600})
+    (made.path / "submission").mkdir()
+    ticket = {"name": "x", "submitted": time.time() - 600}
+    (made.path / "submission" / "7_job.json").write_text(json.dumps(ticket))
+    made.start_attempt({})
+    made.log_path(0).write_text("step 1\n")
+    fake_slurm.answer("squeue", "exit 0")
+    found = status(made)
+    assert found.state == "failed" and "Slurm says FAILED (lost" in str(found.error)
+    assert cancel(made).state == "FAILED" and fake_slurm.calls("scancel") == []
+
+
+def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
+    with pytest.raises(SubmissionError, match=r"scancel 7: scancel: error: .*Access denied; see that"):
+        cancel(made)
+
+
+def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "run.yaml").write_text("{")
+    assert [s.state for s in statuses([RunDirectory(bad), run])] == ["unreadable", "not_submitted"]
+    with pytest.raises(RecordError):
+        status(RunDirectory(bad))
+
+
+def test_settings_reach_their_components(tmp_path: Path) -> None:
+    settings = {"account": "ml", "timeout_min": 90, "setup": ["module load x"], "gres": None, "exclusive": True,
+                "additional": {"switches": 1}, "container": None,
+                "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}}}
+    plan = plans.plan("ib-a", "eth-a")
+    ib, eth = plan_components(plan, settings)
+    assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
+    assert dict(eth.additional) == {"switches": 1, "licenses": "x:1"} and ib.exclusive is True
+    text = script_for_plan(plan, tmp_path / "x", settings)
+    assert "--time=90" in text and "module load x" in text and "#SBATCH --requeue" in text
+    assert text == script_for_plan(plan, tmp_path / "x", settings)  # --dry-run is reproducible
+
+
+@pytest.mark.parametrize("settings, error", [
+    ({"acount": "x"}, "did you mean 'account'"), ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
+    ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "for the whole job"),
+    ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'")])
+def test_settings_that_cannot_be(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(SubmissionError, match=error):
+        plan_components(plans.plan("ib-a", "eth-a"), settings)
+
+
+def test_gpus_are_asked_for_where_slurm_counts_them() -> None:
+    with_gpus = plans.plan("ib-a", site=plans.site(gres=True))
+    assert plan_components(with_gpus, {})[0].gpus_per_node == 1
+    assert plan_components(plans.plan("ib-a"), {})[0].gpus_per_node is None
+    own = plan_components(with_gpus, {"gres": "gpu:a100:1"})[0]
+    assert own.gres == "gpu:a100:1" and own.gpus_per_node is None
+
+
+# -- local processes -------------------------------------------------------------------------------------------------
+
+
+def rank_here(config: dict[str, Any]) -> dict[str, Any]:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+    if rank == 0:
+        run.start_attempt({})
+        run.append_metrics({"step": 1, "loss": 0.5, "attempt": 1})
+    if config.get("die") == rank:
+        while not run.metrics():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while config.get("die") is not None and not run.metrics():
+        time.sleep(0.05)
+    run.write_exit(rank, "completed")
+    return {"loss": 0.5}
+
+
+def here(tmp_path: Path, **config: Any) -> RunDirectory:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    plan = plans.plan("local", nodes=1, site=site)
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
+    job = run_plan_here(plan, run.path, rank_here, run.config, {"timeout_min": 1})
+    code = follow(run, job, poll_s=0.1)
+    assert code == (0 if config.get("die") is None else 1)
+    return run
+
+
+def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
+    run = here(tmp_path)
+    result = run.read_result()
+    assert result is not None and result["state"] == "completed" and result["final"]["loss"] == 0.5
+    assert [p.name for p in log_paths(run)] == ["rank-0.txt", "rank-1.txt"]
+    assert "rank 1 of 2" in run.log_path(1).read_text()
+    assert status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
+
+
+def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
+    run = here(tmp_path, die=1)
+    found = status(run)
+    assert (found.state, found.failed_rank) == ("failed", 1)
+
+
+def waits_here(config: dict[str, Any]) -> None:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    if rank == 0:
+        run.start_attempt({})
+        run.append_metrics({"step": 1, "loss": 0.5, "attempt": 1})
+    while not (Path(run.path) / "go").exists():
+        time.sleep(0.05)
+    run.write_exit(rank, "completed")
+
+
+@pytest.mark.parametrize("what", ["cancel", "go"])
+def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(),
+                              config=plans.CONFIG)
+    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config, {"timeout_min": 1})
+    while not run.metrics():
+        time.sleep(0.05)
+    os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it
+    time.sleep(0.3)
+    assert job.state().state == "RUNNING" and status(run).state == "running"
+    if what == "cancel":
+        assert cancel(run).state == "RUNNING"
+    else:
+        (run.path / "go").touch()
+    assert follow(run, job, poll_s=0.1) == (what == "cancel")
+    assert status(run).state == ("cancelled" if what == "cancel" else "completed")
+
+
+def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
+    monkeypatch.setattr("holmes_hpc.submission.executor.job.patient", lambda *_, **__: away)
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
+        OnSlurm(RunDirectory(tmp_path), "7").cancel()

@@ -1,0 +1,260 @@
+"""Who ended a run: judged from what is left of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitit.core.utils import UncompletedJobError
+
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.environment import SlurmHetJobEnvironment
+from holmes_hpc.submission.executor.states import JobState
+from holmes_hpc.submission.lifecycle import finish as finishing
+from holmes_hpc.submission.lifecycle.finish import finish, should_restart
+from holmes_hpc.submission.lifecycle.outcome import (
+    Part,
+    complaints,
+    culprit,
+    gained,
+    judge,
+    note_progress,
+    tail,
+    told_to_end,
+)
+
+AWAY_TWICE = """
+[ "$1" = requeue ] || exit 1
+n=$(cat "$0.count" 2>/dev/null || echo 0); n=$((n+1)); echo $n > "$0.count"
+[ $n -gt 2 ] || { echo "slurm_requeue error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }"""
+KILLED = """\
+srun: error: roce1: task 2: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=8.0
+slurmstepd: error: *** STEP 8.0 ON ib1 CANCELLED AT 2024-01-01T00:00:00 ***
+srun: error: ib1: task 0: Exited with exit code 1
+srun: error: ib[2-3]: tasks 1,3: Terminated
+"""
+
+
+def exits(*records: tuple[int, str, str]) -> list[dict[str, Any]]:
+    return [{"rank": r, "state": s, "error": e, "host": f"n{r}", "time": i} for i, (r, s, e) in enumerate(records)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory.create(tmp_path / "run", config={"train": {"max_restarts": 2}})
+    made.start_attempt({})
+    return made
+
+
+def test_complaints_are_read() -> None:
+    found = complaints(KILLED)
+    assert [(c.nodes, c.tasks, c.by_signal) for c in found] == [
+        ("roce1", (2,), True), ("ib1", (0,), False), ("ib[2-3]", (1, 3), False)]
+    assert complaints("srun: error: eth1: tasks 4-6: Exited with exit code 1")[0].tasks == (4, 5, 6)
+
+
+PARTS = [Part(("ib1", "ib2"), 0, 2), Part(("roce1",), 4, 2), Part(("eth1", "eth2"), 6, 1)]
+
+
+@pytest.mark.parametrize("line, ranks", [
+    ("srun: error: roce1: task 1: Killed", (5,)), ("srun: error: eth2: task 1: Terminated", (7,)),
+    ("srun: error: ib2: tasks 2-3: Terminated", (2, 3)), ("srun: error: roce1: task 5: Killed", (5,)),
+    ("srun: error: eth[1-2]: tasks 0-1: Killed", (6, 7))])
+def test_tasks_of_a_component_are_counted_over_the_whole_job(line: str, ranks: tuple[int, ...]) -> None:
+    assert complaints(line, PARTS)[0].tasks == ranks
+
+
+@pytest.mark.parametrize("text, state", [
+    ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 DUE TO TIME LIMIT ***", "TIMEOUT"),
+    ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 ***", "CANCELLED"),
+    ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 DUE TO PREEMPTION ***", "PREEMPTED"),
+    ("slurmstepd: error: *** STEP 34.0 ON ib1 CANCELLED AT 2026-11-20T20:04:05 ***", None),
+    ("slurmstepd: error: *** STEP 34+0.0 ON ib1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", "TIMEOUT")])
+def test_slurmds_notice_tells_why(text: str, state: str | None) -> None:
+    found = told_to_end(text)
+    assert (found.state if found else None) == state
+
+
+def test_a_killed_rank_is_blamed_not_its_peers() -> None:
+    echo = exits((0, "failed", "NetworkError: Connection closed by peer [10.0.0.3]"), (1, "failed", "connection reset"))
+    found = culprit(echo, complaints(KILLED))
+    assert (found.rank, found.node) == (2, "roce1") and "Killed" in str(found.error)
+
+
+def test_the_first_own_error_is_blamed() -> None:
+    both = exits((3, "failed", "connection reset by peer"), (1, "failed", "ValueError: bad"))
+    found = culprit(both, complaints(KILLED))
+    assert (found.rank, found.node, found.error) == (1, "n1", "ValueError: bad")
+
+
+def test_a_node_that_failed_is_blamed_not_what_srun_terminated() -> None:
+    text = ("srun: error: Node failure on eth2\nsrun: Job step aborted\n"
+            "srun: error: ib2: task 2: Terminated\nsrun: error: roce1: tasks 0-1: Terminated\n")
+    found = culprit([], complaints(text, PARTS), ranks=8)
+    assert (found.rank, found.node, found.error) == (7, "eth2", "node eth2 failed")
+
+
+def test_a_rank_that_could_not_even_write_its_record() -> None:
+    done = exits((0, "completed", ""), (1, "completed", ""))
+    found = culprit(done, complaints("srun: error: roce1: task 0: Exited with exit code 1", PARTS), ranks=4)
+    assert (found.rank, found.node) == (4, "roce1")
+
+
+def test_a_mute_rank_is_blamed_when_srun_said_nothing() -> None:
+    echo = exits((0, "failed", "Connection reset by peer"), (2, "failed", "Connection reset by peer"))
+    assert culprit(echo, [], ranks=3).rank == 1
+
+
+def test_node_of_one_of_several_tasks() -> None:
+    found = culprit([], complaints("srun: error: ib[2-3]: tasks 1,3: Segmentation fault"))
+    assert (found.rank, found.node) == (1, "ib2")
+
+
+@pytest.mark.parametrize("status, signalled, slurm, records, state", [
+    (0, False, None, [], "completed"), (1, False, None, [], "failed"), (143, True, None, [], "cancelled"),
+    (137, True, "TIMEOUT", [], "timeout"), (143, True, "PREEMPTED", [], "preempted"),
+    (0, True, None, [(0, "preempted", "")], "cancelled"), (0, True, "TIMEOUT", [(0, "preempted", "")], "timeout"),
+    (0, False, None, [(0, "preempted", "")], "preempted"), (1, False, None, [(0, "preempted", "")], "preempted"),
+    (None, False, "COMPLETED", [], "completed"), (None, False, "NODE_FAIL", [], "failed"),
+    (143, True, "NODE_FAIL", [], "failed"), (None, False, "CANCELLED", [], "cancelled"),
+    (1, True, "RUNNING", [(1, "failed", "x")], "failed")])
+def test_states(run: RunDirectory, status: int | None, signalled: bool, slurm: str | None,
+                records: list[tuple[int, str, str]], state: str) -> None:
+    for rank, word, error in records:
+        run.write_exit(rank, word, error)
+    said = JobState(slurm, "", "ib1", components=(slurm,)) if slurm else None
+    found = judge(run, status, signalled=signalled, slurm=said)
+    assert found["state"] == state
+    assert (found["exit_code"] == 0) == (state == "completed")
+    if slurm == "NODE_FAIL":
+        assert "NODE_FAIL" in found["error"] and "ib1" in found["error"]
+
+
+def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
+    run.log_path(2).write_bytes(b"x\n" * 3000 + b"\xff last words\n")
+    found = judge(run, 137, srun=complaints(KILLED))
+    assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
+    assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
+    assert tail(run.log_path(77)) == []
+
+
+NO_GAIN = "no step was gained since the last start"
+
+
+def test_restarts_stop_without_gain(run: RunDirectory) -> None:
+    assert [should_restart(run, state, "7/0") for state in ("failed", "preempted", "timeout")] == [NO_GAIN] * 3
+    assert should_restart(run, "preempted", "7/0", blameless=True) is None  # Slurm requeues it itself
+    run.append_metrics({"step": 5, "attempt": 1})
+    assert should_restart(run, "failed", "7/0") is None
+    assert should_restart(run, "cancelled", "7/0") == "cancelled"
+    note_progress(run, "7/0", "failed")
+    assert not gained(run, "7/1")  # a start that ended before it made an attempt
+    run.start_attempt({})
+    run.append_metrics({"step": 5, "attempt": 2})  # the same step again: nothing gained
+    assert not gained(run, "7/1")
+    run.append_metrics({"step": 6, "attempt": 2})
+    assert gained(run, "7/1")
+
+
+def test_failures_alone_count_against_max_restarts(run: RunDirectory) -> None:
+    """Of one job: `holmes resume` begins to count anew."""
+    for number, ended in enumerate(["preempted", "failed", "timeout", "failed", "preempted"]):
+        run.append_metrics({"step": number, "attempt": number + 1})
+        assert should_restart(run, ended, f"7/{number}") is None
+        note_progress(run, f"7/{number}", ended)
+        run.start_attempt({})
+    run.append_metrics({"step": 9, "attempt": 6})
+    assert should_restart(run, "failed", "7/5") == "restarted after 2 failures already"
+    assert should_restart(run, "timeout", "7/5") is None and should_restart(run, "failed", "8/0") is None
+
+
+@pytest.mark.parametrize("state, on", [("preempted", True), ("timeout", True), ("failed", False)])
+def test_without_restarts_only_failures_end_the_run(tmp_path: Path, state: str, on: bool) -> None:
+    run = RunDirectory.create(tmp_path / "none", config={"train": {"max_restarts": 0}})
+    run.start_attempt({})
+    run.append_metrics({"step": 1, "attempt": 1})
+    assert should_restart(run, state, "7/0") == (None if on else "train.max_restarts is 0")
+
+
+@pytest.mark.parametrize("restarts, code", [(0, 1), (2, 0)])
+def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: int, code: int,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run = RunDirectory.create(tmp_path / "run", config={"train": {"max_restarts": restarts}})
+    words = [str(run.path), "1", "", "--again"]
+    assert finishing.main(words) == 0  # nothing ran yet
+    run.start_attempt({})
+    run.append_metrics({"step": 1, "attempt": 1})
+    assert finishing.main(words) == code
+    result = run.read_result()
+    assert (result is not None) == bool(code) and (not code or "without a word" in result["error"])  # type: ignore[index]
+    assert finishing.main(words) == 0  # judged: what starts it now is somebody's will
+    if not code:
+        assert run.read_run()["attempts"][0]["start"] == "7/0" and not gained(run, "7/1")
+
+
+def test_a_requeue_that_rank_0_asked_for_is_no_failure(run: RunDirectory, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", 'echo "scontrol: error: Job is pending execution" >&2; exit 1')
+    run.append_metrics({"step": 1, "attempt": 1})
+    note_progress(run, "23/0", "preempted")
+    finish(run, 255, False, "23", 0)
+    assert run.read_result() is None and run.read_run()["attempts"][0]["ended"] == "preempted"
+
+
+def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirectory, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", AWAY_TWICE)
+    run.append_metrics({"step": 1, "attempt": 1})
+    assert finish(run, 1, False, "23", 0) == 1
+    assert fake_slurm.calls("scontrol").count(["requeue", "23"]) == 3 and run.read_result() is None
+
+
+@pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "2 times already")])
+def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
+        most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
+    monkeypatch.setenv("HOLMES_MAX_REQUEUES", str(most))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    fake_slurm.answer("scontrol", AWAY_TWICE)
+    if error:
+        with pytest.raises(UncompletedJobError, match=error):
+            SlurmHetJobEnvironment()._requeue(3)
+    else:
+        SlurmHetJobEnvironment()._requeue(3)
+    assert fake_slurm.calls("scontrol") == [["requeue", "23"]] * (0 if error else 3)
+
+
+def test_a_requeue_that_slurm_refuses_is_said(fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
+    fake_slurm.answer("scontrol", 'echo "Requested operation is presently disabled" >&2; exit 1')
+    with pytest.raises(UncompletedJobError, match="presently disabled"):
+        SlurmHetJobEnvironment()._requeue(3)
+
+
+def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", 'case "$1" in requeue) exit 0;; *) exit 1;; esac')
+    run.append_metrics({"step": 1, "attempt": 1, "loss": 2.5})
+    assert finish(run, 1, False, "23", 0) == 1
+    assert ["requeue", "23"] in fake_slurm.calls("scontrol") and run.read_result() is None
+    for restart in (1, 2):
+        run.start_attempt({})
+        run.append_metrics({"step": 1 + restart, "attempt": 1 + restart, "loss": 2.5})
+        assert finish(run, 1, False, "23", restart) == 1
+    result = run.read_result()
+    assert result is not None and result["state"] == "failed" and result["writer"] == "batch"
+    assert result["final"]["loss"] == 2.5
+    assert len([c for c in fake_slurm.calls("scontrol") if c[0] == "requeue"]) == 2
+
+
+def test_finish_says_when_the_directory_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert finishing.main([str(tmp_path / "nothing"), "0", ""]) == 1
+    assert "could not be recorded" in capfd.readouterr().out
+
+
+def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
+    finishing.main([str(run.path), "0", ""])
+    data = json.loads(run.result_path.read_text())
+    assert {"state", "exit_code", "error", "failed_rank", "failed_node", "log_tail", "final"} <= data.keys()

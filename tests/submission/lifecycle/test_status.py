@@ -1,0 +1,173 @@
+"""What status, resume and sweeps make of records that are odd, damaged, another user's or another machine's."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import plans
+import pytest
+
+from holmes_hpc.config import composition as config
+from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.states import Expected, JobState, StateWatcher
+from holmes_hpc.submission.lifecycle import status as track
+from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.plan_job import script_for_plan
+from holmes_hpc.submission.sweeps import overview as sweep
+from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
+from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+
+PLAN = plans.plan("ib-a", "roce-a")
+
+
+def run_with(path: Path, result: dict[str, Any] | str | None = None, **record: Any) -> RunDirectory:
+    run = RunDirectory.create(path, plan_text=PLAN.to_yaml(), config={"train": {"steps": 9}}, plan_id=PLAN.id, **record)
+    run.start_attempt({})
+    if result is not None:
+        run.result_path.write_text(result if isinstance(result, str) else json.dumps(result))
+    return run
+
+
+def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -> None:
+    """python -m holmes_hpc.train, or torchrun: neither Slurm's id nor a process is recorded."""
+    run = run_with(tmp_path / "a")
+    assert track.status(run).state == "not_submitted"
+    run.write_result({"state": "failed", "error": "rank 0: no"}, writer="follower")
+    found = track.status(run)
+    assert (found.state, found.error, found.ended) == ("failed", "rank 0: no", True)
+
+
+@pytest.mark.parametrize(("result", "record", "state"), [
+    ({"state": "completed", "attempt": 1}, {}, "completed"), ({"attempt": 1}, {}, "not_submitted"),
+    ("{}", {"slurm": 41}, "not_submitted"), (None, {"local": {"started": 5}}, "not_submitted"),
+    (None, {"local": {"pid": 5}}, "unknown"), ({"state": "later", "version": 99}, {}, "unreadable")])
+def test_one_odd_record_is_a_row_among_others(tmp_path: Path, result: Any, record: dict[str, Any], state: str) -> None:
+    odd, good = run_with(tmp_path / "odd", result, **record), run_with(tmp_path / "good")
+    good.write_result({"state": "completed"})
+    assert [s.state for s in track.statuses([odd, good])] == [state, "completed"]
+    if state == "unreadable":
+        with pytest.raises(RecordError, match="99"):
+            track.status(odd)
+
+
+def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm that was set up again counts from 1: an old run's exit record must not end the new one."""
+    old, new = (run_with(tmp_path / name, slurm={"job_id": 7, "submitted": 5.0}) for name in ("old", "new"))
+    old.write_result({"state": "completed"})
+    asked: list[RunDirectory] = []
+    monkeypatch.setattr(track, "job_of", lambda run: asked.append(run))
+    monkeypatch.setattr(track, "_status", lambda run, record, job, state, _: (run, state.state, track._job_id(record)))
+    assert track.statuses([new, old]) == [(new, "NOT_SUBMITTED", "7"), (old, "COMPLETED", "7")]
+    assert asked == [new]
+
+
+def test_the_watcher_says_when_it_dropped_another_jobs_state() -> None:
+    watcher = StateWatcher()
+    assert [watcher.expect("7", Expected(name)) for name in ("a", "a", "b", "a")] == [False, False, True, True]
+
+
+def test_following_ends_with_the_job_also_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(track, "status", lambda run, mode: track.Status("a", "a", "7", states.pop(0)))
+    states = ["pending", "cancelled"]
+    over = track.ended(run_with(tmp_path / "a"), slurm_every_s=0)
+    assert [over(), over()] == [False, True] and states == []
+
+
+def test_a_result_that_a_requeue_will_undo_ends_no_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with(tmp_path / "a")
+    run.write_result({"state": "preempted"}, writer="follower")
+    monkeypatch.setattr(track, "status", lambda run, mode: track.Status("a", "a", "7", "pending"))
+    assert not track.ended(run, slurm_every_s=0)()
+    run.write_result({"state": "failed"}, writer="batch")
+    assert track.ended(run)()
+
+
+def test_ranks_of_an_earlier_and_larger_plan_are_not_blamed(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "a")
+    for rank in range(PLAN.world_size + 4):
+        run.log_path(rank).write_text("")
+    for rank in range(PLAN.world_size):
+        run.write_exit(rank, "failed", "Connection closed by peer")
+    assert judge(run, 1)["failed_rank"] in range(PLAN.world_size)
+
+
+def test_setup_is_lines_and_not_a_text() -> None:
+    with pytest.raises(SubmissionError, match="setup"):
+        script_for_plan(PLAN, "/somewhere/run", {"setup": "module load cuda"})
+
+
+def test_no_setting_of_the_shell_keeps_the_ranks_without_their_environment() -> None:
+    assert "srun --het-group=0,1 --export=ALL " in script_for_plan(PLAN, "/somewhere/run", {})
+
+
+# -- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def manifest(tmp_path: Path, **job: Any) -> tuple[Manifest, SweepJob]:
+    made = Manifest(tmp_path / "sweep.json")
+    entry = SweepJob(0, ("a=1",), "0", "plain", "local", "41", "folder", submitted=time.time(), **job)
+    made.put(entry)
+    return made, entry
+
+
+def test_another_users_result_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, entry = manifest(tmp_path)
+    path = sweep._pickle(made, entry)
+    path.parent.mkdir()
+    path.write_bytes(pickle.dumps(("success", 5)))
+    assert sweep._plain_outcome(made, entry) == ("completed", 5)
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    assert sweep._plain_outcome(made, entry) == ("unread", sweep.UNREAD) and sweep.unread(made) == [entry]
+    row = sweep.row_of(made, entry, JobState("COMPLETED", source="sacct"))
+    assert (row.state, row.error) == ("completed", sweep.UNREAD)
+    with pytest.raises(SubmissionError, match="another user's"):
+        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
+
+
+def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> None:
+    made, entry = manifest(tmp_path, host="elsewhere")
+    assert sweep.on_this_machine(made, entry).state().state == "UNKNOWN"
+    with pytest.raises(SubmissionError, match="elsewhere"):
+        sweep.on_this_machine(made, entry).cancel()
+    with pytest.raises(SubmissionError, match="runs on elsewhere"):
+        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> None:
+    recorded = {**config.load(["train.steps=7", "train.lr=0.5", "launcher=local"]), "extra": {"of": "a sweep"}}
+    made = config.applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
+    assert made == {**recorded, "train": {**recorded["train"], "steps": 9}, "labels": {"note": "a b"},
+                    "slurm": {**recorded["slurm"], "account": "ml"}}
+    other = config.applied(recorded, ["data=indexed", "data.prefix=/x/y"])
+    assert other["data"]["kind"] == "indexed" and other["data"]["prefix"] == "/x/y" and other["train"]["lr"] == 0.5
+    older = {**recorded, "train": {k: v for k, v in recorded["train"].items() if k != "watchdog_s"}}
+    assert config.applied(older, ["train.watchdog_s=5"])["train"]["watchdog_s"] == 5
+    odd = {**recorded, "slurm": {**recorded["slurm"], "setup": ["source ${HOME}/env.sh", "echo ${"]}}
+    assert config.applied(odd, ["train.steps=9"])["slurm"]["setup"] == ["source ${HOME}/env.sh", "echo ${"]
+    for word, says in (("train.stps=1", "train.stps"), ("~train.lr", "KEY=VALUE"), ("train.lr=1,2", "KEY=VALUE"),
+                       ("train.steps=0", "train.steps"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
+        with pytest.raises(ConfigError, match=says):
+            config.applied(recorded, [word])
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "a", slurm={"job_id": 7})
+    run.write_result({"state": "completed"})
+    before = {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()}
+    record = run.read_run()
+    kept = run.reopen(plans.plan("ib-a").to_yaml())
+    run.update_run(plan_id="other")
+    assert run.read_result() is None and run.plan_path.read_text() != PLAN.to_yaml()
+    run.close_again(kept, record)
+    assert {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()} == before

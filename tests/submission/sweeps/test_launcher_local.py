@@ -1,0 +1,222 @@
+"""Hydra's own conformance suite for launchers, on local processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
+
+from holmes_hpc.records.files import locked
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
+from holmes_hpc.submission.sweeps.overview import collect
+
+
+def test_discovery() -> None:
+    found = {c.__name__ for c in Plugins.instance().discover(Launcher)}
+    assert {"HolmesSlurmLauncher", "HolmesLocalLauncher"} <= found
+
+
+@pytest.mark.parametrize("launcher_name, overrides", [("holmes_local", [])])
+class TestLocal(LauncherTestSuite):
+    pass
+
+
+@pytest.mark.parametrize("task_launcher_cfg, extra_flags", [({}, ["-m", "hydra/launcher=holmes_local"])])
+class TestLocalIntegration(IntegrationTestSuite):
+    pass
+
+
+APPLICATION = """
+import os, sys, time
+sys.path.insert(0, {here!r})
+import cloudpickle, hydra, plans
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.launcher import Planned
+cloudpickle.register_pickle_by_value(plans)
+
+def rank(config):
+    number, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    if number == 0:
+        run.start_attempt({{}})
+        run.append_metrics({{"step": 1, "loss": config["x"] / 2, "attempt": run.attempt}})
+    if config["x"] == 2 and not os.path.exists(config["good"]):
+        run.write_exit(number, "failed", "ValueError: not yet")
+        sys.exit(1)
+    run.write_exit(number, "completed")
+
+def plan_job(cfg, where):
+    if cfg.x > 8:
+        raise PlanError(f"x is {{cfg.x}}", where="plan", hint="use less")
+    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    config = {{"x": cfg.x, "good": cfg.good, "train": {{"steps": 1, "max_restarts": 0}}}}
+    return Planned(plans.plan("local", nodes=1, site=site), config, rank, {{"timeout_min": 1}})
+
+def app(cfg):
+    raise AssertionError("a job with a plan is run by its ranks")
+
+app.plan_job = plan_job
+hydra.main(config_path=None, config_name=None, version_base="1.3")(app)()
+"""
+
+
+def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "app.py").write_text(APPLICATION.format(here=str(Path(__file__).parents[2] / "support")))
+    return subprocess.run(
+        [sys.executable, "app.py", "-m", f"+x={xs}", f"+good={folder / 'good'}", "hydra/launcher=holmes_local",
+         f"hydra.sweep.dir={folder / 'sweep'}", *more], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "1,2")
+    assert done.returncode != 0 and "not yet" in done.stderr
+    found = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
+    assert found["+x=1"]["state"] == "completed" and found["+x=1"]["final"]["loss"] == 0.5
+    assert found["+x=2"]["state"] == "failed" and "not yet" in found["+x=2"]["error"]
+    assert (tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").exists()
+    (tmp_path / "good").touch()
+    done = sweep(tmp_path, "1,2")
+    assert done.returncode == 0, done.stderr
+    assert "completed as job" in done.stdout
+    assert {c["state"] for c in collect(tmp_path / "sweep")} == {"completed"}
+    assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1 and RunDirectory(tmp_path / "sweep" / "1").attempt == 2
+
+
+def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) -> None:
+    assert "not yet" in sweep(tmp_path, "1,2").stderr
+    done = sweep(tmp_path, "2")  # now job 0, whose directory is that of x=1
+    assert done.returncode != 0 and "holds a run of another configuration" in done.stderr
+    assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
+    done = sweep(tmp_path, "1")
+    assert done.returncode == 0 and "completed as job" in done.stdout
+
+
+@pytest.mark.parametrize("xs, more, error", [
+    ("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")])
+def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str, more: tuple[str, ...],
+                                                         error: str) -> None:
+    done = sweep(tmp_path, xs, *more)
+    assert done.returncode != 0 and error in done.stderr
+    assert not (tmp_path / "sweep" / "sweep.json").exists()
+
+
+def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "1").returncode == 0
+    (tmp_path / "good2").touch()
+    done = sweep(tmp_path, "1", f"good={tmp_path / 'good2'}")
+    assert done.returncode != 0 and "holds a run of another configuration" in done.stderr
+    assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
+
+
+@pytest.mark.parametrize("database", ["away", "exit 0"], ids=["away", "without the job"])
+def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any, database: str) -> None:
+    """A job that nobody knows may have ended, or its Slurm is away; only the first may be submitted again."""
+    away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    for command in ("sacct", "squeue", "scontrol"):
+        fake_slurm.answer(command, database if command == "sacct" and database != "away" else away)
+    fake_slurm.answer("sbatch", "echo 50")
+    manifest = open_manifest(tmp_path / "sweep")
+    manifest.path.parent.mkdir()
+    manifest.put(SweepJob(0, ("+x=1", f"+good={tmp_path / 'good'}"), "0", "plain", "slurm", "41", "x"))
+    command = [sys.executable, "app.py", "-m", "+x=1", f"+good={tmp_path / 'good'}", "hydra/launcher=holmes_slurm",
+               f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    (tmp_path / "app.py").write_text(WAITS)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "Slurm does not answer" in done.stderr, done.stderr
+    assert fake_slurm.calls("sbatch") == []
+
+
+def test_jobs_of_the_same_overrides_and_of_other_launcher_settings_are_kept_apart(tmp_path: Path) -> None:
+    manifest = open_manifest(tmp_path)
+    jobs = [SweepJob(num, overrides, str(num), "plain", "slurm", str(num), "x", digest="d", copy=copy)
+            for num, (overrides, copy) in enumerate([(("+x=1",), 0), (("+x=1",), 1),
+                                                     (("+x=1", "hydra.launcher.nodes=2"), 0)])]
+    for job in jobs:
+        manifest.put(job)
+    again = open_manifest(tmp_path)
+    assert again.jobs == jobs
+    assert [again.find(job.key, "d") for job in jobs] == jobs and again.find(("+x=2",), "d") is None
+
+
+def test_the_same_overrides_twice_are_two_jobs_and_a_percent_sign_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "good").touch()
+    for _ in range(2):
+        done = sweep(tmp_path, "1,1")
+        assert done.returncode == 0, done.stderr
+    assert [(j.num, j.copy) for j in open_manifest(tmp_path / "sweep").jobs] == [(0, 0), (1, 1)]
+    assert [RunDirectory(tmp_path / "sweep" / str(i)).attempt for i in range(2)] == [1, 1]
+    done = sweep(tmp_path, "1", "hydra.sweep.subdir=a%j")
+    assert done.returncode != 0 and "leave out '%'" in done.stderr
+
+
+def test_two_launches_at_once_into_one_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sweep").mkdir()
+    with locked(tmp_path / "sweep" / ".sweep.lock"):
+        done = sweep(tmp_path, "1")
+    assert done.returncode != 0 and "another writer has held it" in done.stderr
+    assert not (tmp_path / "sweep" / "sweep.json").exists()
+
+
+def test_a_result_of_a_program_that_is_not_here_is_collected(tmp_path: Path) -> None:
+    manifest = open_manifest(tmp_path / "sweep")
+    manifest.path.parent.mkdir()
+    manifest.put(SweepJob(0, ("+x=1",), "0", "plain", "local", "41", "."))
+    module = types.ModuleType("not_here")
+    sys.modules["not_here"] = module
+    exec("class Score:\n    def __init__(self): self.x = 1\nclass Sum(float): pass", module.__dict__)
+    path = manifest.path.parent / "41_0_result.pkl"
+    for value, said in ((module.Score(), "a not_here.Score"), (module.Sum(1.0), "a not_here.Sum")):
+        path.write_bytes(pickle.dumps(("success", value)))
+        del sys.modules["not_here"]
+        found = collect(tmp_path / "sweep")[0]
+        assert (found["state"], str(found["final"])) == ("completed", said)
+        sys.modules["not_here"] = module
+    del sys.modules["not_here"]
+    path.write_bytes(b"half of it")
+    assert "cannot be read" in collect(tmp_path / "sweep")[0]["error"]
+
+
+WAITS = """
+import os, time, hydra
+@hydra.main(config_path=None, config_name=None, version_base="1.3")
+def app(cfg):
+    open(os.path.join(cfg.mark, f"{cfg.x}-{len(os.listdir(cfg.mark))}"), "w").close()
+    while not os.path.exists(cfg.mark + ".good"):
+        time.sleep(0.1)
+    return cfg.x * 10
+app()
+"""
+
+
+def test_after_ctrl_c_the_same_command_takes_up_where_it_was_left(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(WAITS)
+    (tmp_path / "mark").mkdir()
+    command = [sys.executable, "app.py", "-m", "+x=1,2", f"+mark={tmp_path / 'mark'}", "hydra/launcher=holmes_local",
+               f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    with (tmp_path / "told").open("w") as told, subprocess.Popen(
+            command, cwd=tmp_path, stdout=told, stdin=subprocess.DEVNULL, start_new_session=True) as first:
+        end = time.monotonic() + 60
+        while len(list((tmp_path / "mark").iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        os.killpg(first.pid, signal.SIGINT)  # a terminal's Ctrl-C goes to all that was started in it
+        first.wait(timeout=60)
+    said = (tmp_path / "told").read_text()
+    assert first.returncode != 0 and "the jobs go on" in said and "holmes sweep status" in said
+    (tmp_path / "mark.good").touch()
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert len(list((tmp_path / "mark").iterdir())) == 2  # nothing was run twice
+    assert {c["final"] for c in collect(tmp_path / "sweep")} == {10, 20}

@@ -1,0 +1,129 @@
+"""The best step of a small site by going through everything, with code of its own: no estimate, bound or pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, permutations, product
+
+import numpy as np
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.memory import fits
+from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.spec.plan import Component, Schedule
+
+BUCKETS = (160_000_000, 40_000_000, 10_000_000, 2_500_000, 625_000)
+DEEPER = 2  # passes in flight beyond one more than the stage below, of each stage by itself; of all alike, any number
+
+
+def best_step_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
+    """Seconds of the shortest step of any plan; infinite if no plan fits."""
+    best = float("inf")
+    for components, parallel in layouts(model, batch, site):
+        p, m = parallel, batch.micro_batches(parallel.dp)
+        splits = _splits(model.layers, p.pp, p.virtual_stages)
+        for recompute, schedule, bucket in product(("none", "selective", "full"), _schedules(p, m), BUCKETS):
+            try:
+                setting = Setting(model, batch, p, recompute, schedule, components, site, costs, bucket_bytes=bucket)
+                fitting = splits[fits(setting, splits)]
+                if len(fitting):
+                    best = min(best, float(step_s(setting, fitting).min()))
+            except PlanError:  # a schedule that locks up
+                continue
+    return best
+
+
+def layouts(model: ModelSpec, batch: Batch, site: Site) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
+    """Every placement of every size."""
+    most = max(f.gpus_per_node for f in site.fabrics)
+    total = sum(f.gpus for f in site.fabrics)
+    for tp in range(1, most + 1):
+        if model.heads % tp or model.kv_heads % tp or model.ffn % tp:
+            continue
+        for dp in range(1, total + 1):
+            if batch.global_size % (batch.micro_size * dp):
+                continue
+            for chosen in _choices(site, tp):
+                yield from _pipelines(model, batch, chosen, tp, dp)
+                yield from _hierarchies(model, batch, chosen, tp, dp)
+
+
+def _choices(site: Site, tp: int) -> Iterator[list[tuple[Fabric, int]]]:
+    """(fabric, nodes used) of every non-empty choice of nodes, in every order."""
+    for size in range(1, len(site.fabrics) + 1):
+        for fabrics in permutations([f for f in site.fabrics if f.gpus_per_node % tp == 0], size):
+            for nodes in product(*(range(1, f.nodes + 1) for f in fabrics)):
+                yield list(zip(fabrics, nodes, strict=True))
+
+
+def _parallels(model: ModelSpec, batch: Batch, tp: int, pp: int, dp: int, **more: object) -> Iterator[Parallel]:
+    m = batch.micro_batches(dp)
+    for chunks in range(1, model.layers // pp + 1):
+        if chunks == 1 or (pp > 1 and m % pp == 0):
+            yield Parallel(tp, pp, dp, virtual_stages=chunks, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
+
+
+def _pipelines(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int,
+               ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
+    components, at = [], 0
+    for fabric, nodes in chosen:
+        ranks = nodes * fabric.gpus_per_node
+        if ranks % (tp * dp):
+            return
+        stages = ranks // (tp * dp)
+        components.append(Component(fabric.partition, "", fabric.name, nodes, fabric.gpus_per_node,
+                                    tuple(range(at, at + stages))))
+        at += stages
+    if at <= model.layers:
+        for parallel in _parallels(model, batch, tp, at, dp, order=PIPELINE_ORDER):
+            yield tuple(components), parallel
+
+
+def _hierarchies(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int,
+                 ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
+    ranks = sum(n * f.gpus_per_node for f, n in chosen)
+    if len(chosen) < 2 or ranks % (tp * dp) or ranks // (tp * dp) > model.layers:
+        return
+    pp = ranks // (tp * dp)
+    pipelines = [n * f.gpus_per_node / (tp * pp) for f, n in chosen]
+    for run in range(1, dp + 1):
+        if dp % run == 0 and all(count % run == 0 for count in pipelines):
+            components = tuple(Component(f.partition, "", f.name, n, f.gpus_per_node, tuple(range(pp)))
+                               for f, n in chosen)
+            for parallel in _parallels(model, batch, tp, pp, dp, order=HIERARCHICAL_ORDER,
+                                       optimizer_instances=dp // run):
+                yield components, parallel
+
+
+def _schedules(p: Parallel, micro_batches: int) -> list[Schedule]:
+    """Megatron-Core's, and the one that runs ahead at every depth up to DEEPER per hop, and deeper ones."""
+    if p.virtual_stages == 1:
+        base = [min(micro_batches, p.pp - s) for s in range(p.pp)]
+        waiting = Schedule("1f1b", tuple(base))
+    else:
+        base = [min(micro_batches * p.virtual_stages, 2 * (p.pp - s - 1) + (p.virtual_stages - 1) * p.pp + 1)
+                for s in range(p.pp)]
+        waiting = Schedule("interleaved", tuple(base))
+    if p.pp == 1:
+        return [waiting]
+    deeper = []
+    for more, *extra in product(range(micro_batches if p.virtual_stages == 1 else 1),
+                                *[range(DEEPER + 1)] * (p.pp - 1)):
+        depth = tuple(min(b + sum(extra[s:]) + more * (p.pp - 1 - s), micro_batches * p.virtual_stages)
+                      for s, b in enumerate(base))
+        deeper.append(Schedule("ahead", depth))
+    return [waiting, *dict.fromkeys(deeper)]
+
+
+def _splits(layers: int, stages: int, chunks: int) -> np.ndarray:
+    """Every way to deal layers out to chunks, at least one each: (ways, S, C)."""
+    parts = stages * chunks
+    ways = list(combinations(range(1, layers), parts - 1))
+    cuts = np.array(ways, dtype=int).reshape(len(ways), parts - 1)
+    edges = np.concatenate([np.zeros((len(cuts), 1), int), cuts, np.full((len(cuts), 1), layers)], axis=1)
+    return np.diff(edges, axis=1).reshape(-1, stages, chunks)

@@ -1,0 +1,86 @@
+"""Plans for the testbed, and torch-free rank functions for jobs that are about submission only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.spec.plan import Component, Plan, Predicted, Schedule, Stage
+from holmes_hpc.records.run import RunDirectory
+
+MODEL = ModelSpec("m", layers=6, hidden=32, heads=4, vocab=256, ffn=64, kv_heads=4)
+
+
+def site(nodes: int = 4, gres: bool = False) -> Site:
+    """The default testbed as the fabric room shows it."""
+    return Site("holmes", (
+        Fabric("ib-a", NicType.IB, "ib", nodes, 1, 0.05, CPU, 0.4, "nic_ib", gres=gres),
+        Fabric("roce-a", NicType.ROCE, "roce", nodes, 1, 0.05, CPU, 0.25, "nic_roce", gres=gres),
+        Fabric("eth-a", NicType.ETHERNET, "eth", 2, 1, 0.05, CPU, None, "nic_ethernet", gres=gres)))
+
+
+def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any) -> Plan:
+    """One stage per fabric, `nodes` nodes each."""
+    own = changes.pop("site", None) or site()
+    parts = [(own.fabric(name), i) for i, name in enumerate(fabrics)]
+    dp = nodes * parts[0][0].gpus_per_node
+    return Plan(
+        "pipeline" if len(fabrics) > 1 else "one-fabric", MODEL, Batch(8, 1, 32), Parallel(pp=len(fabrics), dp=dp),
+        "none", Schedule("1f1b", tuple(range(len(fabrics), 0, -1))),
+        tuple(Component(f.partition, f.constraint, f.name, nodes, f.gpus_per_node, (i,)) for f, i in parts),
+        tuple(Stage(f.name, 6 // len(fabrics)) for f, _ in parts), own,
+        predicted=Predicted(step_time_s, 1, 1, 1, (1,) * len(fabrics), {}, {}), **changes)
+
+
+CONFIG: dict[str, Any] = {"train": {"steps": 4, "max_restarts": 0}}
+
+
+def quick(config: dict[str, Any]) -> dict[str, Any]:
+    """A rank that does nothing but say where it is."""
+    rank, run = int(os.environ["SLURM_PROCID"]), RunDirectory(config["run_dir"])
+    if rank == 0:
+        run.start_attempt({"job_id": os.environ["SLURM_JOB_ID"]})
+    print(f"rank {rank} on {os.environ['SLURMD_NODENAME']} {config.get('note', '')}", flush=True)
+    if rank == 0:
+        run.append_metrics({"step": 1, "loss": 2.0, "attempt": run.attempt})
+    run.write_exit(rank, "completed", host=os.environ["SLURMD_NODENAME"])
+    return {"loss": 2.0}
+
+
+def until_told(config: dict[str, Any]) -> dict[str, Any]:
+    """A rank that waits. ``config["die"]`` {rank: how} says who ends when all are there; the others notice and fail
+    with what a lost connection says."""
+    rank, run = int(os.environ["SLURM_PROCID"]), RunDirectory(config["run_dir"])
+    here, count = Path(run.path) / "here", int(os.environ["SLURM_NTASKS"])
+    attempt = os.environ.get("SLURM_RESTART_COUNT") or "0"
+    if rank == 0:
+        number = run.start_attempt({"job_id": os.environ["SLURM_JOB_ID"]})
+        if config.get("steps_per_attempt"):
+            gaining = min(number, config.get("gaining_attempts", number))
+            run.append_metrics({"step": config["steps_per_attempt"] * gaining, "loss": 1.0, "attempt": number})
+    here.mkdir(exist_ok=True)
+    (here / f"{attempt}-{rank}").touch()
+    while len(list(here.glob(f"{attempt}-*"))) < count:
+        time.sleep(0.05)
+    print(f"rank {rank} waits", flush=True)
+    how = config.get("die", {}).get(str(rank))
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raise":
+        run.write_exit(rank, "failed", "ValueError: on purpose", host=os.environ["SLURMD_NODENAME"])
+        raise ValueError("on purpose")
+    end = time.monotonic() + float(config.get("wait_s", 60))
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        if config.get("die") and time.monotonic() > end - float(config.get("wait_s", 60)) + 1:
+            lost = "Connection closed by peer"
+            run.write_exit(rank, "failed", f"NetworkError: {lost}", host=os.environ["SLURMD_NODENAME"])
+            raise ConnectionError(lost)
+    run.write_exit(rank, "completed", host=os.environ["SLURMD_NODENAME"])
+    return {}

@@ -1,0 +1,70 @@
+"""The ranks of the tests' runs. ``rank_main.py CONFIG.json`` is one rank; ``rank_main.py`` alone loads torch once and
+forks a rank for every line ``{"environment": {…}, "config": PATH, "output": PATH}`` on its input, answering with
+``pid N`` and later ``exit PID CODE`` (negative: killed by that signal), after ``ready`` when it has loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import warnings
+from pathlib import Path
+
+
+def rank(config: str) -> None:
+    from holmes_hpc.train import run_rank
+
+    run_rank(json.loads(Path(config).read_text()))
+
+
+def fork(order: dict[str, object]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        target = os.open(str(order["output"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.environ.update(order["environment"])  # type: ignore[call-overload]
+        rank(str(order["config"]))
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    import holmes_hpc.train
+    import holmes_hpc.training.calibration.measure  # noqa: F401 (what takes seconds to load)
+
+    print("ready", flush=True)
+    rest = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], 0.02)
+        if ready:
+            chunk = os.read(0, 1 << 16)
+            if not chunk:
+                return
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                print("pid", fork(json.loads(line)), flush=True)
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            continue
+        if pid:
+            print("exit", pid, os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    rank(sys.argv[1]) if len(sys.argv) > 1 else serve()

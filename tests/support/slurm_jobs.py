@@ -1,0 +1,100 @@
+"""What tests on a real Slurm share: a folder with a hard name, jobs that wait and count, an executor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import plans
+import pytest
+import submitit
+
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.plan_job import submit_plan
+
+THREE = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2},
+         {"partition": "roce", "constraint": "nic_roce", "nodes": 2},
+         {"partition": "eth", "constraint": "nic_ethernet", "nodes": 1}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions_travel_with_the_pickle(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The folders of the tests are on no node's path."""
+    modules = (plans, sys.modules[__name__], request.module)
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose name is hard on shells; jobs left by a test are cancelled."""
+    made = tmp_path / "it's $(touch pwned) ü"
+    made.mkdir()
+    before = set(job_ids())
+    yield made
+    for job in {j.partition("+")[0] for j in set(job_ids()) - before}:
+        subprocess.run(["scancel", job], check=False)
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def job_ids() -> list[str]:
+    return subprocess.run(["squeue", "--me", "-h", "-o", "%i"], capture_output=True, text=True).stdout.split()
+
+
+def until(true: Callable[[], Any], seconds: float = 30) -> Any:
+    """Wait until `true()`; a state must be right that soon."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = true()
+        if found:
+            return found
+        time.sleep(0.3)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def executor(folder: Path, parts: list[dict[str, Any]], **parameters: Any) -> submitit.AutoExecutor:
+    made = submitit.AutoExecutor(folder, cluster="slurmhet")
+    made.update_parameters(timeout_min=3, slurmhet_components=parts, **parameters)
+    return made
+
+
+def sleeper(seconds: float) -> str:
+    time.sleep(seconds)
+    return "slept"
+
+
+class Counting:
+    """A checkpointable function: counts its starts in a file and goes on after the first."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.round = path, 0
+
+    def __call__(self) -> str:
+        Path(self.path + f"-{self.round}-{os.environ['SLURM_PROCID']}").touch()
+        if self.round == 0:
+            time.sleep(120)
+        return f"round {self.round}"
+
+    def checkpoint(self) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        again = Counting(self.path)
+        again.round = self.round + 1
+        return DelayedSubmission(again)
+
+
+def start(folder: Path, function: Any, settings: dict[str, Any] | None = None, **config: Any) -> RunDirectory:
+    plan = plans.plan("ib-a", "roce-a")
+    config = {**plans.CONFIG, **config}
+    run = RunDirectory.create(folder / "run 'x'", plan_text=plan.to_yaml(), config=config)
+    submit_plan(plan, run.path, function, config, {"timeout_min": 3, **(settings or {})})
+    return run

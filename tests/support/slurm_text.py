@@ -1,0 +1,36 @@
+"""Text as `scontrol show` of Slurm 22.05 and 24.11 writes it, with what a test needs in it."""
+
+from __future__ import annotations
+
+from holmes_hpc.slurm.scontrol import Node, Partition, parse_node, parse_partition
+
+OS = "OS=Linux 6.1.0-18-amd64 #1 SMP PREEMPT_DYNAMIC Debian 6.1.76-1 (2024-02-01)"
+
+
+def node_line(name: str, features: str = "", partitions: str = "ib", state: str = "IDLE", gres: str = "(null)",
+              reason: str = "", active: str | None = None, release: str = "22.05.8") -> str:
+    shown = features or "(null)"
+    tail = f" Reason={reason} [root@2024-05-01T10:00:00]" if reason else ""
+    extra = "" if release.startswith("22") else " BcastAddr=(null) Extra=(null)"
+    return (f"NodeName={name} Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=8 CPUTot=8 CPULoad=0.45 "
+            f"AvailableFeatures={shown} ActiveFeatures={shown if active is None else active} Gres={gres} "
+            f"NodeAddr=10.0.0.1 NodeHostName={name} Version={release}{extra} {OS} RealMemory=16384 AllocMem=0 "
+            f"FreeMem=8000 Sockets=8 Boards=1 State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A "
+            f"MCS_label=N/A Partitions={partitions or '(null)'} BootTime=2024-05-01T09:00:00 "
+            f"CfgTRES=cpu=8,mem=16G,billing=8 AllocTRES= CapWatts=n/a CurrentWatts=0 AveWatts=0{tail}")
+
+
+def node(name: str, features: str = "", partitions: str = "ib", **rest: str) -> Node:
+    return parse_node(node_line(name, features, partitions, **rest))
+
+
+def partition_line(name: str, nodes: str, default: bool = False, state: str = "UP", priority: int = 1) -> str:
+    return (f"PartitionName={name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL "
+            f"Default={'YES' if default else 'NO'} QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO "
+            f"GraceTime=0 Hidden=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
+            f"Nodes={nodes} PriorityJobFactor=1 PriorityTier={priority} RootOnly=NO ReqResv=NO OverSubscribe=NO "
+            f"State={state} TotalCPUs=32 TotalNodes=4 SelectTypeParameters=NONE DefMemPerNode=UNLIMITED")
+
+
+def partition(name: str, nodes: str, **rest: object) -> Partition:
+    return parse_partition(partition_line(name, nodes, **rest))  # type: ignore[arg-type]

@@ -1,0 +1,313 @@
+"""The order of samples: a function of seed and step, whatever the layout; and data that cannot be used."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.errors import ConfigError, DataError
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.training.data import indexed, prepare
+from holmes_hpc.training.data.samples import Synthetic, batches, build_datasets, sample_indices, shuffled
+
+VOCAB = 257
+
+
+def plan(dp: int = 1, micro: int = 2, size: int = 8, length: int = 16, vocab: int = VOCAB) -> Plan:
+    site = Site("s", (Fabric("f", NicType.ETHERNET, "p", 1, dp, 10, CPU, gres=False),))
+    return Plan(strategy="one-fabric", model=ModelSpec("m", 2, 32, 4, vocab, 64, 4), batch=Batch(size, micro, length),
+                parallel=Parallel(dp=dp), recompute="none", schedule=Schedule("1f1b", (1,)),
+                components=(Component("p", "", "f", 1, dp, (0,)),), stages=(Stage("f", 2),), site=site)
+
+
+def config(tmp_path: Path | None = None, **data: object) -> dict:
+    return {"data": {"kind": "synthetic", "seed": 7, **data}, "run_dir": str(tmp_path) if tmp_path else None,
+            "train": {"seed": 1, "eval_interval": 0}}
+
+
+def write_prefix(path: Path, documents: list[list[int]]) -> str:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{path}.idx")
+    return str(path)
+
+
+def random_documents(count: int, seed: int = 0, low: int = 0, high: int = VOCAB) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(low, high, random.integers(5, 60)).tolist() for _ in range(count)]
+
+
+def rows(dataset: object, p: Plan, steps: range) -> list[set[tuple[int, ...]]]:
+    """Per step, the set of samples that all data-parallel ranks train on together."""
+    seen: list[set[tuple[int, ...]]] = [set() for _ in steps]
+    for rank in range(p.parallel.dp):
+        stream = batches(dataset, p, rank, steps.start)  # type: ignore[arg-type]
+        for step in range(len(steps)):
+            for b in itertools.islice(stream, p.micro_batches):
+                seen[step] |= {tuple(r) for r in b["tokens"].tolist()}
+    return seen
+
+
+@given(dp=st.integers(1, 8), micro=st.integers(1, 5), per_rank=st.integers(1, 5), step=st.integers(0, 1000))
+def test_a_step_takes_each_of_its_samples_once(dp: int, micro: int, per_rank: int, step: int) -> None:
+    size = dp * micro * per_rank
+    taken = [i for d in range(dp) for m in range(per_rank) for i in sample_indices(step, m, d, dp, micro, size)]
+    assert sorted(taken) == list(range(step * size, (step + 1) * size))
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 300), key=st.tuples(st.integers(0, 2**32), st.integers(0, 2**20)))
+def test_shuffled_is_a_permutation(size: int, key: tuple[int, int]) -> None:
+    assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
+
+
+def test_shuffled_moves_most_and_differs_by_epoch() -> None:
+    one, two = ([shuffled(i, 500, (1, epoch)) for i in range(500)] for epoch in (1, 2))
+    assert sum(a == b for a, b in zip(one, two, strict=True)) < 20
+    assert sum(a == i for i, a in enumerate(one)) < 20
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_prefix(tmp_path_factory.mktemp("data") / "text", random_documents(80))
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "indexed"])
+def test_samples_of_a_step_are_the_same_for_every_layout(kind: str, prefix: str, tmp_path: Path) -> None:
+    expected = None
+    for dp, micro in [(1, 8), (1, 2), (2, 2), (4, 1), (4, 2)]:
+        p = plan(dp, micro)
+        train, _ = build_datasets(config(tmp_path, kind=kind, prefix=prefix, split="100,0"), p)
+        seen = rows(train, p, range(0, 30))  # several epochs of the 80 documents
+        assert [len(s) for s in seen] == [8] * 30
+        assert expected is None or seen == expected, (dp, micro)
+        expected = seen
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "indexed"])
+def test_resuming_at_a_step_gives_the_rest_of_the_stream(kind: str, prefix: str, tmp_path: Path) -> None:
+    p = plan(2, 2)
+    train, _ = build_datasets(config(tmp_path, kind=kind, prefix=prefix), p)
+    whole = list(itertools.islice(batches(train, p, 1, 0), 20 * p.micro_batches))
+    again, _ = build_datasets(config(tmp_path, kind=kind, prefix=prefix), p)
+    rest = list(itertools.islice(batches(again, p, 1, 13), 7 * p.micro_batches))
+    for a, b in zip(whole[13 * p.micro_batches:], rest, strict=True):
+        assert torch.equal(a["tokens"], b["tokens"]) and torch.equal(a["labels"], b["labels"])
+
+
+def test_a_micro_batch_has_the_shapes_and_types_the_model_takes() -> None:
+    p = plan()
+    train, valid = build_datasets(config(), p)
+    assert valid is None
+    b = next(batches(train, p, 0))
+    assert b["attention_mask"] is None
+    for key, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("position_ids", torch.int64),
+                       ("loss_mask", torch.float32)):
+        assert b[key].shape == (2, 16) and b[key].dtype == dtype and b[key].is_contiguous(), key
+    assert torch.equal(b["tokens"][:, 1:], b["labels"][:, :-1])
+    assert b["position_ids"].tolist() == [list(range(16))] * 2
+
+
+def test_the_seed_changes_the_order_and_validation_is_apart(prefix: str, tmp_path: Path) -> None:
+    p = plan()
+    for kind in ("synthetic", "indexed"):
+        c = config(tmp_path, kind=kind, prefix=prefix, split="80,20")
+        c["train"]["eval_interval"] = 5
+        train, valid = build_datasets(c, p)
+        other, _ = build_datasets({**c, "data": {**c["data"], "seed": 8}}, p)
+        assert valid is not None
+        assert rows(train, p, range(3)) != rows(other, p, range(3))
+        steps = range(0, len(train) // 8) if kind == "indexed" else range(3)
+        ours = set().union(*rows(train, p, steps))
+        assert not ours & set().union(*rows(valid, p, range(0, 2)))
+
+
+def test_an_epoch_of_indexed_data_is_every_sample_of_its_documents(prefix: str, tmp_path: Path) -> None:
+    train, _ = build_datasets(config(tmp_path, kind="indexed", prefix=prefix), plan())
+    first = [tuple(train.tokens(i)) for i in range(len(train))]
+    second = [tuple(train.tokens(i)) for i in range(len(train), 2 * len(train))]
+    assert len(set(first)) == len(first) == (sum(map(len, random_documents(80))) - 1) // 16
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_a_blend_keeps_its_weights_at_every_moment(tmp_path: Path) -> None:
+    low = write_prefix(tmp_path / "low", random_documents(40, 1, 0, 100))
+    high = write_prefix(tmp_path / "high", random_documents(10, 2, 100, 200))  # short: repeats long before the other
+    train, _ = build_datasets(config(tmp_path, kind="indexed", prefix=[3, low, 1, high]), plan())
+    from_high = [train.tokens(i).min() >= 100 for i in range(400)]
+    for upto in range(8, 400, 7):
+        assert abs(sum(from_high[:upto]) - upto / 4) <= 1.5
+    drawn = [tuple(train.tokens(i)) for i in range(400) if from_high[i]]
+    epoch = (sum(map(len, random_documents(10, 2, 100, 200))) - 1) // 16
+    assert len(set(drawn[:epoch])) == epoch == len(set(drawn))
+    by_size, _ = build_datasets(config(tmp_path, kind="indexed", prefix=[low, high]), plan())
+    share = sum(by_size.tokens(i).min() >= 100 for i in range(len(by_size))) / len(by_size)
+    assert share == pytest.approx(epoch / len(by_size), abs=0.02)
+
+
+def test_new_data_under_an_old_name_are_not_read_by_the_old_index(tmp_path: Path) -> None:
+    old = random_documents(40)
+    for new in (random_documents(30, 5), old[::-1]):  # the second has as many documents and tokens as the first
+        at = tmp_path / f"text{len(new)}"
+        build_datasets(config(tmp_path, kind="indexed", prefix=write_prefix(at, old)), plan())
+        name = write_prefix(at, new)
+        again, _ = build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        fresh, _ = build_datasets(config(tmp_path / "fresh", kind="indexed", prefix=name), plan())
+        assert len(again) == len(fresh) == (sum(map(len, new)) - 1) // 16
+        assert all((again.tokens(i) == fresh.tokens(i)).all() for i in range(len(fresh)))
+
+
+def test_a_half_written_index_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write_prefix(tmp_path / "text", random_documents(40))
+    real, calls = np.save, []
+
+    def dies(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(np, "save", dies)
+    with pytest.raises(DataError, match=r"cannot write the index.*No space left"):
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+    assert not list((tmp_path / "data").glob("*"))
+    monkeypatch.setattr(np, "save", real)
+    train, _ = build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+    assert len(train) > 8
+
+
+def cut(path: str, change: int) -> None:
+    raw = Path(path).read_bytes()
+    Path(path).write_bytes(raw[:change] if change < 0 else raw + bytes(change))
+
+
+@pytest.mark.parametrize(("harm", "says"), [
+    (lambda p: Path(f"{p}.bin").unlink(), r"text\.bin: No such file"),
+    (lambda p: Path(f"{p}.idx").unlink(), r"text\.idx: No such file"),
+    (lambda p: cut(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index says \d+"),
+    (lambda p: cut(f"{p}.bin", 2), r"text\.bin: too long"),
+    (lambda p: cut(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header says \d+"),
+    (lambda p: Path(f"{p}.idx").write_bytes(b"MMID"), r"text\.idx: truncated: 4 bytes"),
+    (lambda p: Path(f"{p}.idx").write_bytes(bytes(200)), r"text\.idx: not an index"),
+    (lambda p: Path(f"{p}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0)), "holds no text"),
+    (lambda p: write_prefix(Path(p), [[1] * 40]), r"has 2 samples of 16 tokens, a step takes 8"),
+    (lambda p: write_prefix(Path(p), [[1] * 200, [257]]), r"token id 257 is not in the model's vocabulary of 257"),
+])
+def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path: Path) -> None:
+    name = write_prefix(tmp_path / "text", random_documents(40))
+    harm(name)  # type: ignore[operator]
+    with pytest.raises(DataError, match=says) as e:
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+    assert "\n" not in str(e.value) and e.value.hint and e.value.exit_code == 2
+
+
+@pytest.mark.parametrize("prepared", [None, 100, VOCAB + 1])
+def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without PREFIX.json, beside one of other data, and beside one that names a larger vocabulary."""
+    monkeypatch.setattr(indexed, "_SCAN_BYTES", 64)
+    documents = random_documents(40)
+    name = write_prefix(tmp_path / "text", [*documents, [VOCAB]])
+    tokens = sum(map(len, documents)) + 1
+    if prepared is not None:
+        said = {"vocab": prepared, "tokens": tokens - (prepared < VOCAB), "sequences": 41}
+        Path(f"{name}.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match=f"token id {VOCAB} is not in the model's vocabulary of {VOCAB}"):
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+    build_datasets(config(tmp_path, kind="indexed", prefix=name), plan(vocab=VOCAB + 1))
+    with pytest.raises(DataError, match="token id"):  # what was checked for another vocabulary is checked again
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+
+
+def test_tokens_are_read_once_and_prepared_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(indexed, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
+    name = write_prefix(tmp_path / "text", random_documents(40))
+    for count in (1, 1):
+        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        assert len(read) == count
+    (tmp_path / "words.txt").write_text("some words " * 500)
+    prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
+    build_datasets(config(tmp_path / "other", kind="indexed", prefix=str(tmp_path / "words")), plan())
+    assert len(read) == 1
+
+
+def test_a_wrong_token_far_inside_is_found_when_it_is_read() -> None:
+    class Wrong(Synthetic):
+        def tokens(self, index: int) -> np.ndarray:
+            return super().tokens(index) + (index == 9) * VOCAB
+
+    stream = batches(Wrong(1, VOCAB, 16), plan(), 0)
+    with pytest.raises(DataError, match="token id"):
+        for _ in range(8):
+            next(stream)
+
+
+@pytest.mark.parametrize(("data", "says"), [
+    ({"kind": "parquet"}, "unknown kind 'parquet'"), ({"seed": -1}, "seed is -1"), ({"seed": "x"}, "seed is 'x'"),
+    ({"kind": "indexed", "prefix": None}, "no data set is named"),
+    ({"kind": "indexed", "prefix": [0.5, "a", "b"]}, "weight"),
+    ({"kind": "indexed", "prefix": [0.5, "a", -1, "b"]}, "weights above 0"),
+    ({"kind": "indexed", "prefix": "a", "split": "ninety"}, "split is 'ninety'"),
+    ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "split is '0,10'"),
+])
+def test_options_that_cannot_be_meant_are_one_line(data: dict, says: str) -> None:
+    with pytest.raises((DataError, ConfigError), match=says):
+        build_datasets(config(**data), plan())
+
+
+def test_learnable_tokens_mostly_follow_from_the_last() -> None:
+    t = Synthetic(3, 50, 400, learnable=True).tokens(5)
+    assert t.min() >= 0 and t.max() < 50
+    assert 0.8 < np.mean(t[1:] == (t[:-1] + 1) % 50) < 0.97
+
+
+def _rank(rank: int, world: int, address: str, prefix: str, directory: str, vocab: int, answers: object) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    try:
+        p = plan(vocab=vocab)
+        train, _ = build_datasets(config(Path(directory), kind="indexed", prefix=prefix), p)
+        answers.put((rank, [tuple(train.tokens(i)) for i in range(20)]))  # type: ignore[attr-defined]
+    except DataError as e:
+        answers.put((rank, str(e)))  # type: ignore[attr-defined]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _ask_ranks(ranks: int, tmp_path: Path, prefix: str, vocab: int) -> list[object]:
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("fork")
+    answers = context.Queue()
+    address = f"file://{tmp_path}/store-{vocab}"
+    processes = [context.Process(target=_rank, args=(r, ranks, address, prefix, str(tmp_path), vocab, answers))
+                 for r in range(ranks)]
+    for process in processes:
+        process.start()
+    got = dict(answers.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    return [got[r] for r in range(ranks)]
+
+
+def test_ranks_share_one_index_and_one_error(prefix: str, tmp_path: Path) -> None:
+    samples = _ask_ranks(3, tmp_path, prefix, VOCAB)
+    assert isinstance(samples[0], list) and samples == [samples[0]] * 3
+    assert len(list((tmp_path / "data").iterdir())) == 1
+    errors = _ask_ranks(3, tmp_path, prefix, 200)
+    assert "not in the model's vocabulary of 200" in str(errors[0]) and errors == [errors[0]] * 3

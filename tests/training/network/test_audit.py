@@ -1,0 +1,156 @@
+"""What each node should send, what a surplus is blamed on, and NICs that go down."""
+
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.network import audit
+from holmes_hpc.training.network.audit import EVERY_STEPS, Audit, loads
+from holmes_hpc.training.network.interfaces import NodeTransports
+
+MODEL = ModelSpec("m", layers=12, hidden=256, heads=8, vocab=512, ffn=1024, kv_heads=8)
+TWO = {"ib-a": 2, "roce-a": 2}
+
+
+def site(gpus: int) -> Site:
+    gpu = replace(CPU, memory_gib=64.0)
+    return Site("s", (
+        Fabric("ib-a", NicType.IB, "ib", 4, gpus, 0.05, gpu, 0.4, "nic_ib"),
+        Fabric("roce-a", NicType.ROCE, "roce", 4, gpus, 0.05, gpu, 0.25, "nic_roce"),
+        Fabric("eth-a", NicType.ETHERNET, "eth", 4, gpus, 0.05, gpu, None, "nic_ethernet")))
+
+
+def make(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options: object) -> Plan:
+    return best_plan(replace(MODEL, tied=tied), Batch(48, 1, 64), site(gpus),
+                     PlanOptions(nodes=nodes, **options), Costs(pace_layer_ms=2))
+
+
+@pytest.mark.parametrize("plan", [
+    make(TWO, pp=2),
+    make(TWO, gpus=4, pp=2, tp=2),
+    make(TWO, gpus=2, pp=4, tied=True),
+    make({"ib-a": 2}, gpus=2, pp=2, virtual_stages=2, schedule="interleaved"),
+    make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, virtual_stages=2, schedule="interleaved"),
+    make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, distributed_optimizer=False, transport="single"),
+    make(TWO, gpus=2, strategy="hierarchical-dp", schedule="1f1b"),
+    make(TWO, pp=2, edge_dtype="bf16"),
+], ids=["two-fabrics", "tp", "tied", "interleaved", "three-interleaved", "single", "hierarchical", "bf16-edges"])
+def test_the_nodes_loads_sum_up_to_what_the_plan_predicts(plan) -> None:
+    sums: defaultdict[str, float] = defaultdict(float)
+    names = [place.node for place in plan.places]
+    fabrics = {place.node: place.fabric for place in plan.places}
+    for load in loads(plan, names):
+        sums["ethernet" if load.kind == "ethernet" else fabrics[load.node]] += load.bytes
+    assert dict(sums) == pytest.approx(plan.predicted.nic_bytes_per_step)
+
+
+def nodes_of(plan: Plan) -> list[NodeTransports]:
+    return [NodeTransports(p.node, p.fabric, {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.0.1.1", 24),
+                                              "rdma": ("fast0", "10.0.2.1", 24)}, {}, False) for p in plan.places]
+
+
+def rows_of(plan: Plan, factor: float) -> list[list[float]]:
+    """Every rank's counters when all goes as planned."""
+    rows = [[0.0] * 5 for _ in plan.places]
+    names = [p.node for p in plan.places]
+    for load in loads(plan, names):
+        rows[names.index(load.node)][0 if load.kind == "ethernet" else 2] += load.bytes * factor
+    return rows
+
+
+def test_as_planned_nothing_is_said() -> None:
+    plan = make(TWO, pp=2)
+    watched = Audit(plan, nodes_of(plan), {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
+    assert not any(watched.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
+
+
+@pytest.mark.parametrize("wrong_from", [1, 2, 13, 30, 35, 100])
+def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps(wrong_from) -> None:
+    plan = make(TWO, pp=2)
+    watched, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
+    rows[1][0], rows[1][2] = rows[1][0] + rows[1][2], 0.0
+    said = [(step, f) for step in range(1, wrong_from + 20)
+            for f in watched.add(rows if step >= wrong_from else planned)]
+    (step, found), = said
+    assert wrong_from < step < wrong_from + 20
+    assert (found.level, found.node, found.nic) == ("error", plan.places[1].node, "eth0")
+    assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
+    assert not any(watched.add(rows) for _ in range(2 * EVERY_STEPS))  # and not again
+
+
+def test_a_group_on_a_nic_that_the_plan_does_not_use_is_named_and_storage_is_not() -> None:
+    plan = make(TWO, pp=2)
+    node = plan.places[1].node
+    rows = rows_of(plan, 1.0)
+    rows[0][4] = 1e9  # a checkpoint goes to storage over another port
+    rows[1][4], rows[1][2] = rows[1][2], 0.0
+    watched = Audit(plan, nodes_of(plan), {})
+    found, = (f for _ in range(20) for f in watched.add(rows))
+    assert (found.level, found.node) == ("error", node) and f"nics/{node}.jsonl names it" in found.what
+    assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
+
+
+def test_a_checkpoint_between_steps_is_no_groups_traffic() -> None:
+    plan = make(TWO, pp=2)
+    watched, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0)
+    busy = [[row[0] + 1e9, *row[1:]] for row in rows]
+    assert not any(watched.add(busy if step % 3 == 0 else rows, alone=step % 3 != 0) for step in range(100))
+
+
+def test_a_nic_must_be_down_twice(monkeypatch) -> None:
+    from holmes_hpc.fabric.finding import Finding
+
+    down = Finding("error", "node n1", "NIC ib0 went down (down)", "bring it up again", "n1", "ib0")
+    answers = iter([[], [down], [], [down], [down]])
+    monkeypatch.setattr(audit, "nic_faults", lambda names, node: next(answers))
+    node = NodeTransports("n1", "ib-a", {"local": ("lo", "127.0.0.1", 8), "rdma": ("ib0", "10.0.2.1", 24)},
+                          {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}, False)
+    assert audit.nics_in_use(node) == ["ib0", "mlx5_0:1", "mlx5_1:1"]
+    look = audit.nic_check(node)
+    assert [look() for _ in range(4)] == [None] * 4
+    assert str(look()) == "node n1: NIC ib0 went down (down); bring it up again"
+
+
+STUCK = """
+import itertools
+import sys
+import time
+from holmes_hpc.errors import NetworkError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.launch import Launch
+from holmes_hpc.training.output import Exits
+
+class Gone:  # a store behind the NIC that failed
+    def check(self, keys): time.sleep(60)
+
+exits = Exits(RunDirectory(sys.argv[1]), Launch(0, 2, 0, "srun", "n1", "key", False))
+exits._store = Gone()
+error = NetworkError("NIC ib0 went down", where="node n1", hint="bring it up again")
+looks = itertools.chain([None], itertools.repeat(error))
+exits.guard(lambda: next(looks), every_s=0.05)
+if sys.argv[2] == "waits":
+    time.sleep(60)  # a collective that never returns
+else:
+    sys.exit(exits.failed(RuntimeError("Connection reset by peer")))
+"""
+
+
+@pytest.mark.parametrize("main", ["waits", "breaks"])
+def test_the_cause_is_said_and_ends_the_rank_whatever_its_main_thread_does(tmp_path, main) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    done = subprocess.run([sys.executable, "-c", STUCK, str(run.path), main], capture_output=True, text=True,
+                          timeout=50, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("failed: node n1: NIC ib0 went down; bring it up again") == 1
+    (ended,) = run.read_exits()
+    assert (ended["state"], ended["error"]) == ("failed", "node n1: NIC ib0 went down; bring it up again")

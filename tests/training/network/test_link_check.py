@@ -1,0 +1,176 @@
+"""The link check over real sockets: each node is a thread with a loopback address of its own."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from holmes_hpc.errors import NetworkError
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.training.network import link_sockets as linktest
+from holmes_hpc.training.network.link_check import Limits, await_links, check_links, gather
+from holmes_hpc.training.network.link_diagnosis import Endpoint, Talk
+from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
+
+# generous where a busy machine makes threads wait, and rates far below what any loopback has
+LIMITS = Limits(meet_s=30, connect_s=3, sample_s=0.05, again_s=0.05)
+
+
+class Memory:
+    """A key-value store between threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value.encode()
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key], timedelta(seconds=5))
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            self.changed.notify_all()
+            return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(k in self.values for k in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError(f"wait timeout: {keys}")
+
+
+NODES = ["n1", "n2", "n3", "n4"]
+
+
+def nics(index: int, rdma: float = 1e-5, tcp: float = 1e-5) -> dict[str, tuple[str, str, float]]:
+    return {"rdma": ("lo", f"127.0.2.{index + 1}", rdma), "tcp": ("lo", f"127.0.1.{index + 1}", tcp)}
+
+
+def talks() -> list[Talk]:
+    world = Talk("world", "tcp", (0, 1, 2, 3), sampled=False)
+    return [Talk("dp 0", "rdma", (0, 1, 2)), Talk("edge", "tcp", (2, 3)), world]
+
+
+def run(own_nics=None, nodes=NODES, tokens=None, started=None) -> list[list[Finding] | NetworkError]:
+    store = Memory()
+
+    def one(i: int) -> list[Finding] | NetworkError:
+        try:
+            return check_links(store, nodes[i], nodes, "ib-a", (i,), (own_nics or nics)(i), talks(),
+                               (tokens or ["t"] * 4)[i], LIMITS)
+        except NetworkError as e:
+            return e
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(one, range(len(nodes)) if started is None else started))
+    try:
+        await_links(store, 0.1)
+    except NetworkError as e:
+        assert str(e) == str(results[0])
+    else:
+        assert not isinstance(results[0], NetworkError)
+    return results
+
+
+def test_a_healthy_job_passes_without_a_word() -> None:
+    assert run() == [[], [], [], []]
+
+
+def test_a_declared_rate_that_no_loopback_has_is_an_error_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.training.network.link_diagnosis.PROVABLE_GBPS", 1e6)
+    results = run(lambda i: nics(i, rdma=1e6))
+    assert len({str(r) for r in results}) == 1 and "RDMA" in str(results[0]) and "lo 127.0.2." in str(results[0])
+
+
+def test_a_node_whose_server_knows_another_run_is_not_taken_for_a_peer() -> None:
+    results = run(tokens=["t", "t", "other", "t"])
+    assert len({str(r) for r in results}) == 1 and "n3" in str(results[0]) and "127.0.2.3" in str(results[0])
+
+
+def test_one_address_on_two_nodes() -> None:
+    def double(i: int) -> dict[str, tuple[str, str, float]]:
+        return {**nics(i), "tcp": ("lo", "127.0.1.9", 1)}
+
+    results = run(double)
+    assert "all have the address 127.0.1.9" in str(results[0]) and len({str(r) for r in results}) == 1
+
+
+def test_an_absent_node_is_named_after_our_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.training.network.link_check._Check._gather",
+                        lambda self, name, value: gather(self.store, name, self.node, self.nodes, value, 1.0))
+    results = run(started=[0, 1, 3])
+    assert all("nodes n3 did not come within 1 s" in str(r) for r in results)
+
+
+def test_an_address_that_is_not_ours_is_one_line() -> None:
+    with pytest.raises(NetworkError, match=r"node n1: cannot listen on lo 192.0.2.77"):
+        LinkServer("n1", "t", {"tcp": ("lo", "192.0.2.77")})
+    with pytest.raises(NetworkError, match="cannot listen on ib7"):
+        LinkServer("n1", "t", {"rdma": ("ib7", "127.0.0.1")})
+
+
+def test_a_node_that_cannot_take_part_tells_the_others_at_once() -> None:
+    results = run(lambda i: nics(i) if i else {**nics(i), "rdma": ("ib9", "127.0.2.1", 1)})
+    assert len({str(r) for r in results}) == 1 and "node n1: cannot listen on ib9" in str(results[0])
+
+
+def test_reach_tells_peers_from_strangers_and_silence() -> None:
+    with LinkServer("n1", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+        port = server.ports["tcp"]
+        silent = linktest._bound("lo", "127.0.1.5")  # bound, not listening: refused
+        replies = reach(("lo", "127.0.1.2"), {
+            "n1": Endpoint("lo", "127.0.1.1", port, 1), "n9": Endpoint("lo", "127.0.1.1", port, 1),
+            "n5": Endpoint("lo", "127.0.1.5", silent.getsockname()[1], 1)}, "t", 1)
+        silent.close()
+    assert replies["n1"].failure == "" and abs(replies["n1"].skew_s) < 5
+    assert "node n1 answers there" in replies["n9"].failure and "refused" in replies["n5"].failure
+
+
+def test_reach_gives_up_in_time_on_a_server_that_accepts_and_says_nothing() -> None:
+    mute = linktest._bound("lo", "127.0.1.7")
+    mute.listen(5)
+    try:
+        replies = reach(("lo", "127.0.1.2"), {"n7": Endpoint("lo", "127.0.1.7", mute.getsockname()[1], 1)}, "t", 0.2)
+    finally:
+        mute.close()
+    assert replies["n7"].failure == "no answer in 0.2 s"
+
+
+def test_hundreds_of_peers_at_once_need_few_files() -> None:
+    with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+        targets = {f"n{i}": Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1) for i in range(700)}
+        replies = reach(("lo", "127.0.1.2"), targets, "t", 10)
+    assert len(replies) == 700 and all("node n answers there" in r.failure for r in replies.values())
+
+
+def test_rubbish_is_not_answered() -> None:
+    with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+        for rubbish in (b"GET / HTTP/1.0\n", b"[1]\n", b"{}\n", b"x" * 5000, b'{"token": "t", "seconds": "x"}\n'):
+            with linktest._bound("lo", "127.0.1.2") as s:
+                s.settimeout(2)
+                s.connect(("127.0.1.1", server.ports["tcp"]))
+                s.sendall(rubbish)
+                if b"token" not in rubbish:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert s.recv(100) == b""
+        endpoint = Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1)
+        assert reach(("lo", "127.0.1.2"), {"n": endpoint}, "t", 1)["n"].failure == ""
+        assert sample(("lo", "127.0.1.2"), endpoint, "wrong", 0.05) is None
+
+
+def test_a_sample_measures_something_and_a_dead_target_nothing() -> None:
+    with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+        endpoint = Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1)
+        gbps = sample(("lo", "127.0.1.2"), endpoint, "t", 0.1)
+    assert gbps is not None and gbps > 0
+    assert sample(("lo", "127.0.1.2"), endpoint, "t", 0.1) is None

@@ -1,0 +1,72 @@
+"""A gloo group's thread, and NCCL's options. torch's CPU build has no ProcessGroupNCCL: there the decision is tested
+with a stand-in, and that NCCL takes it is not shown."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.training.network.process_groups import check_devices, device, nccl_options
+
+NAMES = [(TCP, "Socket"), (Transport("rdma", NicType.IB, "a"), "IB"), (Transport("rdma", NicType.ROCE, "b"), "IB")]
+
+
+def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(net_name=None)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    for transport, name in [*NAMES, (LOCAL, None)]:
+        one, two = nccl_options(transport), nccl_options(transport)
+        assert one.config.net_name == two.config.net_name == name and one is not two and one.config is not two.config
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="not shown here: this torch has no ProcessGroupNCCL")
+@pytest.mark.parametrize(("transport", "name"), NAMES)
+def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
+    one, two = nccl_options(transport), nccl_options(transport)
+    assert one.config.net_name == name and one is not two
+    two.config.net_name = "other"
+    assert one.config.net_name == name
+
+
+@pytest.mark.parametrize(("shown", "numbers"), [(4, [0, 1, 2, 3]), (1, [0, 0, 0, 0])])
+def test_a_rank_takes_its_own_gpu_also_where_it_is_shown_no_other(shown: int, numbers: list[int],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: shown)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert [device(local, cuda=True).index for local in range(4)] == numbers == made
+    assert device(3, cuda=False).type == "cpu"
+
+
+def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [SimpleNamespace(node=name) for name in ("a", "a", "b", "b")]
+
+    def meet(uuids: list[str]) -> None:
+        store = dist.HashStore()
+        for rank, uuid in enumerate(uuids):
+            store.set(f"device/{rank}", uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[3]))
+        check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
+
+    meet(["x", "y", "x", "y"])
+    with pytest.raises(PlanError, match="node b: ranks 2 and 3 have the same GPU"):
+        meet(["x", "y", "z", "z"])
+
+
+def test_gathers_in_flight_leave_the_process_whole(tmp_path: Path) -> None:
+    """torch 2.13 writes the name of a group's last collective from all of the group's threads, without a lock."""
+    script = Path(__file__).parents[2] / "support" / "gather_rounds.py"
+    done = subprocess.run([sys.executable, str(script), str(tmp_path / "meet"), "2000"], capture_output=True, text=True,
+                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,231 @@
+"""Who a rank is, from Slurm's and torchrun's variables; how ranks meet; which networks a node's groups get."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spawn
+
+from holmes_hpc.errors import HolmesError, NetworkError, PlanError
+from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
+from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.network import rendezvous
+from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.rank import launch
+from holmes_hpc.training.rank.launch import Launch
+
+# What Slurm 22.05 shows a task of a spanning step of three components: the plain variables are the last one's.
+HET = {"SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_NNODES": "6", "SLURM_JOB_ID": "41",
+       "SLURM_HET_JOB_ID": "40", "SLURM_HET_SIZE": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_PARTITION": "eth",
+       "SLURM_NTASKS_PER_NODE": "1", "SLURMD_NODENAME": "roce1", "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
+       "SLURM_JOB_NODELIST_HET_GROUP_1": "roce[1,3]", "SLURM_JOB_NODELIST_HET_GROUP_2": "eth[1-2]"}
+
+
+def test_a_task_of_a_hetjob_finds_its_component_by_its_node() -> None:
+    own = launch.read(HET, host="somewhere")
+    assert (own.rank, own.world_size, own.node, own.components, own.one_host) == (2, 6, "roce1", (1,), False)
+    assert launch.check(own, spawn.plan(pp=3, dp=2)) == 1
+
+
+def test_a_task_in_another_component_than_planned_is_refused() -> None:
+    wrong = launch.read({**HET, "SLURM_PROCID": "1"})
+    with pytest.raises(PlanError, match=r"node roce1: rank 1 runs in component 1, the plan puts it into component 0"):
+        launch.check(wrong, spawn.plan(pp=3, dp=2))
+
+
+def test_a_node_outside_all_components_is_an_error() -> None:
+    with pytest.raises(PlanError, match="node ib9 is in none of the job's 3 components"):
+        launch.read({**HET, "SLURMD_NODENAME": "ib9"})
+
+
+def test_a_node_in_two_components_belongs_to_both() -> None:
+    shared = launch.read({**HET, "SLURM_JOB_NODELIST_HET_GROUP_2": "roce1,eth1"})
+    assert shared.components == (1, 2) and launch.check(shared, spawn.plan(pp=3, dp=2)) == 1
+
+
+def test_the_same_start_has_one_key_and_a_requeue_another() -> None:
+    first = launch.read(HET)
+    other_rank = launch.read({**HET, "SLURM_PROCID": "5", "SLURMD_NODENAME": "eth2", "SLURM_JOB_ID": "42"})
+    assert first.key == other_rank.key != launch.read({**HET, "SLURM_RESTART_COUNT": "1"}).key
+
+
+def test_a_plain_job_says_nothing_about_components() -> None:
+    plain = {k: v for k, v in HET.items() if "HET" not in k}
+    assert launch.check(launch.read(plain), spawn.plan(pp=3, dp=2)) == 1
+
+
+def test_torchrun() -> None:
+    own = launch.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                       "MASTER_ADDR": "n1", "MASTER_PORT": "29500", **HET})
+    assert (own.rank, own.local_rank, own.one_host, own.address, own.port) == (3, 1, False, "n1", 29500)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"},
+                                     {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}])
+def test_variables_that_make_no_sense_are_one_line(environ: dict[str, str]) -> None:
+    with pytest.raises(HolmesError) as e:
+        launch.read(environ)
+    assert "\n" not in str(e.value)
+
+
+def test_alone() -> None:
+    assert launch.check(launch.read({}), spawn.plan()) == 0
+    with pytest.raises(PlanError, match="1 ranks were started, the plan is for 4"):
+        launch.check(launch.read({}), spawn.plan(pp=2, dp=2))
+
+
+# -- rendezvous -------------------------------------------------------------------------------------------------------
+
+def member(rank: int, size: int = 2, key: str = "slurm-1-0-0") -> Launch:
+    return Launch(rank, size, rank, "srun", f"n{rank}", key, True)
+
+
+def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
+    path = rendezvous.meeting_path(tmp_path, member(0))
+    path.write_text(json.dumps({"address": "127.0.0.1", "port": spawn.free_port(), "word": "old", "attempt": 1,
+                                "host": "n0", "pid": 1, "error": "", "exit_code": 1}))
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 20)))
+    other.start()
+    store = rendezvous.host_store(tmp_path, member(0), "127.0.0.1", 2, 20)
+    other.join()
+    joined, attempt = found[0]
+    joined.set("a", "b")
+    assert store.get("a") == b"b" and attempt == 2
+
+
+def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
+    stranger = rendezvous.host_store(tmp_path / "." , member(0, key="other"), "127.0.0.1", 1, 5)
+    meeting = json.loads(rendezvous.meeting_path(tmp_path, member(0, key="other")).read_text())
+    rendezvous.meeting_path(tmp_path, member(0)).write_text(json.dumps({**meeting, "word": "mine"}))
+    with pytest.raises(NetworkError, match="another process answers there"):
+        rendezvous.join_store(tmp_path, member(1), 1)
+    del stranger
+
+
+def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "meeting.json"
+    path.write_text(json.dumps({"address": "1.2.3.4", "port": 1, "word": "w", "attempt": 1, "host": "n", "pid": 1,
+                                "error": "", "exit_code": 1}))
+    assert rendezvous.read_meeting(path) is not None
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert rendezvous.read_meeting(path) is None
+
+
+def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> None:
+    rendezvous.cancel(tmp_path, member(0), 3, "node n0: eth0 is down", 1)
+    with pytest.raises(NetworkError, match="rank 0 failed: node n0: eth0 is down"):
+        rendezvous.join_store(tmp_path, member(1), 5)
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+
+def nics(*names: str, **changes: Any) -> NodeNics:
+    kinds = {"ib": NicType.IB, "roce": NicType.ROCE}
+    made = []
+    for i, name in enumerate(names):
+        kind = kinds.get(name.rstrip("0123456789"), NicType.ETHERNET)
+        made.append(Nic(name, kind, **{"address": f"10.0.{i}.7", "prefix": 24, **changes.get(name, {})}))
+    return NodeNics(tuple(made))
+
+
+@pytest.mark.parametrize(("rank", "names", "interfaces", "environment"), [
+    (0, ("eth0", "ib0", "mgmt0"), {"local": "lo", "tcp": "eth0", "rdma": "ib0"}, "=eth0"),
+    (2, ("mgmt0", "eth1", "roce0"), {"local": "lo", "tcp": "eth1", "rdma": "roce0"}, "=eth1"),
+    (4, ("eth0", "mgmt0"), {"local": "lo", "tcp": "eth0"}, "=eth0"),
+])
+def test_every_node_uses_its_own_interfaces(rank: int, names: tuple[str, ...], interfaces: dict[str, str],
+                                            environment: str) -> None:
+    made = transports.decide(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
+    assert {k: v[0] for k, v in made.interfaces.items()} == interfaces
+    assert made.environment["NCCL_SOCKET_IFNAME"] == environment
+    assert NodeTransports.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+
+
+def transport_of(plan: Plan, kind: str, *ranks: int) -> Any:
+    return next(g.transport for g in plan.transports() if g.kind == kind and g.ranks == ranks)
+
+
+def test_groups_get_the_interface_of_their_transport() -> None:
+    plan = spawn.plan(pp=3, dp=2)
+    made = transports.decide(plan, 0, nics("eth0", "ib0"), "n", one_host=False, cuda=False)
+    assert made.interface(transport_of(plan, "dp", 0, 1)) == "ib0"
+    assert made.interface(transport_of(plan, "edge", 0, 2)) == "eth0"
+    assert made.interface(transports.of_ranks(plan, range(6))) == "eth0"
+    assert made.interface(transports.of_ranks(plan, [0])) == "lo"
+    single = spawn.plan(pp=3, dp=2, transport_mode="single")
+    assert made.interface(transport_of(single, "dp", 0, 1)) == "eth0"
+
+
+@pytest.mark.parametrize(("names", "changes", "match"), [
+    (("eth0",), {}, "no ib interface"),
+    (("eth0", "ib0"), {"ib0": {"up": False}}, "ib interface ib0 is down"),
+    (("eth0", "ib0"), {"ib0": {"address": None}}, "ib interface ib0 has no IPv4 address"),
+    (("ib0",), {}, "no ethernet interface"),
+    (("eth0", "mgmt0", "ib0"), {"eth0": {"up": False}}, "eth0 is down, and mgmt0 is no substitute"),
+])
+def test_a_missing_network_is_one_line_with_node_nic_and_cure(names: tuple[str, ...], changes: dict[str, Any],
+                                                              match: str) -> None:
+    with pytest.raises(NetworkError, match=match) as e:
+        transports.decide(spawn.plan(pp=3, dp=2), 0, nics(*names, **changes), "ib7", one_host=False, cuda=False)
+    assert "ib7" in str(e.value) and e.value.hint
+
+
+def test_a_roce_nic_does_not_stand_in_for_an_ethernet_nic_that_is_down() -> None:
+    plan, down = spawn.plan(pp=3, dp=2), {"eth0": {"up": False}}
+    with pytest.raises(NetworkError, match="eth0 is down, and roce0 is no substitute; ip link set eth0 up"):
+        transports.decide(plan, 2, nics("eth0", "mgmt0", "roce0", **down), "roce1", one_host=False, cuda=False)
+    unused = {"eth1": {"up": False, "address": None}}  # a converged node: RoCE and TCP over one NIC
+    made = transports.decide(plan, 2, nics("eth1", "roce0", **unused), "roce1", one_host=False, cuda=False)
+    assert made.interfaces["tcp"][0] == made.interfaces["rdma"][0] == "roce0"
+
+
+def test_rdma_ports_without_an_interface_are_enough_for_nccl() -> None:
+    ports = (RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_10", 1, "ib", True, "ACTIVE", 200.0))
+    node = NodeNics(nics("eth0").interfaces, ports)
+    made = transports.decide(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=True)
+    assert made.environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_10:1" and "rdma" not in made.interfaces
+    with pytest.raises(NetworkError, match="no kernel interface"):
+        transports.decide(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=False)
+
+
+@pytest.mark.parametrize(("environ", "match"), [
+    ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket"), ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
+    ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME=ib0 differs from this node's =eth0"),
+    ({"GLOO_SOCKET_IFNAME": "mgmt0"}, "GLOO_SOCKET_IFNAME=mgmt0"),
+    ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
+])
+def test_variables_that_would_choose_otherwise_are_refused(environ: dict[str, str], match: str) -> None:
+    made = transports.decide(spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False)
+    assert transports.refuse(made, {}, []) == []
+    with pytest.raises(NetworkError, match=match) as e:
+        transports.refuse(made, environ, [])
+    assert "ib1" in str(e.value)
+
+
+def test_ranks_that_share_a_node_by_plan_must_do_so() -> None:
+    plan = spawn.plan(tp=2, pp=2)
+    def node(name: str) -> NodeTransports:
+        return NodeTransports(name, "f", {}, {}, False)
+    transports.check_places(plan, [node("a"), node("a"), node("b"), node("b")])
+    with pytest.raises(NetworkError, match="rank 1 is planned on the node of its neighbours, a, and runs on b"):
+        transports.check_places(plan, [node("a"), node("b"), node("a"), node("b")])
+    with pytest.raises(NetworkError, match="2 nodes are planned, 1 are used"):
+        transports.check_places(plan, [node("a")] * 4)
+
+
+@pytest.mark.parametrize(("text", "hint"), [
+    ("Unable to find address for: ib0", "give ib0 an IPv4 address"),
+    ("connect: Network is unreachable", "connect the networks"), ("timed out", "reach each other over ib0"),
+])
+def test_an_error_of_a_group_names_group_ranks_and_transport(text: str, hint: str) -> None:
+    plan = spawn.plan(pp=3, dp=2)
+    error = transports.as_network_error(RuntimeError(text), "dp", (0, 1), transport_of(plan, "dp", 0, 1), "ib1", "ib0")
+    assert str(error).startswith("dp group of ranks 0,1 (rdma over ib (ib-0)) on node ib1: set-up on ib0 failed")
+    assert hint in str(error)
