@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
 
+from holmes_hpc.errors import RecordError
 from holmes_hpc.results import compare, figures, tables
 from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.report import Report
 
-if TYPE_CHECKING:
-    from holmes_hpc.results.report import Report
+
+def write_page(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page to `path`: the answer first, then figures and tables. RecordError when it cannot be written."""
+    try:
+        Path(path).write_text(page(report), encoding="utf-8")
+    except OSError as e:
+        raise RecordError(e.strerror or str(e), where=str(path), hint="give a file that can be written") from e
 
 
 def page(report: Report) -> str:

@@ -17,6 +17,7 @@ from holmes_hpc.results import compare, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
 from holmes_hpc.results.documents import read_blocks
 from holmes_hpc.results.loading.loader import load_runs, load_steps
+from holmes_hpc.results.sweep_tables import sweep_tables
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
@@ -51,13 +52,7 @@ class Report:
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
-        if self.single:
-            return tables.one_run(self.run, self.plan)
-        made = [compare.ended_table(self.comparison)]
-        if len(self.comparison.cells):
-            made = [compare.cell_table(self.comparison), compare.breakdown_table(self.comparison),
-                    compare.bytes_table(self.comparison), *made]
-        return [table for table in made if table is not None]
+        return tables.one_run(self.run, self.plan) if self.single else sweep_tables(self.comparison)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for scripts: numbers in seconds and bytes, null where unknown."""
@@ -70,15 +65,6 @@ class Report:
             data["cells"] = _records(self.comparison.cells.reset_index())
         return data
 
-    def write_html(self, path: str | os.PathLike[str]) -> None:
-        """One self-contained page: the answer first, figures, tables."""
-        from holmes_hpc.results.page import page
-
-        try:
-            Path(path).write_text(page(self), encoding="utf-8")
-        except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(path), hint="give a file that can be written") from e
-
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The only run's measured timeline, for Perfetto. RecordError without a trace."""
         if not self.single:
@@ -87,7 +73,7 @@ class Report:
         write_perfetto(RunDirectory(self.run["path"]), path)
 
 
-def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None) -> Report:
+def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None) -> Report:
     """The report of runs, or of all runs below directories (sweeps). RecordError when there is nothing to report.
 
     `simulate`: gives the simulated timeline of a run's plan.yaml (events with stage, kind, start_s, end_s); asked for
@@ -110,7 +96,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
         wanted.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
-        raise RecordError("no runs there", where=", ".join(map(str, paths)) or "report",
+        raise RecordError("no runs there", where=", ".join(map(str, paths)) or "load_report",
                           hint="give run directories, their names, or directories that hold runs")
     runs = pd.concat(frames, ignore_index=True)
     whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
