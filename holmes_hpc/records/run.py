@@ -209,14 +209,8 @@ class RunDirectory:
         """One entry per step, in order. Of a step run twice the later attempt's counts, and what an earlier attempt did
         beyond a later one's last step was in vain; a second line of the same attempt adds to the first (a validation
         loss); broken lines are left out."""
-        try:
-            text = self.metrics_path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
         steps: dict[int, dict[str, Any]] = {}
-        for raw in text.split(b"\n"):
+        for raw in self.metrics_bytes().split(b"\n"):
             try:
                 entry = json.loads(raw)
                 step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
@@ -235,6 +229,15 @@ class RunDirectory:
                 kept.append(entry)
                 latest = attempt
         return kept
+
+    def metrics_bytes(self) -> bytes:
+        """metrics.jsonl as it is; empty when there is none."""
+        try:
+            return self.metrics_path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as e:
+            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
 
     # -- how it ended -----------------------------------------------------------------------------------------------
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
-from holmes_hpc.results.documents import read_blocks
 from holmes_hpc.results.loading.loader import load_runs, load_steps
+from holmes_hpc.results.plans import read_plan
 from holmes_hpc.results.sweep_tables import sweep_tables
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
@@ -106,7 +105,7 @@ def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | No
     run = RunDirectory(str(runs["path"].iloc[0]))
     trace = typical_step(read_trace(run))
     simulated = pd.DataFrame(simulate(run.plan_path)) if simulate and len(trace) else None
-    return Report(runs, whole, _plan(run), comparison, trace, simulated)
+    return Report(runs, whole, read_plan(run), comparison, trace, simulated)
 
 
 def _steps(path: str | os.PathLike[str], runs: set[str], names: dict[str, str]) -> pd.DataFrame:
@@ -123,14 +122,6 @@ def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
     kinds = [str(name) for frame in steps for name in frame["run"].cat.categories]
     made = pd.concat([frame.assign(run=frame["run"].astype("object")) for frame in steps], ignore_index=True)
     return made.assign(run=pd.Categorical(made["run"], categories=list(dict.fromkeys(kinds))))
-
-
-def _plan(run: RunDirectory) -> dict[str, Any]:
-    try:
-        data = read_blocks(run.plan_path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:

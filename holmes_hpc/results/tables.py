@@ -12,7 +12,7 @@ import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.results.columns import PARTS
-from holmes_hpc.results.loading.run_reader import NIC_WORDS, nic_types
+from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
 PART_NAMES = {"compute_s": "compute", "pipeline_wait_s": "pipeline wait", "grad_sync_s": "gradient sync",
