@@ -316,6 +316,8 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
         if file:
             write(file)
             console.note(f"written: {file}")
+    if missing := made.missing():
+        console.note(missing)
     if json:
         console.as_json(made.to_dict())
         return

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError, RecordError
-from holmes_hpc.records.run import SKIPPED, RunDirectory
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import SKIPPED
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:

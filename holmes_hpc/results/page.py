@@ -81,7 +81,7 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
 
 
 def _notes(report: Report) -> list[str]:
-    """Where it comes from: commits, devices, when."""
+    """Where it comes from: commits, devices, when; what is missing."""
     runs = report.runs
     notes = [f"{name}: {', '.join(found)}" for name, column in (("commit", "git_commit"), ("device", "device"),
                                                                ("site", "site"))
@@ -90,7 +90,7 @@ def _notes(report: Report) -> list[str]:
     if len(started):
         notes.append(f"started {_day(started.min())} to {_day(started.max())}" if len(started) > 1
                      else f"started {_day(started.min())}")
-    return notes
+    return [*notes, *filter(None, [report.missing()])]
 
 
 def _day(when: pd.Timestamp) -> str:

@@ -64,6 +64,12 @@ class Report:
             data["cells"] = _records(self.comparison.cells.reset_index())
         return data
 
+    def missing(self) -> str | None:
+        """What files of older releases lack, of all runs in one line; None where nothing is missing."""
+        counts = self.runs["missing"].dropna().value_counts(sort=False)
+        lacking = "; ".join(f"{what} ({count} run{'s' if count > 1 else ''})" for what, count in counts.items())
+        return f"read without what an older release did not record: {lacking}" if lacking else None
+
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The only run's measured timeline, for Perfetto. RecordError without a trace."""
         if not self.single:

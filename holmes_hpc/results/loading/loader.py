@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 
 from holmes_hpc.errors import ConfigError, RecordError, nearest
-from holmes_hpc.records.run import SKIPPED
+from holmes_hpc.records.schema import SKIPPED
 from holmes_hpc.results.columns import PARTS, RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS
 from holmes_hpc.results.loading import cache as kept
 from holmes_hpc.results.loading.run_row import plain_name

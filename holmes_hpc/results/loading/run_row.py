@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import missing_fields
 from holmes_hpc.results.columns import PARTS, RUN_COLUMNS
 from holmes_hpc.results.loading.steps import Floats, Steps, no_steps, read_steps
 from holmes_hpc.results.plans import mapping, number, plan_columns, read_plan, text, whole
@@ -45,6 +47,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
         row.update(state="unreadable", error=said)
         return row, no_steps()  # as many as its row says: none
     row["plan_id"] = record.get("plan_id")
+    row["missing"] = "; ".join(_missing(record, steps)) or None
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, ending)])) or None
     if row["nodes"] is None and isinstance(record.get("hosts"), list):
         row["nodes"], row["ranks"] = len(set(map(str, record["hosts"]))), len(record["hosts"])
@@ -66,6 +69,13 @@ def _first_of_plan(record: dict[str, Any]) -> int:
     """The number of the attempt since when all have had the plan that the run has now."""
     plans = [mapping(a).get("plan_id") or record.get("plan_id") for a in record["attempts"]]
     return max((i + 2 for i, plan in enumerate(plans) if plan != record.get("plan_id")), default=1)
+
+
+def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
+    """What the files of a run that made steps lack, file by file."""
+    for file, fields in (("run.yaml", missing_fields(record)), ("metrics.jsonl", steps.missing)):
+        if fields and len(steps):
+            yield f"{file}: {', '.join(fields)}"
 
 
 def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], ending: dict[str, Any] | None) -> list[str]:

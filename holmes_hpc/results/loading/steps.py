@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,12 +109,19 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
     step, attempt = lines["step"].to_numpy(), lines["attempt"].fill_null(1).to_numpy()
     if lines["step"].null_count or (np.diff(step) <= 0).any() or (np.diff(attempt) < 0).any():
         raise _OutOfOrder
-    sent = _nic_bytes(lines)
-    missing = tuple(name for name, one in FIELDS.items() if one.always and len(step) and name != "attempt"
-                    and (name not in lines.column_names or lines[name].null_count == len(step)))
-    return Steps(step, attempt, {name: lines[name].to_numpy() for name in SCALARS}, _breakdown(lines),
+    sent, breakdown = _nic_bytes(lines), _breakdown(lines)
+    return Steps(step, attempt, {name: lines[name].to_numpy() for name in SCALARS}, breakdown,
                  sent["tx"], sent["rx"], _most(lines["peak_memory_bytes"]), int((attempt < first_attempt).sum()),
-                 broken, missing)
+                 broken, tuple(_missing(lines, breakdown)))
+
+
+def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
+    """What training writes in every line and no line has: fields, and parts of the breakdown."""
+    for name, one in FIELDS.items():
+        if one.always and (name not in lines.column_names or lines[name].null_count == len(lines)):
+            yield name
+    if breakdown.shape[1]:
+        yield from (f"breakdown.{part}" for part, found in zip(PARTS, breakdown, strict=True) if np.isnan(found).all())
 
 
 def _breakdown(lines: pa.Table) -> Floats:
