@@ -1,4 +1,4 @@
-"""Which run a word means: a directory, a name or a Slurm job id; and all runs below a directory."""
+"""Finding runs: the one that a directory, a name or a Slurm job id means, and all runs below a directory."""
 
 from __future__ import annotations
 

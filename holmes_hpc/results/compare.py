@@ -28,7 +28,7 @@ CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "sch
         "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
-TOLD = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
+REDUNDANT = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
         "slurm.reservation", "slurm.timeout_min", "slurm.nodelist", "slurm.exclude",
         "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
         "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
@@ -36,7 +36,7 @@ TOLD = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch"
         "plan.nodes", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage", "plan.tp",
         "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
 # What makes cells different and is not in their tables' rows: it is told where rows would look alike (see _told_apart).
-QUIET = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
+NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
     given = {key: value for key, _, value in (word.lstrip("+~").partition("=")
                                               for word in unpacked(run, "overrides") or [])}
     both = {given.get(f"train.overlap_{what}", "true").lower() for what in ("grad_reduce", "param_gather")}
-    told = (*TOLD, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
+    told = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
     return {key: value for key, value in given.items()
             if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in told)}
 
@@ -138,7 +138,7 @@ def _told_apart(cells: pd.DataFrame) -> pd.DataFrame:
     """`cells` with the column `apart`: where several would be called alike, what makes them different."""
     words = pd.Series("", index=cells.index, dtype="object")
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
-        differ = [name for name in QUIET if group[name].nunique(dropna=False) > 1]
+        differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
             words[index] = " ".join(_sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}"
                                     for name in differ)

@@ -68,7 +68,7 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
         pace = " / ".join(dict.fromkeys(tables.pace(c) for _, c in compare.entries(cells)))
         left_out = "; ".join(filter(None, [figures.fastest(cells), pace]))
         made.append((f"medians over runs, whiskers: 95% intervals; {left_out}", figures.throughput(cells)))
-        shown = compare.entries(cells.head(figures.MOST))
+        shown = compare.entries(cells.head(figures.MOST_BARS))
         made.append((left_out, figures.breakdown([compare.label(c) for _, c in shown],
                                                  [{part: c[part] for part in PARTS} for _, c in shown])))
         if compare.scaled(cells):

@@ -1,4 +1,5 @@
-"""What `holmes report` says: of one run its throughput, breakdown and bytes; of several, which wins, how much, why."""
+"""What `holmes report` says: of one run its throughput, step breakdown and bytes; of several, which is fastest and why.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from holmes_hpc.results.page import page
 from holmes_hpc.results.report import load_report
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTED: dict[str, Any] = {"components": [], "versions": {}, "git_commit": None, "nics": []}  # made-up runs have the rest
+STARTED: dict[str, Any] = {"components": [], "versions": {}, "git_commit": None, "nics": []}  # the rest is made up
 
 
 def older(path: Path, without_run: tuple[str, ...] = (), without_line: tuple[str, ...] = (), **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""One run directory -> one row of the table of runs, and its steps."""
+"""Reads one run directory: its row in the table of runs, and its steps."""
 
 from __future__ import annotations
 
