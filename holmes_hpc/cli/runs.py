@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -209,15 +210,18 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.results import report as reports
+    from holmes_hpc.results.page import write_page
+    from holmes_hpc.results.report import load_report
 
     for file in (html, trace):
         check_output(file)
-    made = reports.report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
-    for file, write in ((html, made.write_html), (trace, made.write_trace)):
+    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
+    for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)
             console.note(f"written: {file}")
+    if missing := made.missing():
+        console.note(missing)
     if json:
         console.as_json(made.to_dict())
         return

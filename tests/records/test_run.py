@@ -17,7 +17,8 @@ from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import files
 from holmes_hpc.records.find import find_run, run_directories
 from holmes_hpc.records.logs import follow, tail
-from holmes_hpc.records.run import VERSION, RunDirectory, parse_run
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import VERSION, parse_run
 
 
 @pytest.fixture
