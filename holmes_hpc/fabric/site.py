@@ -45,6 +45,11 @@ class Gpu:
         for key in ("peak_tflops", "memory_gib", "intra_node_gbps"):
             _positive(key, getattr(self, key), f"gpu {self.name}")
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a core that stands in for an accelerator."""
+        return self.name == "cpu"
+
 
 # A CPU rank stands in for an accelerator where nodes have no GPU (the testbed, a laptop).
 CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)

@@ -84,7 +84,7 @@ class Costs:
 
     def dtype_of(self, gpu: Gpu) -> str:
         return self.dtype or (self.calibration.dtype if self.calibration else None) or (
-            "fp32" if gpu.name == "cpu" else "bf16")
+            "fp32" if gpu.is_cpu else "bf16")
 
     def weight_bytes(self, gpu: Gpu) -> int:
         """Of one weight, and of one element of an activation."""
@@ -104,7 +104,7 @@ class Costs:
         return measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
-        return GLOO_LINKS if gpu.name == "cpu" else _published_links(self.fitted)
+        return GLOO_LINKS if gpu.is_cpu else _published_links(self.fitted)
 
     def layer_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
                 recompute: str = "none") -> tuple[float, float]:

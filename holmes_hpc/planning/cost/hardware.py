@@ -60,7 +60,7 @@ GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
 
 def collectives(gpu: Gpu) -> Collectives:
     """CPU ranks talk by gloo, GPUs by NCCL."""
-    return GLOO if gpu.name == "cpu" else NCCL
+    return GLOO if gpu.is_cpu else NCCL
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.planning.spec.transport import Transport, TransportRule
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Setting:
         """Gloo sends a message once the receiver has said that it is ready, over the connection of the two ranks: what
         says so waits there behind a message of the other direction (benchmarks/one_connection.py). Edges have
         connections of their own for each direction."""
-        return self.transport_mode == "single" and any(self.fabric(c).gpu.name == "cpu" for c in self.components)
+        return self.transport_mode == "single" and any(self.fabric(c).gpu.is_cpu for c in self.components)
 
     @property
     def hierarchical(self) -> bool:
@@ -86,18 +86,10 @@ class Setting:
         return self.fabrics[component.fabric]
 
     @cached_property
-    def shared(self) -> Transport:
-        """The best transport that all nodes share: what plain Megatron-LM uses for every group."""
-        names = {c.fabric for c in self.components}
-        nodes = sum(c.nodes for c in self.components)
-        return LOCAL if nodes == 1 else self._within(names)
-
-    def _within(self, names: set[str]) -> Transport:
-        fabric = self.fabrics[next(iter(names))]
-        return Transport("rdma", fabric.nic, fabric.name) if len(names) == 1 and fabric.nic.rdma else TCP
-
-    def _mode(self, own: Transport) -> Transport:
-        return own if own == LOCAL or self.transport_mode == "holmes" else self.shared
+    def rule(self) -> TransportRule:
+        """As the Plan has it; here, where a group's members run is found out without listing them."""
+        return TransportRule(self.site, self.transport_mode, frozenset(c.fabric for c in self.components),
+                             sum(c.nodes for c in self.components) == 1)
 
     def edge(self, lane: int, stage: int) -> Transport:
         """Of the hop from `stage` to the next (the last's: back to the first). Local if it never leaves a node."""
@@ -120,7 +112,7 @@ class Setting:
             ahead = (stage + 1) % p.pp - stage
             span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
             local = here is there and (here.nodes == 1 or (ahead > 0 and span <= here.gpus_per_node))
-        return self._mode(LOCAL if local else self._within({here.fabric, there.fabric}))
+        return self.rule.of({here.fabric, there.fabric}, local)
 
     def nodes_of_run(self, lane: int, stage: int) -> int:
         """Nodes that the ranks of one data-parallel run are spread over."""
@@ -134,20 +126,19 @@ class Setting:
 
     def reduction(self, lane: int, stage: int) -> Transport:
         """Of one data-parallel run of `stage`."""
-        if self.run == 1 or self.nodes_of_run(lane, stage) == 1:
-            return LOCAL
-        return self._mode(self._within({self.lanes[lane][stage].fabric}))
+        one_node = self.run == 1 or self.nodes_of_run(lane, stage) == 1
+        return self.rule.of({self.lanes[lane][stage].fabric}, one_node)
 
     def across(self) -> Transport:
         """Between optimizer instances."""
-        return self._mode(self._within({c.fabric for c in self.components}))
+        return self.rule.of(self.rule.fabrics, self.rule.one_node)
 
     def ends(self, lane: int = 0) -> Transport:
         """Between the first and the last stage: a tied embedding's gradients."""
         first, last = self.lanes[lane][0], self.lanes[lane][-1]
         whole = self.hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
         local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
-        return self._mode(LOCAL if local else self._within({first.fabric, last.fabric}))
+        return self.rule.of({first.fabric, last.fabric}, local)
 
     def rate(self, transport: Transport, component: Component, collective: str = "") -> float:
         """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective."""
@@ -176,7 +167,7 @@ class Setting:
             elif calibration is None or not calibration.parts:
                 said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
                             " fitted efficiency), not measured")
-            if gpu.name != "cpu" and self.costs.software.flash:
+            if not gpu.is_cpu and self.costs.software.flash:
                 said.append("attention is fused, as with Transformer Engine: without it scores take memory and time")
             if calibration is None or not calibration.links:
                 said.append("link latencies and efficiencies from published figures, not measured")

@@ -91,7 +91,7 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray) -> Part:
     held = np.zeros_like(count)
     beside = np.zeros_like(count)
     of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
-                                    setting.recompute, costs.software.flash and g.name != "cpu") for g in set(gpus)}
+                                    setting.recompute, costs.software.flash and not g.is_cpu) for g in set(gpus)}
     for s, gpu in enumerate(gpus):
         kept, more = of[gpu]
         held[:, s] = (layers[:, s] @ held_passes(setting.order, s).T).max(axis=1) * kept
@@ -104,7 +104,7 @@ def _lane(setting: Setting, lane: int, layers: np.ndarray) -> Part:
     matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
     beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy) + matrix)  # the softmax in fp32 becomes its gradient
     buffers = beside + np.array([_posted(setting, s) for s in range(p.pp)]) * hop
-    buffers += np.array([0 if g.name == "cpu" else CUDA_BYTES for g in gpus])
+    buffers += np.array([0 if g.is_cpu else CUDA_BYTES for g in gpus])
     return Part(weights, gradients, optimizer, held, buffers)
 
 

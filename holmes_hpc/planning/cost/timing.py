@@ -164,7 +164,7 @@ def _apart(setting: Setting) -> bool:
     """Does all of the data-parallel traffic come after the last backward pass? Megatron-Core's overlap of several
     optimizer instances takes CUDA streams (training.optimizer.wrap)."""
     return setting.parallel.optimizer_instances > 1 and any(
-        setting.fabric(c).gpu.name == "cpu" for c in setting.components)
+        setting.fabric(c).gpu.is_cpu for c in setting.components)
 
 
 def _exposed(setting: Setting, layers: np.ndarray, forward: np.ndarray, backward: np.ndarray, gather: np.ndarray,
@@ -285,4 +285,4 @@ def _norm_s(setting: Setting) -> float:
     if setting.costs.calibration is not None and setting.costs.calibration.step_s:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, setting.parallel.world_size)))
-    return steps * max(setting.latency(setting.shared, c, "reduce_scatter") for c in setting.components)
+    return steps * max(setting.latency(setting.rule.shared, c, "reduce_scatter") for c in setting.components)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -16,8 +17,8 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import HolmesError, PlanError, nearest
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.orders import Order
-from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Group, Parallel, groups
-from holmes_hpc.planning.spec.transport import LOCAL, Place, Transport, check, decide
+from holmes_hpc.planning.spec.parallel import Parallel, groups
+from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, check
 
 VERSION = 1
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
@@ -25,8 +26,7 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved", "ahead")  # Megatron-Core's two, and this project's own
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
-MODEL_TRAFFIC = ("tp", "dp", "intra_dp", "inter_dp")  # groups whose fabric decides the speed
-T = TypeVar("T")
+CONTROL = "control"  # the kind of the one entry of transports that is no group of Megatron-Core's
 
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
@@ -91,7 +91,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """The transport of one concrete group: Megatron-Core's `kind` of it (or `edge`), its global ranks, its stages."""
+    """The transport of one concrete group: Megatron-Core's `kind` of it, its global ranks, its stages. Beside those:
+    ``edge``, and, where ranks are GPUs, ``control``: what all ranks exchange from host memory (gloo groups of some of
+    the ranks follow the same rule)."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -255,15 +257,11 @@ class Plan:
         """Micro-batches per pipeline and step."""
         return self.batch.micro_batches(self.parallel.dp)
 
-    @property
+    @cached_property
     def places(self) -> list[Place]:
         """Where each global rank runs: components in order, nodes in order within, GPUs in order within a node."""
-        cached: list[Place] | None = self.__dict__.get("_places")
-        if cached is None:
-            cached = [Place(c.fabric, f"{c.fabric}[{n}]") for i, c in enumerate(self.components)
-                      for n in range(c.nodes) for _ in range(c.gpus_per_node)]
-            object.__setattr__(self, "_places", cached)
-        return cached
+        return [Place(c.fabric, f"{c.fabric}[{n}]") for c in self.components for n in range(c.nodes)
+                for _ in range(c.gpus_per_node)]
 
     def component_of(self, rank: int) -> int:
         for index, c in enumerate(self.components):
@@ -272,23 +270,31 @@ class Plan:
             rank -= c.ranks
         raise PlanError(f"rank {rank} is beyond the plan's {self.world_size}", where="plan", hint="use the plan's size")
 
-    def transport_of(self, group: Group) -> Transport:
-        """`holmes`: the best its members share; `single` (plain Megatron-LM): the best that all ranks share."""
-        own = decide(self.site, [self.places[r] for r in group.ranks])
-        if self.transport_mode == "holmes" or own == LOCAL:
-            return own
-        return decide(self.site, self.places)
+    @cached_property
+    def transport_rule(self) -> TransportRule:
+        return TransportRule(self.site, self.transport_mode, frozenset(c.fabric for c in self.components),
+                             sum(c.nodes for c in self.components) == 1)
+
+    def transport_of(self, ranks: Sequence[int], host_memory: bool = False) -> Transport:
+        """Of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
+        return self.transport_rule.of_members([self.places[r] for r in ranks], host_memory)
 
     def transports(self) -> Iterator[GroupTransport]:
         """One entry per concrete group and per pair of an edge, in a fixed order."""
+        if self.world_size > 1 and not all(self.site.fabric(c.fabric).gpu.is_cpu for c in self.components):
+            everyone = tuple(range(self.world_size))
+            yield GroupTransport(CONTROL, everyone, self.transport_of(everyone, host_memory=True),
+                                 tuple(range(self.parallel.pp)))
         for g in groups(self.parallel):
-            yield GroupTransport(g.kind, g.ranks, self.transport_of(g), g.stages)
+            yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property
     def id(self) -> str:
-        """Twelve hex digits of what the plan does (not of what was predicted or considered)."""
-        kept = replace(self, predicted=None, assumptions=(), alternatives=())
-        return hashlib.sha256(json.dumps(kept.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        """Twelve hex digits of what the plan does (not of what was predicted or considered). Without the control entry,
+        which older plans do not have."""
+        data = replace(self, predicted=None, assumptions=(), alternatives=()).to_dict()
+        data["transports"] = _without_control(data["transports"])
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the schema of plan.yaml. Only a paced plan has a pace."""
@@ -341,7 +347,7 @@ class Plan:
             t = Transport(entry["transport"], nic, entry.get("fabric"))
             check(self.site, f"{entry['kind']} {_short(entry['ranks'])}", [self.places[r] for r in entry["ranks"]], t)
         derived = self.to_dict()["transports"]
-        if written != derived:
+        if written not in (derived, _without_control(derived)):
             raise PlanError("transports are not those of its groups", where="transports",
                             hint="remove the key (it is derived), or set transport_mode")
 
@@ -377,9 +383,10 @@ class Plan:
         return cls.from_dict(data, where=str(path))
 
 
+def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in transports if entry["kind"] != CONTROL]
+
+
 def _short(ranks: tuple[int, ...] | list[int]) -> str:
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
-
-
-__all__ = ["PIPELINE_ORDER", "Component", "GroupTransport", "Parallel", "Plan", "Predicted", "Schedule", "Stage"]

@@ -18,7 +18,6 @@ from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.parallel import Group
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.training.network import link_check as linkcheck
@@ -71,11 +70,6 @@ class NodeTransports:
     def from_dict(cls, data: Mapping[str, Any]) -> NodeTransports:
         return cls(data["node"], data["fabric"], {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
                    dict(data["environment"]), data["one_host"])
-
-
-def of_ranks(plan: Plan, ranks: Sequence[int]) -> Transport:
-    """The transport of whatever group these ranks form, under the plan's transport mode."""
-    return plan.transport_of(Group("group", tuple(sorted(ranks))))
 
 
 def kinds_of(plan: Plan, rank: int) -> set[str]:

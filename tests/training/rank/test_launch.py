@@ -157,8 +157,8 @@ def test_groups_get_the_interface_of_their_transport() -> None:
     made = transports.decide(plan, 0, nics("eth0", "ib0"), "n", one_host=False, cuda=False)
     assert made.interface(transport_of(plan, "dp", 0, 1)) == "ib0"
     assert made.interface(transport_of(plan, "edge", 0, 2)) == "eth0"
-    assert made.interface(transports.of_ranks(plan, range(6))) == "eth0"
-    assert made.interface(transports.of_ranks(plan, [0])) == "lo"
+    assert made.interface(plan.transport_of(range(6))) == "eth0"
+    assert made.interface(plan.transport_of([0])) == "lo"
     single = spawn.plan(pp=3, dp=2, transport_mode="single")
     assert made.interface(transport_of(single, "dp", 0, 1)) == "eth0"
 
