@@ -19,7 +19,7 @@ class Measured:
     """Seconds of one part of a model for one micro-batch of `tokens` tokens, on one of `tp` ranks.
 
     `part`: layer, embedding or head. `flops`: the part's forward FLOPs (for the embedding: tokens * hidden), as
-    planning.counts gives them for the whole micro-batch; times scale with it to other sizes. Backward: without
+    cost/flops.py gives them for the whole micro-batch; times scale with it to other sizes. Backward: without
     recomputation.
     """
 

@@ -36,19 +36,19 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 class Software:
     """What a training program does, as of now by default. `flash`: attention is fused, so that scores never leave the
     chip. `overlap`: gradients' traffic is hidden behind computing where it can be, `overlap_gather`: parameters' too.
-    `overlap_hops`: interleaved stages compute while they exchange. `scatter_hops`: of what all TP ranks hold alike,
-    each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
+    `overlap_transfers`: interleaved stages compute while they exchange. `scatter_transfers`: of what all TP ranks hold
+    alike, each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
 
     flash: bool = True
     overlap: bool = True
     overlap_gather: bool = True
-    overlap_hops: bool = True
-    scatter_hops: bool = False
+    overlap_transfers: bool = True
+    scatter_transfers: bool = False
 
 
 CURRENT = Software()
 # SC'21's runs: before FlashAttention, the distributed optimizer's overlap, and overlap_p2p_comm.
-SC21 = Software(flash=False, overlap=False, overlap_hops=False, scatter_hops=True)
+SC21 = Software(flash=False, overlap=False, overlap_transfers=False, scatter_transfers=True)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import Transport
-from holmes_hpc.training.network import link_check as linkcheck
-from holmes_hpc.training.network.link_diagnosis import Talk
+from holmes_hpc.training.network import link_check
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup
 
 LOOPBACK = "lo"
 # Groups that carry the model's own traffic: their links are measured at start.
@@ -77,7 +77,7 @@ def kinds_of(plan: Plan, rank: int) -> set[str]:
     return {g.transport.kind for g in plan.transports() if rank in g.ranks}
 
 
-def decide(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
+def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
     """This node's interfaces and environment. Raises NetworkError when one that the plan needs is missing, down or
     without an address. With `cuda`, RDMA ports need no kernel interface: NCCL speaks to them directly."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
@@ -127,9 +127,9 @@ def refuse(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
     return found
 
 
-def talks(plan: Plan, nodes: Sequence[NodeTransports]) -> list[Talk]:
+def communication_groups(plan: Plan, nodes: Sequence[NodeTransports]) -> list[CommunicationGroup]:
     """The plan's groups as the check of links sees them: those that leave their node, over NICs with an address."""
-    return [Talk(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
+    return [CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
             for g in plan.transports()
             if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)]
 
@@ -142,14 +142,14 @@ def check_links(plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[Node
     if own.one_host:
         return []
     if not first_on_node:
-        linkcheck.await_links(store)
+        link_check.await_links(store)
         return []
     fabric = plan.site.fabric(own.fabric)
     rates = {"tcp": fabric.ethernet_gbps, "rdma": fabric.rdma_gbps or fabric.ethernet_gbps}
     nics = {k: (i, a, rates[k]) for k, (i, a, _) in own.interfaces.items() if k in rates}
     ranks = [r for r, n in enumerate(nodes) if n.node == own.node]
-    return linkcheck.check_links(store, own.node, list(dict.fromkeys(n.node for n in nodes)), own.fabric, ranks, nics,
-                                 talks(plan, nodes), token)
+    return link_check.prove_links(store, own.node, list(dict.fromkeys(n.node for n in nodes)), own.fabric, ranks, nics,
+                                 communication_groups(plan, nodes), token)
 
 
 def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:

@@ -14,7 +14,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
@@ -59,12 +59,14 @@ def test_transports_are_the_plans(mode: str) -> None:
     """Of several groups the slowest: that is what a step waits for."""
     seen: set[tuple[str, str]] = set()
     for plan in plans(mode):
-        layout, p = Setting.of(plan, Costs()), plan.parallel
-        for number, replica in enumerate(layout.lanes):
+        layout, p = Layout.of(plan, Costs()), plan.parallel
+        for number, replica in enumerate(layout.replicas):
             here = {c.fabric for c in replica}
 
             for s in range(p.pp):
-                found = {"edge": (layout.edge(number, s), written(plan, here, "edge", s, s + 1))} if s + 1 < p.pp else {}
+                found = {}
+                if s + 1 < p.pp:
+                    found["edge"] = layout.edge(number, s), written(plan, here, "edge", s, s + 1)
                 if layout.run > 1:
                     kind = "intra_dp" if p.optimizer_instances > 1 else "dp"
                     found[kind] = layout.reduction(number, s), written(plan, here, kind, s)
