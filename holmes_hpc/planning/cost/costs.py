@@ -16,17 +16,22 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.calibration import Calibration, Measured
 from holmes_hpc.planning.cost.flops import (
-    hardware_flops_per_step,
     head_flops,
     head_parameters,
     layer_flops,
-    layer_matrix_flops,
     layer_parameters,
     layer_score_flops,
-    model_flops_per_step,
 )
-from holmes_hpc.planning.cost.hardware import FITTED, GLOO_LINKS, Collectives, Fitted, Link, collectives, memory_gbps
-from holmes_hpc.planning.cost.hardware import published_links as _published_links
+from holmes_hpc.planning.cost.hardware import (
+    FITTED,
+    GLOO_LINKS,
+    Collectives,
+    Fitted,
+    Link,
+    collectives,
+    memory_gbps,
+    published_links,
+)
 from holmes_hpc.planning.spec.transport import Transport
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -104,7 +109,7 @@ class Costs:
         return measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
-        return GLOO_LINKS if gpu.is_cpu else _published_links(self.fitted)
+        return GLOO_LINKS if gpu.is_cpu else published_links(self.fitted)
 
     def layer_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
                 recompute: str = "none") -> tuple[float, float]:
@@ -213,7 +218,3 @@ def _pace(layer_ms: float | None) -> str:
 def _scaled(measured: Measured, flops: float, tp: int) -> tuple[float, float]:
     ratio = flops / measured.flops * measured.tp / tp
     return measured.forward_s * ratio, measured.backward_s * ratio
-
-
-__all__ = ["BYTES", "Calibration", "Costs", "Link", "Measured", "hardware_flops_per_step", "head_flops", "layer_flops",
-           "layer_matrix_flops", "layer_score_flops", "model_flops_per_step"]

@@ -142,6 +142,3 @@ def _alternatives(best: Candidate, others: list[Candidate]) -> tuple[dict[str, o
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     p = candidate.placement
     return p.strategy, p.tp, p.pp, p.dp, tuple(sorted(b.fabric.name for b in p.blocks))
-
-
-__all__ = ["PlanOptions", "best_plan", "given_plan", "search", "to_plan"]

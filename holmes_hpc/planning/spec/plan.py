@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.errors import HolmesError, PlanError, nearest
+from holmes_hpc.errors import HolmesError, PlanError, RunFailed, nearest
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, check
+from holmes_hpc.records.files import write_whole
 
 VERSION = 1
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
@@ -353,14 +354,10 @@ class Plan:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write plan.yaml, atomically; equal plans give equal bytes."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            temporary.write_text(self.to_yaml(), encoding="utf-8")
-            os.replace(temporary, target)
-        except OSError as e:
-            temporary.unlink(missing_ok=True) if target.parent.is_dir() else None
-            raise PlanError(e.strerror or str(e), where=str(path), hint="give a file in a directory that exists") from e
+            write_whole(Path(path), self.to_yaml())
+        except RunFailed as e:
+            raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists") from e
 
     def to_yaml(self) -> str:
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
