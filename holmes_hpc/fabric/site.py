@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError
+from holmes_hpc.schema import check, key, make
 
 
 class NicType(str, Enum):
@@ -27,23 +27,17 @@ class NicType(str, Enum):
         return self is not NicType.ETHERNET
 
 
-def _positive(what: str, value: float | None, where: str) -> None:
-    if value is None or not math.isfinite(value) or value <= 0:
-        raise SiteError(f"{what} is {value}, must be a number above 0", where=where, hint=f"correct {what}")
-
-
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator. `peak_tflops`: dense bf16/fp16; `intra_node_gbps`: one GPU to its peers in the node."""
+    """One accelerator."""
 
     name: str
-    peak_tflops: float
-    memory_gib: float
-    intra_node_gbps: float
+    peak_tflops: Annotated[float, key("dense, of bf16 and fp16", unit="TFLOP/s", gt=0)]
+    memory_gib: Annotated[float, key("of one GPU", unit="GiB", gt=0)]
+    intra_node_gbps: Annotated[float, key("one GPU to its peers in the node", unit="Gb/s", gt=0)]
 
     def __post_init__(self) -> None:
-        for key in ("peak_tflops", "memory_gib", "intra_node_gbps"):
-            _positive(key, getattr(self, key), f"gpu {self.name}")
+        check(self, f"gpu {self.name}", SiteError)
 
     @property
     def is_cpu(self) -> bool:
@@ -64,31 +58,27 @@ class Fabric:
     """
 
     name: str
-    nic: NicType
+    nic: Annotated[NicType, key("of its fast traffic", one_of=tuple(str(nic) for nic in NicType))]
     partition: str
-    nodes: int
-    gpus_per_node: int
-    ethernet_gbps: float
+    nodes: Annotated[int, key("of this fabric", ge=1)]
+    gpus_per_node: Annotated[int, key("ranks that a node can hold", ge=1)]
+    ethernet_gbps: Annotated[float, key("what a node can send by Ethernet", unit="Gb/s", gt=0)]
     gpu: Gpu
-    rdma_gbps: float | None = None
+    rdma_gbps: Annotated[float | None, key("what a node can send over all its RDMA NICs", unit="Gb/s", gt=0)] = None
     constraint: str = ""
     node_names: tuple[str, ...] = ()
     gres: bool = True  # False: no GPU in Slurm's GRES, so nothing is requested and a rank is a CPU process
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
+        check(self, where, SiteError)
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
         object.__setattr__(self, "nic", NicType(self.nic))
-        object.__setattr__(self, "node_names", tuple(self.node_names))
-        for key in ("nodes", "gpus_per_node"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SiteError(f"{key} is {value}, must be a whole number above 0", where=where, hint=f"correct {key}")
-        _positive("ethernet_gbps", self.ethernet_gbps, where)
-        if self.nic.rdma:
-            _positive("rdma_gbps", self.rdma_gbps, where)
-        elif self.rdma_gbps is not None:
+        if self.nic.rdma and self.rdma_gbps is None:
+            raise SiteError("rdma_gbps is missing", where=where,
+                            hint="give what one node can send over all its RDMA NICs, in Gb/s")
+        if not self.nic.rdma and self.rdma_gbps is not None:
             raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
         if self.node_names and len(self.node_names) != self.nodes:
             raise SiteError(f"{len(self.node_names)} node names for {self.nodes} nodes", where=where, hint="correct it")
@@ -109,11 +99,10 @@ class Site:
 
     name: str
     fabrics: tuple[Fabric, ...]
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fabrics", tuple(self.fabrics))
-        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        check(self, f"site {self.name}", SiteError)
         if not self.fabrics:
             raise SiteError("no fabric", where=f"site {self.name}", hint="list at least one fabric")
         names = [f.name for f in self.fabrics]
@@ -135,8 +124,7 @@ class Site:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """The inverse of :meth:`to_dict` (a site file, which has defaults, is read by fabric.site_file)."""
-        fabrics = tuple(Fabric(**{**f, "gpu": Gpu(**f["gpu"])}) for f in data["fabrics"])
-        return cls(data["name"], fabrics, tuple(data.get("assumptions", ())))
+        return make(cls, data, "site", SiteError)
 
     def digest(self) -> str:
         """Twelve hex digits that change when hardware, partitions or constraints change, not with states: so neither

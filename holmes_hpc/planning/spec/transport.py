@@ -78,7 +78,7 @@ class TransportRule:
         return Transport("rdma", fabric.nic, fabric.name) if len(fabrics) == 1 and fabric.nic.rdma else TCP
 
 
-def check(site: Site, group: str, members: Sequence[Place], transport: Transport) -> None:
+def refuse_unshared(site: Site, group: str, members: Sequence[Place], transport: Transport) -> None:
     """Refuse a forced transport that two members do not share; the error names the group and the two nodes."""
     nodes = list(dict.fromkeys(members))
     if transport.kind == "tcp" or len(nodes) <= 1:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Place, Transport, TransportRule, check
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Place, Transport, TransportRule, refuse_unshared
 
 
 def fabric(name: str, nic: str) -> Fabric:
@@ -70,7 +70,7 @@ def test_host_memory_beside_gpus_never_has_rdma(members: str, transport: Transpo
 ])
 def test_an_impossible_one_is_refused_by_name(members: str, forced: Transport, says: list[str]) -> None:
     with pytest.raises(PlanError) as error:
-        check(SITE, "dp 0,1", places(members), forced)
+        refuse_unshared(SITE, "dp 0,1", places(members), forced)
     assert all(s in str(error.value) for s in [*says, "group dp 0,1"])
 
 
@@ -89,7 +89,7 @@ groups = st.lists(st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics
 @given(groups)
 def test_what_is_decided_is_possible_and_order_does_not_matter(members: list[Place]) -> None:
     chosen = EACH.of_members(members)
-    check(SITE, "g", members, chosen)
+    refuse_unshared(SITE, "g", members, chosen)
     assert EACH.of_members(members[::-1]) == chosen
 
 
