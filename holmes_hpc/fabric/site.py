@@ -31,9 +31,9 @@ class NicType(str, Enum):
 class Gpu:
     """One accelerator."""
 
-    name: str
-    peak_tflops: Annotated[float, key("dense, of bf16 and fp16", unit="TFLOP/s", gt=0)]
-    memory_gib: Annotated[float, key("of one GPU", unit="GiB", gt=0)]
+    name: Annotated[str, key("of the kind, as in `holmes nodes`")]
+    peak_tflops: Annotated[float, key("dense bf16 or fp16", unit="TFLOP/s", gt=0)]
+    memory_gib: Annotated[float, key("its memory", unit="GiB", gt=0)]
     intra_node_gbps: Annotated[float, key("one GPU to its peers in the node", unit="Gb/s", gt=0)]
 
     def __post_init__(self) -> None:
@@ -53,28 +53,28 @@ CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
 class Fabric:
     """Nodes that reach each other by RDMA, or a group of Ethernet-only nodes.
 
-    Rates are what one node can send, in Gb/s (1e9 bit/s): `rdma_gbps` over all its RDMA NICs (None where `nic` is
-    ethernet), `ethernet_gbps` to every other node. `constraint` is the Slurm feature expression that selects its nodes.
+    Rates are what one node can send, in Gb/s (1e9 bit/s); `rdma_gbps` is None where `nic` is ethernet.
     """
 
-    name: str
-    nic: Annotated[NicType, key("of its fast traffic", one_of=tuple(str(nic) for nic in NicType))]
-    partition: str
-    nodes: Annotated[int, key("of this fabric", ge=1)]
-    gpus_per_node: Annotated[int, key("ranks that a node can hold", ge=1)]
-    ethernet_gbps: Annotated[float, key("what a node can send by Ethernet", unit="Gb/s", gt=0)]
-    gpu: Gpu
-    rdma_gbps: Annotated[float | None, key("what a node can send over all its RDMA NICs", unit="Gb/s", gt=0)] = None
-    constraint: str = ""
-    node_names: tuple[str, ...] = ()
-    gres: bool = True  # False: no GPU in Slurm's GRES, so nothing is requested and a rank is a CPU process
+    name: Annotated[str, key("of the fabric")]
+    nic: Annotated[NicType, key("what carries its fast traffic", one_of=tuple(NicType))]
+    partition: Annotated[str, key("Slurm's partition that has its nodes")]
+    nodes: Annotated[int, key("nodes that can be used", ge=1)]
+    gpus_per_node: Annotated[int, key("GPUs of a node", ge=1)]
+    ethernet_gbps: Annotated[float, key("what a node sends over Ethernet", unit="Gb/s", gt=0)]
+    gpu: Annotated[Gpu, key("the kind of its GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")]
+    rdma_gbps: Annotated[float | None, key("what a node sends over all its RDMA NICs", unit="Gb/s", gt=0)] = None
+    constraint: Annotated[str, key("Slurm features that select its nodes")] = ""
+    node_names: Annotated[tuple[str, ...], key("of all its nodes, or none")] = ()
+    gres: Annotated[bool, key("false: no GPU in Slurm's GRES, so a rank is a CPU process")] = True
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
+        if self.nic in tuple(NicType):
+            object.__setattr__(self, "nic", NicType(self.nic))
         check(self, where, SiteError)
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
-        object.__setattr__(self, "nic", NicType(self.nic))
         if self.nic.rdma and self.rdma_gbps is None:
             raise SiteError("rdma_gbps is missing", where=where,
                             hint="give what one node can send over all its RDMA NICs, in Gb/s")
@@ -95,11 +95,11 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Site:
-    """All fabrics of one Slurm, or of a site file. `assumptions`: what was not stated and therefore supposed."""
+    """All fabrics of one Slurm, or of a site file."""
 
-    name: str
-    fabrics: tuple[Fabric, ...]
-    assumptions: tuple[str, ...] = ()
+    name: Annotated[str, key("of the site")]
+    fabrics: Annotated[tuple[Fabric, ...], key("its fabrics")]
+    assumptions: Annotated[tuple[str, ...], key("what was not stated and therefore supposed")] = ()
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
