@@ -1,5 +1,5 @@
-"""A placement without its layers: who runs where and which network each kind of traffic takes, derived without listing
-every rank's groups (a plan may have tens of thousands of ranks)."""
+"""A plan without its layers, as the cost model sees it: what runs where, and which network each kind of traffic takes,
+found without listing every rank's groups (a plan may have tens of thousands of ranks)."""
 
 from __future__ import annotations
 

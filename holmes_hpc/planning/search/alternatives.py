@@ -1,4 +1,4 @@
-"""Why this plan: its step broken down, what binds, what the runners-up lose, what would help, and a drawing."""
+"""A runner-up of the search as plain data: its sizes, its prediction, and what it loses against the best plan."""
 
 from __future__ import annotations
 

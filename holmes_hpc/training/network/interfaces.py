@@ -1,4 +1,4 @@
-"""Which network each process group of this node uses: one decision, without torch, for gloo and NCCL alike.
+"""Which network interfaces of this node carry the plan's transports, found without torch, for gloo and NCCL alike.
 
 The Plan says what a group's members share (``local``, ``rdma``, ``tcp``); here that becomes a kernel interface of this
 node (gloo connects through it), a network name for NCCL's communicator, and the environment that NCCL reads once per
@@ -30,7 +30,7 @@ MEASURED = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 
 @dataclass(frozen=True)
 class NodeTransports:
-    """This node's decision. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix);
+    """This node's share of the plan's transports. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix);
     `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
 
     node: str

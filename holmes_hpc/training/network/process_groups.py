@@ -1,5 +1,5 @@
-"""Process groups on the networks that were decided: gloo with one interface per group, NCCL with one network name per
-communicator, and Megatron-Core's parallel state made of them."""
+"""Process groups on the networks that the plan gives them: gloo with one interface per group, NCCL with one network
+name per communicator, and Megatron-Core's parallel state made of them."""
 
 from __future__ import annotations
 
