@@ -166,8 +166,11 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
         return False
     if declared.says.one_of and value is not None and value not in declared.says.one_of:
         return False
+    members = _members(declared.type)
     if dataclasses.is_dataclass(value) or isinstance(value, Enum):
-        return isinstance(value, tuple(m for m in _members(declared.type) if isinstance(m, type)))
+        return isinstance(value, tuple(m for m in members if isinstance(m, type)))
+    if all(dataclasses.is_dataclass(m) for m in members):
+        return value is None and type(None) in _all_members(declared.type)
     try:
         msgspec.convert(value, _bounded(cls, name), strict=True)
     except msgspec.ValidationError:

@@ -58,10 +58,10 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         chosen.write(output)
     costs = costs_of(config, chosen)
     if json:
-        from holmes_hpc.planning.cost.stage_transfer import hop_cost
+        from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 
-        hop = hop_cost(chosen, costs)
-        console.as_json({**chosen.to_dict(), "hop": hop.to_dict() if hop else None,
+        slowest = stage_transfer_cost(chosen, costs)
+        console.as_json({**chosen.to_dict(), "hop": slowest.to_dict() if slowest else None,
                          **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
         return
     if ends:

@@ -19,7 +19,8 @@ PART_NAMES = {"compute_s": "compute", "pipeline_wait_s": "pipeline wait", "grad_
               "param_sync_s": "parameter sync", "optimizer_s": "optimizer", "other_s": "other"}
 GROUP_WORDS = {"world": "all ranks", "tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline",
                "mp": "model parallel", "embd": "embeddings", "intra_dp": "data parallel, inside",
-               "inter_dp": "data parallel, across", "edge": "edge between stages"}
+               "inter_dp": "data parallel, across", "edge": "edge between stages",
+               "control": "control, host memory"}
 MODES = {"single": "one transport for all groups, as plain Megatron-LM", "holmes": "the best transport of each group"}
 
 
