@@ -221,7 +221,7 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     Example: holmes status 20260101-120000-gpt_tiny
     """
     from holmes_hpc.records.find import find_run, run_directories, runs_root
-    from holmes_hpc.submission.executor.states import UNKNOWN
+    from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
@@ -283,7 +283,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.submission.executor.states import UNKNOWN
+    from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import cancel as cancel_run
 
     record = find_run(run)

@@ -28,12 +28,12 @@ from holmes_hpc.errors import ConfigError, HolmesError, PlanError, nearest
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
+from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.costs import Calibration, Costs, Software
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.query import read_site
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 

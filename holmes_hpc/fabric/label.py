@@ -12,7 +12,7 @@ from holmes_hpc.fabric.features import Vocabulary, read_features
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.nics import NodeNics, candidates
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
 
@@ -174,7 +174,7 @@ def apply(wanted: Iterable[Change]) -> list[list[str]]:
     """Run the commands, which Slurm allows to its operators only. Returns what was run; see NOT_PERMANENT."""
     commands = update_commands(wanted)
     for words in commands:
-        slurm.command(*words)
+        output(*words)
     return commands
 
 

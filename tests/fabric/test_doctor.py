@@ -13,7 +13,7 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, check_here, facts_of, gather, limit, propose
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
 
 HEALTHY = {"SchedulerType": "sched/backfill", "SLURM_VERSION": "24.11.5", "KillOnBadExit": "1", "ClusterName": "c",
@@ -140,7 +140,8 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     tree = Tree(tmp_path)
     trees.hdr_4_hcas(tree)
     nics = probe(tree.root, {}, tree.read)
-    monkeypatch.setattr(slurm, "read_node", lambda name, _: node(name, "nic_roce") if name == "n1" else None)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_node",
+                        lambda name: node(name, "nic_roce") if name == "n1" else None)
     assert "features say roce" in check_here(nics, name="n1")[0].what
     with pytest.raises(SiteError, match="Slurm knows no node 'n2'"):
         check_here(nics, name="n2")
@@ -150,7 +151,7 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("a1", "big,nic_roce", "ib"), node("a2", "", "ib")]
-    monkeypatch.setattr(slurm, "read_nodes", lambda vocabulary: nodes)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_nodes", lambda: nodes)
     monkeypatch.setattr("holmes_hpc.fabric.node_facts.gather", lambda nodes, _: ([facts(n.name) for n in nodes], []))
     wanted, _ = propose(["a[1-2]"], "x")
     assert {c.node: c.wanted for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
@@ -164,7 +165,7 @@ def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> N
 def srun(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """A site of which partition ib is open and old is closed; what srun does there is a shell script's body."""
     text = "\n".join((partition_line("old", "a[1-4]", state="DOWN"), partition_line("ib", "a[1-4]")))
-    monkeypatch.setattr(slurm, "command", lambda *words: text)
+    monkeypatch.setattr(scontrol, "output", lambda *words: text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def does(body: str) -> None:

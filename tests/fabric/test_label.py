@@ -25,7 +25,6 @@ from holmes_hpc.fabric.label import (
     update_commands,
 )
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.slurm import query as slurm
 
 VOCABULARY = read_vocabulary()
 
@@ -119,7 +118,7 @@ def test_unknown_nodes_are_refused() -> None:
 
 def test_apply_runs_exactly_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "command", lambda *words: ran.append(words) or "")
+    monkeypatch.setattr("holmes_hpc.fabric.label.output", lambda *words: ran.append(words) or "")
     apply(three())
     assert [list(r) for r in ran] == update_commands(three())
 

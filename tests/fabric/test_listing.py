@@ -10,7 +10,8 @@ from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.listing import describe, findings_table, probe_dict, probe_tables
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.fabric.site_slurm import read_site
+from holmes_hpc.slurm import scontrol
 
 
 def example():
@@ -44,22 +45,22 @@ def test_json_holds_the_same_and_is_json() -> None:
 def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"node": node_line("ib1", "nic_ib,nic_200g,fabric_a") + "\n",
                "partition": partition_line("ib", "ib1") + "\n", "config": "ClusterName = cl\n"}
-    monkeypatch.setattr(slurm, "command", lambda *words: answers[words[2]])
+    monkeypatch.setattr(scontrol, "output", lambda *words: answers[words[2]])
     assert report.listing().cluster == "cl"
-    site = slurm.read_site()
+    site = read_site()
     assert site.name == "cl" and site.fabric("a").node_names == ("ib1",)
-    assert slurm.read_node("ib1") is not None and slurm.read_node("ib2") is None
+    assert scontrol.read_node("ib1") is not None and scontrol.read_node("ib2") is None
 
 
 def test_no_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SiteError, match="no command scontrol; load Slurm's client commands"):
-        slurm.read_site()
+        read_site()
     script = tmp_path / "scontrol"
     script.write_text("#!/bin/sh\necho 'slurm_load_node error: Unable to contact slurm controller' >&2\nexit 1\n")
     script.chmod(0o755)
     with pytest.raises(SiteError, match="Unable to contact slurm controller"):
-        slurm.read_site()
+        read_site()
 
 
 def test_probe_tables_and_json(tmp_path) -> None:

@@ -30,7 +30,7 @@ from slurm_jobs import (  # noqa: F401 (fixtures)
 from holmes_hpc import testbed as beds
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
-from holmes_hpc.submission.executor.states import WATCHER
+from holmes_hpc.submission.executor.watcher import WATCHER
 from holmes_hpc.submission.lifecycle.follow import follow
 from holmes_hpc.submission.lifecycle.status import cancel, job_of, status
 from holmes_hpc.submission.plan_job import submit_plan

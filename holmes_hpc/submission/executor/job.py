@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 
 from submitit.core import core
 
+from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import exit_record_path
 from holmes_hpc.submission.executor.script import USER_SIGNAL
-from holmes_hpc.submission.executor.states import WATCHER, Expected, JobState
+from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 
 
 def ticket_path(folder: Path, job_id: str) -> Path:
@@ -64,10 +65,11 @@ class SlurmHetJob(core.Job[Any]):
         return self.watcher.state_of(self.job_id, mode)
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel all components: the id is the leader's."""
+        """Cancel all components: the id is the leader's. SubmissionError where Slurm does not, and `check` is set."""
         answer = patient([self._cancel_command, self.job_id], patience_s=60 if check else 0)
         if check and not answer.ok and "Invalid job id" not in answer.err:
-            raise subprocess.CalledProcessError(answer.code, ["scancel", self.job_id], answer.out, answer.err)
+            raise SubmissionError(answer.reason, where=f"scancel {self.job_id}",
+                                  hint="see that slurmctld runs (`scontrol ping`), then cancel again")
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """As submitit's, but the time for results to appear runs once for the job, not once per missing task."""
@@ -90,6 +92,8 @@ class SlurmHetJob(core.Job[Any]):
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send what preemption or a time-out sends (for tests), to all components."""
-        if not timeout:
-            subprocess.check_call(["scancel", self.job_id, "--signal", "TERM"])
-        subprocess.check_call(["scancel", self.job_id, "--signal", USER_SIGNAL])
+        for name in ([] if timeout else ["TERM"]) + [USER_SIGNAL]:
+            answer = patient([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
+            if not answer.ok:
+                raise SubmissionError(answer.reason, where=f"scancel {self.job_id} --signal {name}",
+                                      hint="see that the job runs")

@@ -5,6 +5,7 @@ An infeasible component never reaches a controller as part of a heterogeneous jo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -12,19 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.errors import SiteError, SubmissionError, nearest
+from holmes_hpc.slurm.accounting import read_job_limits
 from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.scontrol import Config, Node, Partition, read_config, read_nodes, read_partitions
 from holmes_hpc.submission.executor.component import ComponentRequest, with_options
-from holmes_hpc.submission.executor.fit import (
-    SiteNode,
-    beyond_limit,
-    check_fit,
-    read_config,
-    read_limits,
-    read_nodes,
-    read_time_limits,
-    warnings,
-)
+from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, warnings
 
 CACHE_S = 300
 _cache: dict[tuple[str, ...], tuple[float, Test]] = {}
@@ -84,12 +78,12 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         if not found.ok:
             raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({describe(request)})",
                                   hint=feasible_instead(request, timeout_min=timeout_min))
-        beyond = beyond_limit(request, timeout_min, _kept("time limits", read_time_limits))
+        beyond = beyond_limit(request, timeout_min, _partitions())
         if beyond:
             raise SubmissionError(beyond, where=f"component {index} ({describe(request)})",
                                   hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
-        check_fit(requests, _site_nodes())
+        check_fit(requests, _nodes())
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> list[str]:
@@ -97,7 +91,8 @@ def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = Non
     check_components(requests, timeout_min=timeout_min)
     if len(requests) < 2:
         return []
-    return warnings(requests, _site_nodes(), _kept("config", read_config), _kept("limits", read_limits))
+    config: Config | None = _kept("config", read_config)
+    return warnings(requests, _nodes(), config, _kept("job limits", read_job_limits) or {})
 
 
 def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -109,16 +104,22 @@ def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object
 
 
 def _kept(what: str, read: Callable[[], Any]) -> Any:
-    """A fact about the site, kept as long as the tests of components."""
+    """A fact about the site, kept as long as the tests of components; None where Slurm does not tell it."""
     known = _facts.get(what)
     if known is None or time.monotonic() - known[0] > CACHE_S:
-        known = _facts[what] = (time.monotonic(), read())
+        fact = None
+        with contextlib.suppress(SiteError):
+            fact = read()
+        known = _facts[what] = (time.monotonic(), fact)
     return known[1]
 
 
-def _site_nodes() -> list[SiteNode]:
-    found: list[SiteNode] = _kept("nodes", read_nodes)
-    return found
+def _nodes() -> list[Node]:
+    return _kept("nodes", read_nodes) or []
+
+
+def _partitions() -> list[Partition]:
+    return _kept("partitions", read_partitions) or []
 
 
 def forget() -> None:
@@ -149,7 +150,7 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
     if low:
         return f"at most {low} node{'s' * (low > 1)} can be had like this"
     one = replace(request, nodes=1)
-    known = partitions()
+    known = [p.name for p in _partitions()]
     if request.partition and known and not set(request.partition.split(",")) <= set(known):
         return f"no such partition: {nearest(request.partition, known)}"
     for key in ("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive",
@@ -157,9 +158,3 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
         if getattr(request, key) is not None and works(with_options(one, **{key: None})):
             return f"it would be possible without {key}={getattr(request, key)}"
     return "look at `sinfo -o '%P %a %l %D %t %f %G'`"
-
-
-def partitions() -> list[str]:
-    """The names of the site's partitions."""
-    answer = patient(["sinfo", "--noheader", "--format=%R"], patience_s=5)
-    return sorted({line.strip() for line in answer.out.splitlines() if line.strip()}) if answer.ok else []

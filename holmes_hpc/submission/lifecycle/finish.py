@@ -19,7 +19,8 @@ from typing import Any
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
-from holmes_hpc.submission.executor.states import JobState, join, parse_scontrol
+from holmes_hpc.slurm.job_queries import parse_scontrol
+from holmes_hpc.slurm.job_states import JobState, join
 from holmes_hpc.submission.lifecycle.outcome import (
     START_MARK,
     complaints,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holmes_hpc import console
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.executor.states import UNKNOWN, JobState
+from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.outcome import last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 

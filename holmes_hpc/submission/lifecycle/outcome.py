@@ -18,13 +18,12 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER, component_nodes
-from holmes_hpc.submission.executor.states import JobState
+from holmes_hpc.submission.lifecycle.run_states import run_state
 
 TAIL_LINES = 20
 START_MARK = "holmes: start of job"  # in the batch script's log, at every start
-SLURM_STATES = {"COMPLETED": "completed", "CANCELLED": "cancelled", "TIMEOUT": "timeout", "DEADLINE": "timeout",
-                "PREEMPTED": "preempted"}
 _COMPLAINT = re.compile(r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
                         r"|^srun: error: Node failure on (\S+)\s*$", re.MULTILINE)
 _NODE_FAILED = "node failure"
@@ -188,7 +187,7 @@ def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slu
     """The content of result.json. `status`: the step's exit status, None when nobody saw it."""
     exits = run.read_exits()
     preempted = any(e.get("state") == "preempted" for e in exits)
-    state = SLURM_STATES.get(slurm.state, "failed") if slurm is not None and slurm.ended else None
+    state = run_state(slurm.state) if slurm is not None and slurm.ended else None
     if state is None or state == "completed" or (state == "failed" and slurm is not None and slurm.state == "FAILED"):
         if status == 0 or (status is None and state == "completed"):
             state = "completed" if not preempted else "cancelled" if signalled else "preempted"

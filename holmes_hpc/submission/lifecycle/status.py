@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,9 +18,10 @@ import psutil
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.executor.states import CONTROLLER, UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.outcome import Complaint, complaints, judge, parts_of_plan, tail
+from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 
@@ -49,12 +49,7 @@ class OnSlurm:
         return self._job.slurm_state("force" if another and mode == "cache" else mode)
 
     def cancel(self) -> None:
-        try:
-            self._job.cancel()
-        except subprocess.CalledProcessError as e:
-            said = (e.stderr or e.stdout or "").strip().splitlines() or [f"exit code {e.returncode}"]
-            raise SubmissionError(said[-1], where=f"scancel {self.id}",
-                                  hint="see that slurmctld runs (`scontrol ping`), then cancel again") from e
+        self._job.cancel()
 
 
 class OnThisMachine:
@@ -156,7 +151,7 @@ class Status:
 
     @property
     def ended(self) -> bool:
-        return self.state in ("completed", "failed", "cancelled", "timeout", "preempted")
+        return is_end(self.state)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,9 +178,9 @@ def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
             state = job.state(mode)
             mode = "cache" if isinstance(job, OnSlurm) and mode == "force" else mode  # that query was about all
         elif result is not None:
-            state = JobState("COMPLETED" if result["state"] == "completed" else "FAILED", source="result.json")
+            state = JobState(job_state(result["state"]), source="result.json")
         else:
-            state = JobState("NOT_SUBMITTED")
+            state = JobState(NOT_SUBMITTED)
         try:
             made[run] = _status(run, record, job, state, result)
         except (RecordError, TypeError, ValueError) as e:
@@ -249,10 +244,10 @@ def cancel(run: RunDirectory) -> JobState:
     refused."""
     result = run.read_result()
     if result is not None and last_word(result):
-        return JobState(str(result["state"]).upper(), source="result.json")
+        return JobState(job_state(result["state"]), source="result.json")
     job = job_of(run)
     before = job.state("force")
-    if not before.ended and not (before.state == UNKNOWN and before.source in CONTROLLER):
+    if not before.ended and not before.forgotten:
         job.cancel()
     return before
 

@@ -136,7 +136,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched]) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
-        from holmes_hpc.submission.executor.states import CONTROLLER, UNKNOWN
+        from holmes_hpc.slurm.job_states import UNKNOWN
         from holmes_hpc.submission.sweeps.overview import UNREAD, states, unread
 
         if others := unread(manifest):
@@ -147,7 +147,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             if job.where == "local" and state.state == UNKNOWN:  # it may still run
                 raise SubmissionError(f"job {job.num} {state.reason}", where=str(manifest.path),
                                       hint="launch again there, or use another hydra.sweep.dir")
-        if any(j.where == "slurm" and s.state == UNKNOWN and s.source not in CONTROLLER for j, s in found.items()):
+        if any(j.where == "slurm" and s.state == UNKNOWN and not s.forgotten for j, s in found.items()):
             raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
                                   where=str(manifest.path), hint="wait for it (`scontrol ping`), then launch again")
         known = {j.key: s for j, s in found.items()}
@@ -391,7 +391,9 @@ class LocalLauncher(HolmesLauncher):
 
 def _goes_on(state: Any) -> bool:
     """Whether a job that was submitted has not ended."""
-    return state is not None and not state.ended and state.state != "UNKNOWN"
+    from holmes_hpc.slurm.job_states import UNKNOWN
+
+    return state is not None and not state.ended and state.state != UNKNOWN
 
 
 def _relative(path: Path, manifest: Manifest) -> str:

@@ -17,13 +17,14 @@ from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.executor.states import UNKNOWN, WATCHER, Expected, JobState
+from holmes_hpc.submission.executor.watcher import WATCHER, Expected
+from holmes_hpc.submission.lifecycle.run_states import is_end, run_state
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine, job_of, record_end
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, read_manifest
 
 UNREAD = "its result is another user's file, which is not read"
-ENDED = ("completed", "failed", "cancelled", "timeout", "preempted")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class SweepRow:
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED
+        return is_end(self.state)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -169,7 +170,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         elif found is not None:
             word, error = found, value if found == "failed" else None
         elif state.ended:
-            word, error = "cancelled" if state.state == "CANCELLED" else "failed", f"Slurm says {state.state}"
+            word, error = run_state(state.state), f"Slurm says {state.state}"
     return SweepRow(job.num, job.overrides, job.job_id, word, state.reason, step, loss, rate, error,
                     str(manifest.place(job.directory)))
 

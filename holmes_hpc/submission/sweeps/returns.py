@@ -72,7 +72,7 @@ def wait(manifest: Manifest, job: Launched) -> JobReturn:
 def _planned_return(manifest: Manifest, job: Launched) -> JobReturn:
     """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
     from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.submission.executor.states import JobState
+    from holmes_hpc.slurm.job_states import JobState
     from holmes_hpc.submission.lifecycle.status import record_end
 
     run = RunDirectory(manifest.place(job.entry.directory))

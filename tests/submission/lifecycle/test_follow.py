@@ -19,7 +19,8 @@ from holmes_hpc.errors import RecordError, RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import Answer
-from holmes_hpc.submission.executor.states import SEPARATOR, JobState
+from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle.follow import Tail, follow
 from holmes_hpc.submission.lifecycle.status import OnSlurm, cancel, job_of, log_paths, record_end, status, statuses
 from holmes_hpc.submission.local import run_plan_here
@@ -186,7 +187,7 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
-    with pytest.raises(SubmissionError, match=r"scancel 7: scancel: error: .*Access denied; see that"):
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Access denied; see that"):
         cancel(made)
 
 

@@ -10,8 +10,8 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import SlurmHetJobEnvironment
-from holmes_hpc.submission.executor.states import JobState
 from holmes_hpc.submission.lifecycle import finish as finishing
 from holmes_hpc.submission.lifecycle.finish import finish, should_restart
 from holmes_hpc.submission.lifecycle.outcome import (

@@ -16,7 +16,8 @@ import pytest
 from holmes_hpc.config import composition as config
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.executor.states import Expected, JobState, StateWatcher
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.watcher import Expected, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.plan_job import script_for_plan
