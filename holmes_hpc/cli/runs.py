@@ -254,8 +254,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
          json: Json = False) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.records.logs import follow as follow_logs
-    from holmes_hpc.records.logs import tail
+    from holmes_hpc.records.logs import follow_logs, tail
     from holmes_hpc.submission.lifecycle.status import ended, log_paths
 
     record = find_run(run)

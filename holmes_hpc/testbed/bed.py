@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
+from holmes_hpc.ports import free_port
 from holmes_hpc.testbed import daemons, network, packages, processes, topology, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, run, system_env
 from holmes_hpc.testbed.daemons import Setting
@@ -165,16 +165,15 @@ def _new_record(directory: Path, shape: Topology, text: str, release: str, made:
 
 
 def _free_ports(start: int) -> dict[str, int]:
-    """Ports below the ephemeral range that nobody holds; where to look first differs between testbeds."""
-    found: dict[str, int] = {}
-    port = 20000 + start % 10000
+    """A port for each daemon, below the ephemeral range; where to look first differs between testbeds."""
+    ports = iter([*range(20001 + start % 10000, 32001), *range(20000, 20001 + start % 10000)])
+    found = {}
     for name in ("slurmctld", "slurmdbd", "slurmd", "database"):
-        while True:
-            port = port + 1 if port < 32000 else 20000
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("0.0.0.0", port))
-                found[name] = port
-                break
+        port = free_port(ports, "0.0.0.0")
+        if port is None:
+            raise TestbedError("no TCP port between 20000 and 32000 is free", where="testbed",
+                               hint="end what listens on so many")
+        found[name] = port
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from submitit.core import core
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.files import write_whole
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import exit_record_path
@@ -48,11 +48,8 @@ class SlurmHetJob(core.Job[Any]):
 
     def write_ticket(self, name: str, submitted: float, **more: Any) -> None:
         """Note name and time (and `more`), for this process and for whoever looks at the folder later."""
-        path = ticket_path(self.paths.folder, self.job_id)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"job_id": self.job_id, "name": name, "submitted": submitted,
-                                         "tasks": self.num_tasks, **more}), encoding="utf-8")
-        os.replace(temporary, path)
+        ticket = {"job_id": self.job_id, "name": name, "submitted": submitted, "tasks": self.num_tasks, **more}
+        write_whole(ticket_path(self.paths.folder, self.job_id), json.dumps(ticket))
         self.expected()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

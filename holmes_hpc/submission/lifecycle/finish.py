@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
 from holmes_hpc.slurm.job_queries import parse_scontrol
@@ -30,7 +31,6 @@ from holmes_hpc.submission.lifecycle.outcome import (
     note_progress,
     noted,
     parts_of,
-    tail,
     told_to_end,
 )
 

@@ -7,7 +7,6 @@ others.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.job_states import JobState
@@ -169,17 +169,11 @@ def _node(complaint: Complaint, task: int) -> str:
     return nodes[complaint.tasks.index(task)] if len(nodes) == len(complaint.tasks) else nodes[0]
 
 
-def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a text file, whatever is in it."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 200 * lines))
-            text = file.read(200 * lines).decode("utf-8", errors="replace")
-    except OSError:
-        return []
-    shown = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in text.splitlines())
-    return [line for line in shown if line][-lines:]
+def last_words(path: Path) -> list[str]:
+    """The last lines of a log that say something, fit for a terminal and for JSON, whatever is in it."""
+    shown = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip()
+             for line in tail(path, 2 * TAIL_LINES))
+    return [line for line in shown if line][-TAIL_LINES:]
 
 
 def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slurm: JobState | None = None,
@@ -232,8 +226,8 @@ def _error(state: str, status: int | None) -> str | None:
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
     if state == "completed":
         return []
-    lines = tail(run.log_path(rank)) if rank is not None else []
-    return lines or tail(run.logs / "batch.txt") or tail(run.logs / "srun.txt")
+    lines = last_words(run.log_path(rank)) if rank is not None else []
+    return lines or last_words(run.logs / "batch.txt") or last_words(run.logs / "srun.txt")
 
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:

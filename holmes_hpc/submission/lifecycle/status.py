@@ -17,10 +17,11 @@ import psutil
 
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.outcome import Complaint, complaints, judge, parts_of_plan, tail
+from holmes_hpc.submission.lifecycle.outcome import Complaint, complaints, judge, parts_of_plan
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them

@@ -25,7 +25,7 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQue
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from holmes_hpc.errors import ConfigError, HolmesError, SubmissionError
+from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
 from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, task_config, wait
 
@@ -227,7 +227,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 launched.append(Launched(entry, job.config, held=held))
             try:
                 manifest.put(entry)
-            except OSError:  # nobody would know of it
+            except RunFailed:  # nobody would know of it
                 cancel_sweep(manifest, [entry])
                 raise
 

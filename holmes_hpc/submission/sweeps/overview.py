@@ -16,6 +16,7 @@ from typing import Any
 from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
@@ -177,14 +178,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
 
 def _last_metrics(path: Path) -> dict[str, Any]:
     """The last whole line of metrics.jsonl, without reading all of it."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 65536))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return {}
-    for line in reversed(lines[:-1]):
+    for line in reversed(tail(path, 160)):
         try:
             data = json.loads(line)
         except ValueError:

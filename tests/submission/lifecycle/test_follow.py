@@ -21,7 +21,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.lifecycle.follow import Tail, follow
+from holmes_hpc.submission.lifecycle.follow import follow
 from holmes_hpc.submission.lifecycle.status import OnSlurm, cancel, job_of, log_paths, record_end, status, statuses
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import plan_components, script_for_plan
@@ -121,18 +121,6 @@ def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
     job = Told(JobState("RUNNING"), interrupt, after)
     assert follow(run, job, poll_s=0.01, slurm_every_s=0.02, ask=lambda: answer) == code
     assert job.cancelled is (answer == "cancel")
-
-
-def test_tail_reads_whole_lines_once_and_notices_a_new_file(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    log = Tail(path)
-    assert log.lines() == []
-    path.write_bytes(b"a\nb")
-    assert log.lines() == ["a"]
-    path.write_bytes(b"a\nb\xff c\n")
-    assert log.lines() == ["b\ufffd c"]
-    path.write_bytes(b"n\n")
-    assert log.lines() == ["n"]
 
 
 def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:

@@ -20,8 +20,8 @@ from holmes_hpc.submission.lifecycle.outcome import (
     culprit,
     gained,
     judge,
+    last_words,
     note_progress,
-    tail,
     told_to_end,
 )
 
@@ -138,7 +138,7 @@ def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
     found = judge(run, 137, srun=complaints(KILLED))
     assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
     assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
-    assert tail(run.log_path(77)) == []
+    assert last_words(run.log_path(77)) == []
 
 
 NO_GAIN = "no step was gained since the last start"
