@@ -25,7 +25,7 @@ from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor import submit, watcher
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.submission.sweeps import overview as sweep
+from holmes_hpc.submission.sweeps import table as sweep
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
 SITE = Site("bench", (Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
@@ -94,7 +94,7 @@ def main() -> int:
             fake.calls.clear()
             began = time.perf_counter()
             rows = sweep.sweep_status(root)
-            sweep.table_rows(rows)
+            sweep.sweep_rows(rows)
             polls.append((time.perf_counter() - began, len(fake.calls)))
             assert len(rows) == count and all(r.state == "running" for r in rows), rows[0]
     each.sort()

@@ -26,7 +26,7 @@ from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
     from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.submission.earliest import Candidate
+    from holmes_hpc.submission.earliest import PlannedStart
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
@@ -73,12 +73,12 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         console.note(f"written: {output}")
 
 
-def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
+def earliest_ends(settings: dict[str, Any]) -> list[PlannedStart]:
     """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
     asked; SubmissionError when none of them can run."""
     from holmes_hpc.config import composition as config
-    from holmes_hpc.submission.earliest import candidates
     from holmes_hpc.submission.earliest import earliest as order
+    from holmes_hpc.submission.earliest import plans_to_try
 
     for given, what in ((settings["site_file"], "a site file"), (settings["plan_file"], "one plan only"),
                         (settings["launcher"]["kind"] == "local", "launcher=local")):
@@ -91,7 +91,7 @@ def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
                                 {**settings, "plan": {**settings["plan"], "nodes": nodes}}, here)
 
     with console.waiting("planning for the site and its parts"):
-        plans = candidates(plan_for, here) if settings["plan"]["nodes"] is None else [plan_for(None)]
+        plans = plans_to_try(plan_for, here) if settings["plan"]["nodes"] is None else [plan_for(None)]
     with console.waiting("asking Slurm when each could start"):
         found = order(plans, settings["train"]["steps"], settings["slurm"])
     if found[0].end is None:
@@ -100,14 +100,14 @@ def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
     return found
 
 
-def show_ends(ends: Sequence[Candidate], steps: int, *, stderr: bool = False) -> None:
+def show_ends(ends: Sequence[PlannedStart], steps: int, *, stderr: bool = False) -> None:
     """The table of --earliest."""
-    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, table_rows
+    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, start_rows
 
-    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *table_rows(ends), stderr=stderr)
-    for candidate in ends:
-        if candidate.reason:
-            console.note(f"cannot run on {nodes_of(candidate.plan)}: {candidate.reason}")
+    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *start_rows(ends), stderr=stderr)
+    for end in ends:
+        if end.reason:
+            console.note(f"cannot run on {nodes_of(end.plan)}: {end.reason}")
     console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")
 
 

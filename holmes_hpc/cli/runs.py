@@ -146,11 +146,11 @@ def resume(run: Run, overrides: Overrides = None,
     from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
-    from holmes_hpc.submission.lifecycle.status import status as status_of
+    from holmes_hpc.submission.lifecycle.status import run_status
     from holmes_hpc.training.checkpoint import folder as saves
 
     record = find_run(run)
-    now = status_of(record)
+    now = run_status(record)
     if not now.ended and now.state != "not_submitted":
         raise ConfigError(f"it is {now.state}", where=str(record.path), hint="wait for its end, or `holmes cancel` it")
     settings = record.config
@@ -222,14 +222,14 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     """
     from holmes_hpc.records.find import find_run, run_directories, runs_root
     from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import statuses
+    from holmes_hpc.submission.lifecycle.status import run_statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
         return
     with console.waiting("asking Slurm"):
-        all_of_them = statuses(found)
+        all_of_them = run_statuses(found)
     if json:
         console.as_json([s.to_dict() for s in all_of_them])
         return
@@ -283,7 +283,7 @@ def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.find import find_run
     from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import cancel as cancel_run
+    from holmes_hpc.submission.lifecycle.status import cancel_run
 
     record = find_run(run)
     with console.waiting("asking Slurm"):

@@ -13,7 +13,7 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import LEVELS, MOST_SKEW_S, Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.nccl import refusals
-from holmes_hpc.fabric.node_facts import Facts, gather
+from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, read_nodes
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
@@ -190,10 +190,10 @@ def diagnose(config: Config, nodes: Sequence[SiteNode], partitions: Sequence[Par
     return ordered(found + check_facts(facts, env) + refusals(env, {}, "", files=[]))
 
 
-def examine(settings: NodeSettings | None = None, ask_nodes: bool = True) -> list[Finding]:
-    """Ask Slurm and, with `ask_nodes`, its idle nodes (one short job per partition); errors first. The environment that
+def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
+    """Ask Slurm and, with `asking`, its idle nodes (one short job per partition); errors first. The environment that
     jobs inherit is this process's own."""
     vocabulary = settings.vocabulary if settings else None
     nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
-    facts, silent = gather(nodes, vocabulary) if ask_nodes else ([], [])
+    facts, silent = ask_nodes(nodes, vocabulary) if asking else ([], [])
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + silent)

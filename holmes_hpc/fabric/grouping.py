@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nodes import SiteNode
-from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import CPU, Fabric, Gpu, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary, read_features
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, candidates
-from holmes_hpc.fabric.site import NicType
 from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
@@ -50,7 +50,8 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
     return found[0].gbps if found else None
 
 
-def check(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node") -> list[Finding]:
+def differences(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary,
+                node: str = "this node") -> list[Finding]:
     """Where Slurm's `features` of a node differ from its NICs; ``info`` where the kernel cannot tell."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"

@@ -85,7 +85,7 @@ def _idle(node: SiteNode) -> list[str]:
     return [f for f in node.available if f not in node.features]
 
 
-def describe(cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition],
+def listing_of(cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition],
              settings: NodeSettings | None = None) -> Listing:
     """A listing of given nodes and partitions; pure but for the vocabulary's file."""
     settings = settings or NodeSettings()
@@ -96,7 +96,7 @@ def describe(cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Parti
 def listing(settings: NodeSettings | None = None) -> Listing:
     """Ask Slurm."""
     vocabulary = settings.vocabulary if settings else None
-    return describe(read_config().cluster, read_nodes(vocabulary), read_partitions(), settings)
+    return listing_of(read_config().cluster, read_nodes(vocabulary), read_partitions(), settings)
 
 
 def probe_tables(nics: NodeNics) -> list[Table]:

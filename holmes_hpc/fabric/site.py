@@ -1,4 +1,4 @@
-"""What a site has: NIC types, GPUs, fabrics; the nouns that planning and training share. Data only."""
+"""What a site has: GPUs, fabrics; the nouns that planning and training share. Data only."""
 
 from __future__ import annotations
 
@@ -6,25 +6,10 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from typing import Any
 
 from holmes_hpc.errors import SiteError
-
-
-class NicType(str, Enum):
-    """What carries a node's fast traffic."""
-
-    IB = "ib"
-    ROCE = "roce"
-    ETHERNET = "ethernet"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def rdma(self) -> bool:
-        return self is not NicType.ETHERNET
+from holmes_hpc.fabric.nic_types import NicType
 
 
 def _positive(what: str, value: float | None, where: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import SiteError, nearest
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.site import Fabric, Gpu, Site
 
 _SITE_KEYS = ("name", "ethernet_gbps", "gpu", "fabrics")
 _GPU_KEYS = ("name", "peak_tflops", "memory_gib", "intra_node_gbps")

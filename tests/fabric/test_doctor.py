@@ -10,9 +10,9 @@ from trees import Tree
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, check_here, facts_of, gather, limit, propose
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, ask_nodes, check_here, facts_of, limit, propose
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.site import NicType
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
 
@@ -152,7 +152,7 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("a1", "big,nic_roce", "ib"), node("a2", "", "ib")]
     monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_nodes", lambda: nodes)
-    monkeypatch.setattr("holmes_hpc.fabric.node_facts.gather", lambda nodes, _: ([facts(n.name) for n in nodes], []))
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.ask_nodes", lambda nodes, _: ([facts(n.name) for n in nodes], []))
     wanted, _ = propose(["a[1-2]"], "x")
     assert {c.node: c.wanted for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
     with pytest.raises(SiteError, match="no node 'a3'"):
@@ -185,7 +185,7 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN"),
              node("a5", IB, "old"), node("a6", IB, "ib", state="IDLE+CLOUD+POWERED_DOWN"),
              node("a7", IB, "ib", state="IDLE+RESERVED")]
-    found, silent = gather(nodes)
+    found, silent = ask_nodes(nodes)
     assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
     assert [(f.level, f.where) for f in silent] == [
         ("info", "nodes a[3,6-7]"), ("warning", "nodes a2"), ("info", "nodes a5")]
@@ -200,7 +200,7 @@ def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeyp
     does, asked = srun
     does(f"{answer('a1')}\n{ending}")
     monkeypatch.setattr("holmes_hpc.fabric.node_facts.limit", lambda nodes: 1)
-    found, silent = gather([node(n.name, IB, "old,ib") for n in NODES])
+    found, silent = ask_nodes([node(n.name, IB, "old,ib") for n in NODES])
     assert [f.node for f in found] == ["a1"] and "--partition=ib" in asked()
     assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what
 

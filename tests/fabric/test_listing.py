@@ -8,7 +8,7 @@ from trees import Tree
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.listing import describe, findings_table, probe_dict, probe_tables
+from holmes_hpc.fabric.listing import findings_table, listing_of, probe_dict, probe_tables
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.slurm import scontrol
@@ -19,7 +19,7 @@ def example():
     nodes = [node("ib1", ib, "ib"), node("ib2", ib, "ib"), node("x1", "ib,roce", "ib"),
              node("r1", "nic_roce,nic_100g,eth_25g,fabric_b,frobnicator", "ib"),
              node("d1", ib, "ib", state="IDLE+DRAIN", reason="bad NIC"), node("o1", "omnipath", "ib")]
-    return describe("c", nodes, [partition("ib", "ib[1-2],x1,r1,d1,o1", default=True)])
+    return listing_of("c", nodes, [partition("ib", "ib[1-2],x1,r1,d1,o1", default=True)])
 
 
 def test_every_node_is_in_the_table_with_what_must_be_said() -> None:

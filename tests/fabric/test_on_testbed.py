@@ -9,9 +9,9 @@ import pytest
 from holmes_hpc.fabric import doctor
 from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.label import apply, changes
-from holmes_hpc.fabric.node_facts import MARK, gather
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.node_facts import MARK, ask_nodes
 from holmes_hpc.fabric.nodes import read_nodes
-from holmes_hpc.fabric.site import NicType
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.commands import output
 
@@ -35,7 +35,7 @@ def test_slurms_nodes_become_the_topologys_fabrics(testbed) -> None:
 
 def test_every_node_deserves_its_features_and_the_doctor_finds_no_error(testbed) -> None:
     nodes = read_nodes()
-    facts, silent = gather(nodes)
+    facts, silent = ask_nodes(nodes)
     assert not silent and {f.node for f in facts} == {n.name for n in nodes}
     by_node = {n.name: n for n in nodes}
     for f in facts:
@@ -55,7 +55,7 @@ def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(te
     try:
         errors = [str(x) for x in doctor.examine() if x.level == "error"]
         assert len(errors) == 1 and f"node {roce.name}: Slurm's features say ib, the kernel says roce" in errors[0]
-        facts, _ = gather([n for n in read_nodes() if n.name == roce.name])
+        facts, _ = ask_nodes([n for n in read_nodes() if n.name == roce.name])
         apply(changes(read_nodes(), {roce.name: facts[0].deserves}))
         cured = scontrol.read_node(roce.name)
         assert cured is not None and set(cured.features) == {"other", *roce.available}

@@ -9,9 +9,9 @@ from slurm_text import node_line, partition_line
 from trees import ALL, Tree
 
 from holmes_hpc import console
-from holmes_hpc.fabric import node_facts as gather
+from holmes_hpc.fabric import node_facts
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_facts import Facts
-from holmes_hpc.fabric.site import NicType
 from holmes_hpc.slurm import scontrol
 
 IB = "nic_ib,nic_800g,eth_25g,fabric_cluster-a-of-two"
@@ -34,8 +34,8 @@ def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
              for n in ("ib1", "ib2")]
     monkeypatch.setattr(scontrol, "output", answer)
     monkeypatch.setattr("holmes_hpc.fabric.label.output", answer)
-    monkeypatch.setattr(gather, "gather", lambda nodes, vocabulary: (facts, []))
-    monkeypatch.setattr("holmes_hpc.fabric.doctor.gather", lambda nodes, vocabulary: (facts, []))
+    monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, vocabulary: (facts, []))
+    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes", lambda nodes, vocabulary: (facts, []))
     return asked
 
 

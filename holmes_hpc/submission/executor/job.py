@@ -15,8 +15,8 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.executor.environment import exit_record_path
-from holmes_hpc.submission.executor.script import USER_SIGNAL
 from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 
 

@@ -21,14 +21,14 @@ from holmes_hpc.submission.executor.component import ComponentRequest, with_opti
 from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, warnings
 
 CACHE_S = 300
-_cache: dict[tuple[str, ...], tuple[float, Test]] = {}
+_cache: dict[tuple[str, ...], tuple[float, Feasibility]] = {}
 _facts: dict[str, tuple[float, Any]] = {}
 _said: set[str] = set()
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Test:
+class Feasibility:
     """What ``sbatch --test-only`` said. `start`: when it could start, as Slurm writes it (local time)."""
 
     ok: bool
@@ -36,21 +36,19 @@ class Test:
     start: str = ""
     nodes: str = ""
 
-    __test__ = False  # not a pytest class
-
 
 _STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S+)")
 
 
-def parse_test(code: int, err: str, reason: str = "") -> Test:
+def parse_answer(code: int, err: str, reason: str = "") -> Feasibility:
     """Read the answer of ``sbatch --test-only`` (it comes on stderr)."""
     match = _STARTS.search(err)
     if code == 0 and match:
-        return Test(True, "", match.group(1), match.group(3))
-    return Test(code == 0, reason if code else "")
+        return Feasibility(True, "", match.group(1), match.group(3))
+    return Feasibility(code == 0, reason if code else "")
 
 
-def test_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Test:
+def try_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Feasibility:
     """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
     SubmissionError: there is no answer."""
     arguments = request.arguments()
@@ -64,23 +62,20 @@ def test_component(request: ComponentRequest, *, timeout_min: object = None, use
     if answer.away:  # says nothing about the component
         raise SubmissionError(answer.reason, where="sbatch --test-only",
                               hint="wait until the controller answers (`scontrol ping`), then submit again")
-    found = _cache[key] = (time.monotonic(), parse_test(answer.code, answer.err, answer.reason))
+    found = _cache[key] = (time.monotonic(), parse_answer(answer.code, answer.err, answer.reason))
     return found[1]
-
-
-test_component.__test__ = False  # type: ignore[attr-defined]
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
     """Raise SubmissionError for the first component that cannot be, with Slurm's reason and what could be instead."""
     for index, request in enumerate(requests):
-        found = test_component(request, timeout_min=timeout_min)
+        found = try_component(request, timeout_min=timeout_min)
         if not found.ok:
-            raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({describe(request)})",
+            raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({in_words(request)})",
                                   hint=feasible_instead(request, timeout_min=timeout_min))
         beyond = beyond_limit(request, timeout_min, _partitions())
         if beyond:
-            raise SubmissionError(beyond, where=f"component {index} ({describe(request)})",
+            raise SubmissionError(beyond, where=f"component {index} ({in_words(request)})",
                                   hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
         check_fit(requests, _nodes())
@@ -129,7 +124,7 @@ def forget() -> None:
     _said.clear()
 
 
-def describe(request: ComponentRequest) -> str:
+def in_words(request: ComponentRequest) -> str:
     """A component in a few words: ``4 nodes of ib [nic_ib]``."""
     place = f" of {request.partition}" if request.partition else ""
     features = f" [{request.constraint}]" if request.constraint else ""
@@ -139,9 +134,9 @@ def describe(request: ComponentRequest) -> str:
 def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -> str:
     """The nearest request that Slurm would take, in words: fewer nodes, else without one of its conditions."""
     def works(candidate: ComponentRequest) -> bool:
-        return test_component(candidate, timeout_min=timeout_min).ok
+        return try_component(candidate, timeout_min=timeout_min).ok
 
-    if timeout_min is not None and test_component(request).ok:
+    if timeout_min is not None and try_component(request).ok:
         return f"it would be possible with a shorter time limit than {timeout_min}"
     low, high = 0, request.nodes
     while high - low > 1:

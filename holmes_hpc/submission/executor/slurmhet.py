@@ -24,6 +24,7 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import (
     ALIASES,
     COMPONENT_KEYS,
@@ -36,7 +37,6 @@ from holmes_hpc.submission.executor.component import (
 from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.preflight import preflight_aloud
-from holmes_hpc.submission.executor.script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.submit import cancelled_on_error, submit_file
 
 # name here -> name in JobRequest, with submitit's default

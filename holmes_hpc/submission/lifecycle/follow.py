@@ -10,7 +10,7 @@ from holmes_hpc import console
 from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
-from holmes_hpc.submission.lifecycle.outcome import last_step
+from holmes_hpc.submission.lifecycle.starts import last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 
 SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine

@@ -21,7 +21,8 @@ from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.outcome import Complaint, complaints, judge, parts_of_plan
+from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
+from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
@@ -158,12 +159,12 @@ class Status:
         return asdict(self)
 
 
-def status(run: RunDirectory, mode: str = "force") -> Status:
+def run_status(run: RunDirectory, mode: str = "force") -> Status:
     """The state of a run, from its job and its records. A run that ended without a result gets one."""
-    return statuses([run], mode)[0]
+    return run_statuses([run], mode)[0]
 
 
-def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
+def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
     """The states of runs, with one Slurm query for all of them, and none for those whose end is recorded."""
     found: list[tuple[RunDirectory, dict[str, Any], dict[str, Any] | None, Job | None]] = []
     made: dict[RunDirectory, Status] = {}
@@ -232,14 +233,14 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     said: list[Complaint] = []
     with contextlib.suppress(HolmesError, OSError):
         text = "\n".join(tail(run.logs / "srun.txt", 200))
-        said = complaints(text, parts_of_plan(Plan.read(run.plan_path), state.component_nodes))
+        said = complaints(text, ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
     result = judge(run, code, slurm=state, srun=said)
     with contextlib.suppress(HolmesError):
         run.write_result(result, writer="follower")
     return run.read_result() or {**result, "writer": "follower"}
 
 
-def cancel(run: RunDirectory) -> JobState:
+def cancel_run(run: RunDirectory) -> JobState:
     """Cancel the run's job, all components; its state just before comes back. A run whose end is recorded is let be:
     its job id may be another job's by now. So is one that the controller does not know. SubmissionError: Slurm
     refused."""
@@ -275,6 +276,6 @@ def ended(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
         if time.monotonic() - asked < slurm_every_s:
             return False
         asked = time.monotonic()
-        return status(run, "standard").ended
+        return run_status(run, "standard").ended
 
     return over

@@ -16,7 +16,7 @@ from slurm_text import node, partition_line
 from holmes_hpc.errors import PlanError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.slurm.scontrol import Config, parse_partition
-from holmes_hpc.submission.earliest import candidates, earliest, table_rows, training_time_s
+from holmes_hpc.submission.earliest import earliest, plans_to_try, start_rows, training_time_s
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, eligible, warnings
@@ -75,7 +75,7 @@ def test_a_smaller_plan_that_starts_now_beats_the_best_that_waits(fake_slurm: An
     assert [c.plan.id for c in found] == [slow.id, fast.id]
     assert found[0].start == datetime(2030, 1, 1).timestamp()
     assert found[0].end == found[0].start + training_time_s(slow, 3600)
-    columns, rows = table_rows(found)
+    columns, rows = start_rows(found)
     assert columns[2:5] == ["start", "duration", "end"] and rows[0][2].startswith("2030-01-01 00:00")
 
 
@@ -89,11 +89,11 @@ def test_candidates_are_the_best_plans_of_parts_of_the_site() -> None:
         fabrics = sorted(nodes or {"ib-a": 4, "roce-a": 4})
         return plans.plan(*fabrics, nodes=min((nodes or {"x": 4}).values()))
 
-    found = candidates(plan_for, plans.site())
+    found = plans_to_try(plan_for, plans.site())
     layouts = [tuple((c.fabric, c.nodes) for c in plan.components) for plan in found]
     assert layouts[0] == (("ib-a", 4), ("roce-a", 4)) and len(set(layouts)) == len(layouts) == 9
     assert (("ib-a", 1),) in layouts and (("ib-a", 2), ("roce-a", 2)) in layouts
-    assert len(candidates(plan_for, plans.site(), most=3)) == 3
+    assert len(plans_to_try(plan_for, plans.site(), most=3)) == 3
 
 
 def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> None:
@@ -113,7 +113,7 @@ def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
     found = earliest([waits, starts_now], 30, {"timeout_min": 10})
     assert [c.plan.id for c in found] == [starts_now.id, waits.id]
     assert found[1].start is not None and found[0].start is not None and found[1].start - found[0].start > 60
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", table_rows(found)[1][0][2])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", start_rows(found)[1][0][2])
 
 
 def test_a_time_beyond_the_partitions_limit_would_wait_for_ever() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.submission.executor.batch_script import JobRequest, directives, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest, component, components, sbatch_word, shell_word
-from holmes_hpc.submission.executor.script import JobRequest, directives, script_text, words
 
 IB = ComponentRequest(2, 2, "ib", "nic_ib", gpus_per_node=2)
 ETH = ComponentRequest(1, 2, "eth", "nic_ethernet")
