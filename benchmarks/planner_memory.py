@@ -126,9 +126,9 @@ def rank(path: str) -> None:
 
 def measure(plan: Plan, directory: Path) -> list[int]:
     """Measured bytes of every rank."""
-    from holmes_hpc.config import composition as configuration
+    from holmes_hpc.config.composition import load
 
-    config = configuration.load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"])
+    config = load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"]).to_dict()
     run = RunDirectory.create(directory / "run", plan.to_yaml(), config, [])
     config |= {"plan_file": str(run.plan_path), "run_dir": str(run.path)}
     path = directory / "config.json"

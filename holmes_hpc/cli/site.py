@@ -110,13 +110,13 @@ def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
 
     Example: holmes doctor --script my-job.sbatch
     """
-    from holmes_hpc.config import composition as config
     from holmes_hpc.fabric import doctor as doctors
     from holmes_hpc.fabric import listing as report
+    from holmes_hpc.planning.request import node_settings
 
     found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        found = doctors.ordered(found + doctors.examine(config.node_settings(configuration(overrides)), ask_nodes))
+        found = doctors.ordered(found + doctors.examine(node_settings(configuration(overrides)), ask_nodes))
     if json:
         console.as_json([f.to_dict() for f in found])
     elif found:

@@ -13,6 +13,14 @@ from typing import Any, TypeVar
 import yaml
 
 from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import (
+    EDGE_DTYPES,
+    RECOMPUTE,
+    SCHEDULES,
+    STRATEGIES,
+    TRANSPORT_MODES,
+    edges_ignored,
+)
 from holmes_hpc.errors import HolmesError, PlanError, nearest
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.orders import Order
@@ -20,21 +28,7 @@ from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Group, Parallel, g
 from holmes_hpc.planning.spec.transport import LOCAL, Place, Transport, check, decide
 
 VERSION = 1
-STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
-RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved", "ahead")  # Megatron-Core's two, and this project's own
-TRANSPORT_MODES = ("holmes", "single")
-EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
-MODEL_TRAFFIC = ("tp", "dp", "intra_dp", "inter_dp")  # groups whose fabric decides the speed
 T = TypeVar("T")
-
-
-def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
-    """Why Megatron-Core's own exchange between stages would ignore what is said of edges; empty if nothing is."""
-    if transport != "single" or schedule == "ahead" or (edge_dtype == "same" and edge_connections == 1):
-        return ""
-    said = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
-    return f"{said} does nothing with transport=single under Megatron-Core's own schedules"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import plans
 import pytest
 
-from holmes_hpc.config import composition as config
+from holmes_hpc.config.composition import applied, load
+from holmes_hpc.config.configuration import recorded as read_back
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
@@ -147,20 +149,26 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
 
 
 def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> None:
-    recorded = {**config.load(["train.steps=7", "train.lr=0.5", "launcher=local"]), "extra": {"of": "a sweep"}}
-    made = config.applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
-    assert made == {**recorded, "train": {**recorded["train"], "steps": 9}, "labels": {"note": "a b"},
-                    "slurm": {**recorded["slurm"], "account": "ml"}}
-    other = config.applied(recorded, ["data=indexed", "data.prefix=/x/y"])
-    assert other["data"]["kind"] == "indexed" and other["data"]["prefix"] == "/x/y" and other["train"]["lr"] == 0.5
-    older = {**recorded, "train": {k: v for k, v in recorded["train"].items() if k != "watchdog_s"}}
-    assert config.applied(older, ["train.watchdog_s=5"])["train"]["watchdog_s"] == 5
-    odd = {**recorded, "slurm": {**recorded["slurm"], "setup": ["source ${HOME}/env.sh", "echo ${"]}}
-    assert config.applied(odd, ["train.steps=9"])["slurm"]["setup"] == ["source ${HOME}/env.sh", "echo ${"]
+    recorded = load(["train.steps=7", "train.lr=0.5", "launcher=local"])
+    made = applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
+    assert made == replace(recorded, train=replace(recorded.train, steps=9), labels={"note": "a b"},
+                           slurm=replace(recorded.slurm, account="ml"))
+    other = applied(recorded, ["data=indexed", "data.prefix=/x/y"])
+    assert other.data.kind == "indexed" and other.data.prefix == "/x/y" and other.train.lr == 0.5
+    odd = replace(recorded, slurm=replace(recorded.slurm, setup=("source ${HOME}/env.sh", "echo ${")))
+    assert applied(odd, ["train.steps=9"]).slurm.setup == ("source ${HOME}/env.sh", "echo ${")
     for word, says in (("train.stps=1", "train.stps"), ("~train.lr", "KEY=VALUE"), ("train.lr=1,2", "KEY=VALUE"),
-                       ("train.steps=0", "train.steps"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
+                       ("train.steps=0", "train.steps is 0"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
         with pytest.raises(ConfigError, match=says):
-            config.applied(recorded, [word])
+            applied(recorded, [word])
+
+
+def test_an_older_record_is_read_and_what_it_lacks_is_named() -> None:
+    whole = load(["train.steps=7"]).to_dict()
+    older = {**whole, "train": {k: v for k, v in whole["train"].items() if k != "watchdog_s"}, "extra": {"of": "x"}}
+    del older["checkpoint"]
+    config, missing = read_back(older)
+    assert config == load(["train.steps=7"]) and missing == ["train.watchdog_s", "checkpoint"]
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
