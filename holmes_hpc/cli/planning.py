@@ -23,6 +23,7 @@ from holmes_hpc.cli.app import (
     with_steps,
 )
 from holmes_hpc.cli.start import earliest_ends, show_ends, start
+from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
                "plan.schedule=1f1b")
 
 
-@app.command()
+@app.command(epilog=help_text("plan", "batch"))
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
          earliest: Earliest = False, steps: Steps = None, json: Json = False) -> None:

@@ -10,6 +10,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
 from holmes_hpc.cli.start import planned, start, submit_run
+from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
 
 
@@ -38,7 +39,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         console.text(f"job {job.id}: {run.path}")
 
 
-@app.command()
+@app.command(epilog=help_text("train", "data", "slurm"))
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
