@@ -15,9 +15,9 @@ def test_every_command_runs_without_an_outer_jobs_variables(monkeypatch: pytest.
 
 
 def test_a_missing_command_is_told_by_whoever_needs_it() -> None:
-    with pytest.raises(SiteError, match="no command no-such; .*--site FILE"):
+    with pytest.raises(SiteError, match=r"no command no-such; .*--site FILE"):
         output("no-such")
-    with pytest.raises(SubmissionError, match="no no-such on this machine; .*launcher=local"):
+    with pytest.raises(SubmissionError, match=r"no no-such on this machine; .*launcher=local"):
         slurm("no-such")
     assert partial_output("no-such", timeout_s=5) == ("", "no-such: No such file or directory")
 
