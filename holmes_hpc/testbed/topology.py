@@ -108,7 +108,7 @@ class PartitionSpec:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSpec:
     """One node: its number over all fabrics (from 0) and its fabric (and the fabric's own number)."""
 
     name: str
@@ -170,11 +170,11 @@ class Topology:
         object.__setattr__(self, "slurm", {key: str(value) for key, value in self.slurm.items()})
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self) -> tuple[NodeSpec, ...]:
         """All nodes, fabric after fabric: ``ib1, ib2, …, roce1, …``."""
         names = [(f"{fabric.prefix}{number}", fabric, position)
                  for position, fabric in enumerate(self.fabrics) for number in range(1, fabric.nodes + 1)]
-        return tuple(Node(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
+        return tuple(NodeSpec(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
 
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
         """The features that Slurm shows for a node of this fabric."""
