@@ -30,8 +30,8 @@ MEASURED = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 
 @dataclass(frozen=True)
 class NodeTransports:
-    """This node's share of the plan's transports. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix);
-    `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
+    """This node's share of the plan's transports. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4
+    address, prefix); `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
 
     node: str
     fabric: str
