@@ -39,6 +39,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.console import note, table
 from holmes_hpc.fabric.site import Site
+from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
@@ -46,7 +47,6 @@ from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.query import read_site
 
 HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # the fewest bytes of other things than activations, and little to compute
 SAMPLE_BYTES = 4 * HIDDEN * SEQUENCE

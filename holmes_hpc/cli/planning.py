@@ -144,7 +144,7 @@ def predict(
         *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
           for i, size in enumerate(predicted.memory_bytes_per_gpu)),
         *((f"{part.removesuffix('_s').replace('_', ' ')}", f"{s:.4g} s") for part, s in predicted.breakdown.items()),
-        *((f"bytes over {nic}, a step", console.size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
+        *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
         caption="; ".join(given.assumptions))
 
 

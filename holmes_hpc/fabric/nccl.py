@@ -9,8 +9,8 @@ from pathlib import Path
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
-from holmes_hpc.fabric.site import NicType
 
 # What undoes the choice per group, wherever it is set.
 FORBIDDEN = {

@@ -1,30 +1,15 @@
-"""What a site has: NIC types, GPUs, fabrics; the nouns that planning and training share. Data only."""
+"""What a site has: GPUs, fabrics; the nouns that planning and training share. Data only."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from enum import Enum
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.schema import check, key, make
-
-
-class NicType(str, Enum):
-    """What carries a node's fast traffic."""
-
-    IB = "ib"
-    ROCE = "roce"
-    ETHERNET = "ethernet"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def rdma(self) -> bool:
-        return self is not NicType.ETHERNET
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from trees import Tree
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nccl import conf_files, environment, read_conf, refusals
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.site import NicType
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 TESTBED = NodeNics((Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24),

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.finding import MOST_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
 
 WARN_BELOW, STOP_BELOW = 0.5, 0.1  # of the declared rate
 # What one TCP stream of a Python process proves on any machine; a faster NIC is judged as if it had this rate.
 PROVABLE_GBPS = 5.0
-MOST_SKEW_S = 60.0  # credentials of munge are refused at 300 s
 
 
 @dataclass(frozen=True)
