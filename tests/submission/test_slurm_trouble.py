@@ -28,6 +28,7 @@ from slurm_jobs import (  # noqa: F401 (fixtures)
 )
 
 from holmes_hpc import testbed as beds
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.submission.executor.watcher import WATCHER
@@ -163,7 +164,7 @@ def test_preempted(folder: Path, low: str) -> None:
     plan = plans.plan("ib-a", "roce-a", site=own)
     config = {**plans.CONFIG, "wait_s": 5, "steps_per_attempt": 2}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
-    submit_plan(plan, run.path, plans.until_told, config, {"timeout_min": 3})
+    submit_plan(plan, run.path, plans.until_told, config, SlurmSettings(timeout_min=3))
     until(lambda: all_here(run))
     urgent = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap",
                              "sleep 2"], capture_output=True, text=True, check=True).stdout.strip()
@@ -221,7 +222,7 @@ def test_a_full_log_disk_is_named(folder: Path) -> None:
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
     run.log_path(2).symlink_to("/dev/full")
     (run.logs / "batch.txt").symlink_to("/dev/full")
-    submit_plan(plan, run.path, plans.quick, plans.CONFIG, {"timeout_min": 3})
+    submit_plan(plan, run.path, plans.quick, plans.CONFIG, SlurmSettings(timeout_min=3))
     assert follow(run, job_of(run)) == 1
     found: Any = run.read_result()
     assert (found["state"], found["failed_rank"], found["failed_node"][:4]) == ("failed", 2, "roce")

@@ -11,6 +11,7 @@ import pytest
 import submitit
 from submitit.core import plugins
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import commands
@@ -176,7 +177,7 @@ echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes 
         executor.submit(print)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     with pytest.raises(SubmissionError, match="shorter time limit than 99"):
-        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, {"timeout_min": 99})
+        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, SlurmSettings(timeout_min=99))
     assert submissions(slurm) == []
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from holmes_hpc.cli.start import start
 from holmes_hpc.config.composition import load
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
@@ -61,7 +62,7 @@ def test_an_interrupted_submission_of_a_plan_is_recorded(fake_slurm: Any, tmp_pa
     fake_slurm.answer("sbatch", INTERRUPTED)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     with pytest.raises(KeyboardInterrupt):
-        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, {})
+        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, SlurmSettings())
     assert run.read_run()["slurm"]["job_id"] == 41 and fake_slurm.calls("scancel") == []
 
 
@@ -74,7 +75,7 @@ def test_a_job_that_cannot_be_recorded_is_cancelled(fake_slurm: Any, tmp_path: P
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     monkeypatch.setattr(RunDirectory, "update_run", full)
     with pytest.raises(OSError, match="No space"):
-        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, {})
+        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, SlurmSettings())
     assert fake_slurm.calls("scancel") == [["41"]]
 
 

@@ -15,9 +15,11 @@ import cloudpickle
 import plans
 import pytest
 
-from holmes_hpc.errors import RecordError, RunFailed, SubmissionError
+from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.errors import ConfigError, RecordError, RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import make
 from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.slurm.job_states import JobState
@@ -197,9 +199,10 @@ def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path:
 
 
 def test_settings_reach_their_components(tmp_path: Path) -> None:
-    settings = {"account": "ml", "timeout_min": 90, "setup": ["module load x"], "gres": None, "exclusive": True,
-                "additional": {"switches": 1}, "container": None,
-                "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}}}
+    settings = make(SlurmSettings, {
+        "account": "ml", "timeout_min": 90, "setup": ["module load x"], "gres": None, "exclusive": True,
+        "additional": {"switches": 1}, "container": None,
+        "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}}}, "slurm")
     plan = plans.plan("ib-a", "eth-a")
     ib, eth = plan_components(plan, settings)
     assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
@@ -211,18 +214,18 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings, error", [
     ({"acount": "x"}, "did you mean 'account'"), ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
-    ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "for the whole job"),
+    ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
     ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'")])
 def test_settings_that_cannot_be(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(SubmissionError, match=error):
-        plan_components(plans.plan("ib-a", "eth-a"), settings)
+    with pytest.raises((SubmissionError, ConfigError), match=error):
+        plan_components(plans.plan("ib-a", "eth-a"), make(SlurmSettings, settings, "slurm"))
 
 
 def test_gpus_are_asked_for_where_slurm_counts_them() -> None:
     with_gpus = plans.plan("ib-a", site=plans.site(gres=True))
-    assert plan_components(with_gpus, {})[0].gpus_per_node == 1
-    assert plan_components(plans.plan("ib-a"), {})[0].gpus_per_node is None
-    own = plan_components(with_gpus, {"gres": "gpu:a100:1"})[0]
+    assert plan_components(with_gpus, SlurmSettings())[0].gpus_per_node == 1
+    assert plan_components(plans.plan("ib-a"), SlurmSettings())[0].gpus_per_node is None
+    own = plan_components(with_gpus, SlurmSettings(gres="gpu:a100:1"))[0]
     assert own.gres == "gpu:a100:1" and own.gpus_per_node is None
 
 
@@ -250,7 +253,7 @@ def here(tmp_path: Path, **config: Any) -> RunDirectory:
     site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     plan = plans.plan("local", nodes=1, site=site)
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
-    job = run_plan_here(plan, run.path, rank_here, run.config, {"timeout_min": 1})
+    job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
     code = follow(run, job, poll_s=0.1)
     assert code == (0 if config.get("die") is None else 1)
     return run
@@ -287,7 +290,8 @@ def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, w
     site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(),
                               config=plans.CONFIG)
-    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config, {"timeout_min": 1})
+    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config,
+                        SlurmSettings(timeout_min=1))
     while not run.metrics():
         time.sleep(0.05)
     os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it
