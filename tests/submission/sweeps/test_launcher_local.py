@@ -42,6 +42,7 @@ APPLICATION = """
 import os, sys, time
 sys.path.insert(0, {here!r})
 import cloudpickle, hydra, plans
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
