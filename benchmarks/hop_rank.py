@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
-from holmes_hpc.training.data import samples as data
+from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.loop import _forward
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt as model
@@ -36,8 +38,6 @@ from holmes_hpc.training.pipeline import point_to_point as edges
 from holmes_hpc.training.pipeline.run_ahead import run_ahead
 from holmes_hpc.training.rank.failure import Exits, RankLog
 from holmes_hpc.training.rank.launch import Launch
-
-CONF = Path(session.__file__).parents[1] / "conf"
 
 
 def launch() -> Launch:
@@ -50,24 +50,24 @@ def launch() -> Launch:
 class Rank:
     """What the training loop makes, without what it records: model, optimizer, data, edges."""
 
-    def __init__(self, config: dict[str, Any], here: session.Session) -> None:
-        train, plan = config["train"], here.plan
+    def __init__(self, config: Configuration, here: session.Session) -> None:
+        train, plan = config.train, here.plan
         self.plan, self.device, self.train = plan, here.device, train
         self.breakdown = Breakdown(here.cuda)
-        torch.manual_seed(train["seed"])
-        model_parallel_cuda_manual_seed(train["seed"])
-        self.config = model.transformer_config(plan, model.dtype_of(train["dtype"], here.cuda), cuda=here.cuda,
+        torch.manual_seed(train.seed)
+        model_parallel_cuda_manual_seed(train.seed)
+        self.config = model.transformer_config(plan, model.dtype_of(train.dtype, here.cuda), cuda=here.cuda,
                                                timers=self.breakdown)
-        chunks = model.build(plan, self.config, train["seed"], here.device)
-        pace.pace((chunk.decoder.layers for chunk in chunks), train["pace_layer_ms"])
+        chunks = model.build(plan, self.config, train.seed, here.device)
+        pace.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = edges.build(plan, here.groups.edge, rank=here.launch.rank, pp_group=self.groups.pp,
                                  config=self.config)
-        training, _ = data.build_datasets(config, plan)
-        self.batches = data.batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
+        training, _ = build_datasets(config.data, train, plan, None)
+        self.batches = batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
 
     def schedule(self, kind: str, in_flight: Sequence[int]) -> Any:
         """megatron: its own 1F1B, over our edges; ahead: ours."""
@@ -90,13 +90,11 @@ class Rank:
 def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    train = {**yaml.safe_load((CONF / "train" / "default.yaml").read_text()), **given["train"]}
-    settings = yaml.safe_load((CONF / "data" / "synthetic.yaml").read_text())
     own, run, plan = launch(), RunDirectory(given["run_dir"]), Plan.read(given["plan"])
     log, exits = RankLog(run, own), Exits(run, own)
     try:
-        config = {"train": train, "data": settings}
-        here = session.start(config, own, plan, run, exits)
+        config = Configuration(plan.model, plan.batch, train=TrainConfig(**given["train"]))
+        here = session.start(config.train, own, plan, run, exits)
         rank = Rank(config, here)
         kinds = ["megatron", "ahead"]
         with Path(f"{sys.argv[2]}.{own.rank}").open("w", encoding="utf-8") as out:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data import samples as data
+from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import line as metrics
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
@@ -34,20 +37,22 @@ from holmes_hpc.training.network import nic_bytes as traffic
 from holmes_hpc.training.pipeline import point_to_point as edges
 from holmes_hpc.training.pipeline.run_ahead import run_ahead
 from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import Exits, RankLog, checked_run, say
+from holmes_hpc.training.rank.failure import Exits, RankLog, say
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.signals import Said, Signals, Word
 from holmes_hpc.training.rank.watchdog import LONG, Stragglers, Watchdog, dump_stacks, work_of_stages
 from holmes_hpc.training.session import Session
 
 
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Train as one rank of ``config["plan_file"]``, recording into ``config["run_dir"]``; the last step's figures come
-    back (on rank 0). A failure is one line in the log and in exits/, the same exit code on every rank."""
+def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
+    """Train as one rank of the plan, recording into the run directory; the last step's figures come back (on rank 0). A
+    failure is one line in the log and in exits/, the same exit code on every rank. `unrecorded`: the keys of `config`
+    that an older record lacks."""
     own = launch.read()
-    run = checked_run(config)
+    run = session.run_directory(config.run_dir)
     log, exits = RankLog(run, own), Exits(run, own)
     try:
+        session.tell_defaults(own, unrecorded)
         with Signals() as signals:
             final = _train(config, own, run, exits, signals)
         exits.ended("preempted" if final.get("preempted") else "completed")
@@ -60,13 +65,13 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         log.close()
 
 
-def _train(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits, signals: Signals,
+def _train(config: Configuration, own: Launch, run: RunDirectory, exits: Exits, signals: Signals,
            ) -> dict[str, Any]:
-    plan = Plan.read(config["plan_file"])
+    plan = Plan.read(config.plan_file or run.plan_path)
     exits.before_exit = dump_stacks
-    watchdog = Watchdog(exits, float(config["train"]["watchdog_s"]), speaks=own.rank == 0).start()
+    watchdog = Watchdog(exits, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config, own, plan, run, exits)
+        here = session.start(config.train, own, plan, run, exits)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
@@ -80,33 +85,33 @@ def _train(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits,
 class Trainer:
     """What one rank trains with: model chunks, optimizer, data, schedule."""
 
-    def __init__(self, config: dict[str, Any], here: Session, watchdog: Watchdog) -> None:
+    def __init__(self, config: Configuration, here: Session, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
         self.here, self.plan = here, here.plan
-        pace_layer_ms = config["train"]["pace_layer_ms"] or here.plan.pace_layer_ms
+        pace_layer_ms = config.train.pace_layer_ms or here.plan.pace_layer_ms
         self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
                                      [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
-        self.config = {**config["train"], "pace_layer_ms": pace_layer_ms,
-                       "dtype": model.dtype_name(config["train"]["dtype"], here.cuda)}
-        train, plan = self.config, here.plan
+        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
+                                dtype=model.dtype_name(config.train.dtype, here.cuda))
+        train, plan = self.settings, here.plan
         self.breakdown = Breakdown(here.cuda)
-        torch.manual_seed(train["seed"])
+        torch.manual_seed(train.seed)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        model_parallel_cuda_manual_seed(train["seed"] + 100 * pipeline_rank)  # dropout differs between stages
+        model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
-        self.training, self.validation = data.build_datasets(config, plan)
-        dtype = model.dtype_of(train["dtype"], here.cuda)
+        self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
+        dtype = model.dtype_of(train.dtype, here.cuda)
         self.model_config = model.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
-        chunks = model.build(plan, self.model_config, train["seed"], here.device)
-        if train["pace_layer_ms"]:
-            pace.pace((chunk.decoder.layers for chunk in chunks), train["pace_layer_ms"])
+        chunks = model.build(plan, self.model_config, train.seed, here.device)
+        if train.pace_layer_ms:
+            pace.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = _edges(here, self.model_config, self.groups)
-        self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train["trace"] else None
+        self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = _schedule(plan, self.trace)
         if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
             order = Order("interleaved" if len(self.models) > 1 else "1f1b", plan.parallel.pp, plan.micro_batches,
@@ -116,10 +121,10 @@ class Trainer:
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
             here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
-            keep=train["checkpoint_keep"], background=train["checkpoint_async"], group=self.control)
-        chosen = config.get("checkpoint")
+            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control)
+        chosen = config.checkpoint
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
-        if chosen and here.attempt == 1 and self.step >= train["steps"]:
+        if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train['steps']}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
         self.word = Word(self.control)
@@ -141,7 +146,7 @@ class Trainer:
         self.here.traffic.take()
         self.breakdown.begin()
         began = time.perf_counter()
-        while self.step < self.config["steps"]:
+        while self.step < self.settings.steps:
             self.step += 1
             self.watchdog.alive(f"step {self.step}")
             losses, figures = self._one_step(batches)
@@ -151,7 +156,7 @@ class Trainer:
             if self.trace is not None:
                 self.trace.write(self.step)
             said = self.word.exchange(stop=signals.seen, writing=self.checkpoints.writing())
-            if said.stop and self.step < self.config["steps"]:
+            if said.stop and self.step < self.settings.steps:
                 return self._stop_early()
             began = self._between_steps(said, ended)
         self._finish_record()
@@ -162,15 +167,15 @@ class Trainer:
     def _between_steps(self, said: Said, ended: float) -> float:
         """What is no part of a step: validation and checkpoints, when their turn has come. When the next step begins:
         when the last one `ended`, but for such a pause."""
-        began, interval = time.perf_counter(), self.config["checkpoint_interval"]
+        began, interval = time.perf_counter(), self.settings.checkpoint_interval
         self.watchdog.alive(f"what follows step {self.step}")
-        if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
+        if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
             self._evaluate()
         if self.checkpoints.unsettled:  # a step after a save nobody has said anything of it yet
             asked = self.step == self._saved_at + 1
             if not (self.checkpoints.writing_anywhere() if asked else said.writing):
                 self._settle()
-        if interval and (self.step % interval == 0 or self.step == self.config["steps"]):
+        if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
         self._pause_s = time.perf_counter() - began
         if self._pause_s < 1e-3:
@@ -202,13 +207,13 @@ class Trainer:
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
         """Forward and backward of all micro-batches, then the optimizer."""
-        rate = optimizer.learning_rate(self.step, self.config)
+        rate = optimizer.learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.breakdown.part("pipeline_wait_s"):  # what is neither computing nor one of the other parts
             stored = self._forward_backward(batches, forward_only=False)
-        optimizer.set_options(self.optimizer, self.config, rate)
+        optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
         losses = [float(loss) for loss in stored]
@@ -236,7 +241,7 @@ class Trainer:
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
-        return [data.batches(dataset, self.plan, rank, start_step) for _ in self.models]
+        return [batches(dataset, self.plan, rank, start_step) for _ in self.models]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
@@ -247,7 +252,7 @@ class Trainer:
         for chunk in self.models:
             chunk.eval()
         with torch.no_grad():
-            for number in range(self.config["eval_steps"]):
+            for number in range(self.settings.eval_steps):
                 self.watchdog.alive(f"validation {number + 1} after step {self.step}")
                 losses += [float(loss) for loss in self._forward_backward(batches, forward_only=True)]
         self.watchdog.alive(f"what follows step {self.step}")
@@ -279,15 +284,15 @@ class Trainer:
         setup_bytes = traffic.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
                                                  for x, y in zip(setup, calibration, strict=True)])
         mean = round(sum(factors.values()) / len(factors), 4) if factors else None
-        here.run.update_run(**session.describe(here), pace_layer_ms=self.config["pace_layer_ms"],
+        here.run.update_run(**session.describe(here), pace_layer_ms=self.settings.pace_layer_ms,
                             traffic={"setup": setup_bytes, "header_factor": mean,
                                      "header_factors": {k: round(v, 4) for k, v in factors.items()}})
         if not here.nodes[0].one_host:
-            self._audit = audit.Audit(plan, here.nodes, factors, self.config["dtype"])
+            self._audit = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
         for kind, factor in factors.items():
             say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
-        paced = self.config["pace_layer_ms"]
+        paced = self.settings.pace_layer_ms
         say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
             + (f"; paced: {paced} ms a layer" if paced else ""))
@@ -330,11 +335,11 @@ class Trainer:
                 say(str(finding))
         for warning in self.stragglers.step(metrics.compute_by_rank(rows)):
             say(warning)
-        every = self.config["log_interval"]
-        if done.step % every == 0 or done.step in (1, self.config["steps"]) or time.monotonic() - self._said > 60:
+        every = self.settings.log_interval
+        if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
             self._said = time.monotonic()
             self.watchdog.said()
-            say(f"step {done.step}/{self.config['steps']}: loss {entry['loss']:.4f}, grad norm "
+            say(f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
                 f"{entry['grad_norm'] if entry['grad_norm'] is None else format(entry['grad_norm'], '.3f')}, "
                 f"{entry['step_time_s']:.3f} s, {entry['samples_per_s']:.2f} samples/s, "
                 f"{entry['model_tflops_per_gpu']:.3g} TFLOP/s a rank")

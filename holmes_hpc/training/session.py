@@ -8,6 +8,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc import __version__
-from holmes_hpc.errors import ConfigError, HolmesError, NetworkError
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
@@ -62,6 +64,26 @@ class Session:
             rendezvous.forget(self.run.path, self.launch)
 
 
+def run_directory(path: str | None) -> RunDirectory:
+    """The directory of this run. RunFailed when it is not there on this node."""
+    if not path:
+        raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
+    run = RunDirectory(path)
+    deadline = time.monotonic() + 20  # rank 0 may be making it, on a file system that takes its time
+    while not run.exists():
+        if time.monotonic() > deadline:
+            raise RunFailed("no run.yaml", where=str(run.path),
+                            hint="put run_dir on a file system that all nodes share")
+        time.sleep(0.1)
+    return run
+
+
+def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
+    """Rank 0 says once which keys an older record lacks."""
+    if own.rank == 0 and unrecorded:
+        say(f"the record is of an older version and does not say {', '.join(unrecorded)}: they have their defaults")
+
+
 def use_cuda(wanted: str) -> bool:
     """Whether to train on CUDA: ``auto`` where there is a device. ConfigError for ``cuda`` without one."""
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -69,12 +91,10 @@ def use_cuda(wanted: str) -> bool:
     return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
-def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, exits: Exits) -> Session:
+def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, exits: Exits) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place
     or network is one line, on every rank, before the first group is made."""
-    train, began = config["train"], time.perf_counter()
-    timeout_s = float(train["net_timeout_s"])
-    cuda = use_cuda(train["device"])
+    began, cuda = time.perf_counter(), use_cuda(train.device)
     if not cuda:
         cpu.install()
         ranks_here = plan.components[plan.component_of(min(own.rank, plan.world_size - 1))].gpus_per_node
@@ -91,7 +111,7 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
     except HolmesError as e:
         _tell_the_others(own, run, exits, e)
         raise
-    store = _meet(own, run, node, exits, timeout_s)
+    store = _meet(own, run, node, exits, train.net_timeout_s)
     exits.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node)
     transports.check_places(plan, nodes)
@@ -100,7 +120,7 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
         say(str(finding))
     if own.local_rank == 0 and not own.one_host:
         exits.guard(audit.nic_check(node))
-    made = groups.Groups(plan, node, own.rank, cuda, timeout_s, float(train["watchdog_s"]))
+    made = groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
     device = groups.device(own.local_rank, cuda)
     groups.check_devices(device, own.rank, store, nodes)
     made.start(dist.PrefixStore("world", store))

@@ -59,7 +59,7 @@ def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended
 
 def test_norms_and_biases_do_not_decay_and_the_runs_own_numbers_count() -> None:
     groups = [{"wd_mult": 1.0, "lr": 9.0, "weight_decay": 9.0}, {"wd_mult": 0.0, "lr_mult": 2.0, "eps": 9.0}]
-    optimizer.set_options(SimpleNamespace(param_groups=groups), {**spawn.TRAIN, "weight_decay": 0.1, "eps": 1e-6}, 0.5)
+    optimizer.set_options(SimpleNamespace(param_groups=groups), replace(spawn.TRAIN, weight_decay=0.1, eps=1e-6), 0.5)
     assert [(g["lr"], g["weight_decay"], g["eps"]) for g in groups] == [(0.5, 0.1, 1e-6), (1.0, 0.0, 1e-6)]
 
 

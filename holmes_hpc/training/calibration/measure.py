@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import yaml
 
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, Measured
@@ -32,7 +33,7 @@ from holmes_hpc.training import session
 from holmes_hpc.training.calibration import networks as links
 from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import Exits, RankLog, checked_run, say
+from holmes_hpc.training.rank.failure import Exits, RankLog, say
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.signals import Signals
 from holmes_hpc.training.rank.watchdog import Watchdog, dump_stacks
@@ -44,15 +45,17 @@ REPEATS = 12
 Times = dict[str, tuple[float, float]]  # part -> seconds (forward, backward); pass: what is in no part, for each
 
 
-def measure(config: dict[str, Any]) -> dict[str, Any]:
-    """Measure as one rank of ``config["plan_file"]``; what rank 0 wrote comes back there. Failures end the rank as
-    they do in training: one line in the log and in exits/, the same exit code on every rank."""
+def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure as one rank of the plan; what rank 0 wrote comes back there. Failures end the rank as they do in
+    training: one line in the log and in exits/, the same exit code on every rank. `unrecorded`: see
+    :func:`holmes_hpc.training.loop.train`."""
     own = launch.read()
-    run = checked_run(config)
+    run = session.run_directory(config.run_dir)
     log, exits = RankLog(run, own), Exits(run, own)
     exits.before_exit = dump_stacks
-    watchdog = Watchdog(exits, float(config["train"]["watchdog_s"]), speaks=own.rank == 0).start()
+    watchdog = Watchdog(exits, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
+        session.tell_defaults(own, unrecorded)
         with Signals() as signals:
             made = _measure(config, own, run, exits, watchdog, signals)
         exits.ended("completed")
@@ -64,10 +67,10 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
         log.close()
 
 
-def _measure(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits, watchdog: Watchdog,
+def _measure(config: Configuration, own: Launch, run: RunDirectory, exits: Exits, watchdog: Watchdog,
              signals: Signals) -> dict[str, Any]:
-    plan = Plan.read(config["plan_file"])
-    here = session.start(config, own, plan, run, exits)
+    plan = Plan.read(config.plan_file or run.plan_path)
+    here = session.start(config.train, own, plan, run, exits)
     trainer = Trainer(config, here, watchdog)
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
@@ -217,17 +220,17 @@ def calibration(plan: Plan, times: Times, found: links.Links, steps: Sequence[di
 
 def _write(trainer: Trainer, run: RunDirectory, times: Times, samples: list[links.Sample], meeting_s: float,
            ) -> dict[str, Any]:
-    train, plan, here = trainer.config, trainer.plan, trainer.here
+    train, plan, here = trainer.settings, trainer.plan, trainer.here
     found = links.fit(samples)
-    steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train["steps"] - 1)]
+    steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
     device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
-    made = calibration(plan, times, found, steps, meeting_s=meeting_s, device=device, dtype=train["dtype"],
-                       pace_layer_ms=train["pace_layer_ms"])
+    made = calibration(plan, times, found, steps, meeting_s=meeting_s, device=device, dtype=train.dtype,
+                       pace_layer_ms=train.pace_layer_ms)
     for sample in samples:
         say(f"{sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit {links.fitted_s(sample, found):.6f} s")
     write_whole(Path(run.path, FILE), yaml.safe_dump(made.to_dict(), sort_keys=False))
     # what the planner now says of these very steps: how well its model holds here
-    predicted = predict(plan, Costs(made, train["pace_layer_ms"])).step_time_s
+    predicted = predict(plan, Costs(made, train.pace_layer_ms)).step_time_s
     measured = statistics.median(line["step_time_s"] for line in steps)
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
     say(f"a step took {measured:.4f} s; from the measured parts it is {predicted:.4f} s")

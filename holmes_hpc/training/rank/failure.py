@@ -279,17 +279,3 @@ class Exits:
             more["attempt"] = self.attempt
         with contextlib.suppress(HolmesError, OSError):
             self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more)
-
-
-def checked_run(config: dict[str, Any]) -> RunDirectory:
-    """The run directory of a configuration; RunFailed when it is not there on this node."""
-    if not config.get("run_dir"):
-        raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
-    run = RunDirectory(config["run_dir"])
-    deadline = time.monotonic() + 20  # rank 0 may be making it, on a file system that takes its time
-    while not run.exists():
-        if time.monotonic() > deadline:
-            raise RunFailed("no run.yaml", where=str(run.path),
-                            hint="put run_dir on a file system that all nodes share")
-        time.sleep(0.1)
-    return run
