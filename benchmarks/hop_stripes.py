@@ -3,7 +3,7 @@
     python benchmarks/hop_stripes.py                        # two processes of this machine, over loopback
     srun -N2 -n2 python benchmarks/hop_stripes.py eth0      # two nodes, over that interface of theirs
 
-Each stripe is a lane of its own: a process group, a connection, a thread of gloo's. Receives are posted ahead, as the
+Each stripe is a connection of its own: a process group, a socket, a thread of gloo's. Receives are posted ahead, as the
 schedule does; the time is that of a transfer and of the one number that answers it, median of 20.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from holmes_hpc.console import table
 from holmes_hpc.training.network import process_groups as groups
-from holmes_hpc.training.pipeline import point_to_point as edges
+from holmes_hpc.training.pipeline.point_to_point import Channel
 
 SIZES, STRIPES, TIMES = (100_000, 1_000_000, 10_000_000), (1, 2, 4), 20
 
@@ -33,12 +33,12 @@ def rank_main(rank: int, meeting: str, interface: str) -> None:
     where = {"interface": interface}
     dist.init_process_group(groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where)
 
-    def lane() -> dist.ProcessGroup:
+    def connection() -> dist.ProcessGroup:
         return dist.new_group([0, 1], backend=groups.GLOO, pg_options=where)
-    answer = edges.Stream("backward", [lane()], 1 - rank)
+    answer = Channel("backward", [connection()], 1 - rank)
     rows = []
     for stripes in STRIPES:
-        stream = edges.Stream("forward", [lane() for _ in range(stripes)], 1 - rank)
+        channel = Channel("forward", [connection() for _ in range(stripes)], 1 - rank)
         for size in SIZES:
             tensor, number, seconds = torch.zeros(size // 4), torch.zeros(1), []
             for _ in range(TIMES + 1):
@@ -46,11 +46,11 @@ def rank_main(rank: int, meeting: str, interface: str) -> None:
                     back = answer.receive(number)
                     dist.barrier()
                     began = time.perf_counter()
-                    stream.send(tensor)
+                    channel.send(tensor)
                     back.wait()
                     seconds.append(time.perf_counter() - began)
                 else:
-                    posted = stream.receive(tensor)
+                    posted = channel.receive(tensor)
                     dist.barrier()
                     posted.wait()
                     answer.send(number).wait()

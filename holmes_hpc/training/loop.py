@@ -1,4 +1,4 @@
-"""A rank's life, top to bottom: meet, build, train, end."""
+"""The training loop: how one process of a job meets the others, builds its part of the model, trains and records."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -26,21 +24,21 @@ from holmes_hpc.training import session
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets
 from holmes_hpc.training.data.samples import batches
-from holmes_hpc.training.metrics import line as metrics
+from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
-from holmes_hpc.training.model import gpt as model
-from holmes_hpc.training.model import optimizer, pace
-from holmes_hpc.training.network import audit
-from holmes_hpc.training.network import nic_bytes as traffic
-from holmes_hpc.training.pipeline import point_to_point as edges
-from holmes_hpc.training.pipeline.run_ahead import run_ahead
+from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.network import audit, nic_bytes
+from holmes_hpc.training.pipeline import schedules
+from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
 from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import Exits, RankLog, say
+from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.signals import Said, Signals, Word
-from holmes_hpc.training.rank.watchdog import LONG, Stragglers, Watchdog, dump_stacks, work_of_stages
+from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
+from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
+from holmes_hpc.training.rank.watchdog import LONG, Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
 
 
@@ -50,28 +48,28 @@ def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, An
     that an older record lacks."""
     own = launch.read()
     run = session.run_directory(config.run_dir)
-    log, exits = RankLog(run, own), Exits(run, own)
+    log, rank_exit = RankLog(run, own), RankExit(run, own)
     try:
         session.tell_defaults(own, unrecorded)
         with Signals() as signals:
-            final = _train(config, own, run, exits, signals)
-        exits.ended("preempted" if final.get("preempted") else "completed")
+            final = _train(config, own, run, rank_exit, signals)
+        rank_exit.ended("preempted" if final.get("preempted") else "completed")
         return final
     except HolmesError as e:
-        sys.exit(exits.failed(e))
+        sys.exit(rank_exit.failed(e))
     except Exception as e:
-        sys.exit(exits.failed(e))
+        sys.exit(rank_exit.failed(e))
     finally:
         log.close()
 
 
-def _train(config: Configuration, own: Launch, run: RunDirectory, exits: Exits, signals: Signals,
+def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals,
            ) -> dict[str, Any]:
     plan = Plan.read(config.plan_file or run.plan_path)
-    exits.before_exit = dump_stacks
-    watchdog = Watchdog(exits, config.train.watchdog_s, speaks=own.rank == 0).start()
+    rank_exit.before_exit = dump_stacks
+    watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config.train, own, plan, run, exits)
+        here = session.start(config.train, own, plan, run, rank_exit)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
@@ -92,7 +90,7 @@ class Trainer:
         self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
                                      [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
-                                dtype=model.dtype_name(config.train.dtype, here.cuda))
+                                dtype=gpt.dtype_name(config.train.dtype, here.cuda))
         train, plan = self.settings, here.plan
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
@@ -100,19 +98,19 @@ class Trainer:
         model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
-        dtype = model.dtype_of(train.dtype, here.cuda)
-        self.model_config = model.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
-        chunks = model.build(plan, self.model_config, train.seed, here.device)
+        dtype = gpt.dtype_of(train.dtype, here.cuda)
+        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
+        chunks = gpt.build(plan, self.model_config, train.seed, here.device)
         if train.pace_layer_ms:
-            pace.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
+            paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = _edges(here, self.model_config, self.groups)
+        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config)
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
-        self.forward_backward = _schedule(plan, self.trace)
+        self.forward_backward = schedules.forward_backward(plan, self.trace)
         if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
             order = Order("interleaved" if len(self.models) > 1 else "1f1b", plan.parallel.pp, plan.micro_batches,
                           len(self.models))
@@ -125,13 +123,13 @@ class Trainer:
         chosen = config.checkpoint
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
         if chosen and here.attempt == 1 and self.step >= train.steps:
-            raise ConfigError(f"it stands at step {self.step}, and train.steps is {train['steps']}",
+            raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
-        self.word = Word(self.control)
+        self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
-        self.nic_log = traffic.NicLog(here.run.nics, here.launch.node, here.attempt)
+        self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
         self.final: dict[str, Any] = {}
-        self._gathering: metrics.Gathering | None = None
+        self._gathering: metrics_line.Gathering | None = None
         self._audit: audit.Audit | None = None
         self._alone = True  # nothing but the step's traffic since the step before
         self._said = 0.0
@@ -155,16 +153,16 @@ class Trainer:
             self._record(losses, figures, ended - began, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            said = self.word.exchange(stop=signals.seen, writing=self.checkpoints.writing())
-            if said.stop and self.step < self.settings.steps:
+            any_rank = self.control_flags.exchange(stop=signals.seen, writing=self.checkpoints.writing())
+            if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
-            began = self._between_steps(said, ended)
+            began = self._between_steps(any_rank, ended)
         self._finish_record()
-        self.word.finish()
+        self.control_flags.finish()
         self._settle()
         return self.final
 
-    def _between_steps(self, said: Said, ended: float) -> float:
+    def _between_steps(self, any_rank: AnyRank, ended: float) -> float:
         """What is no part of a step: validation and checkpoints, when their turn has come. When the next step begins:
         when the last one `ended`, but for such a pause."""
         began, interval = time.perf_counter(), self.settings.checkpoint_interval
@@ -173,7 +171,7 @@ class Trainer:
             self._evaluate()
         if self.checkpoints.unsettled:  # a step after a save nobody has said anything of it yet
             asked = self.step == self._saved_at + 1
-            if not (self.checkpoints.writing_anywhere() if asked else said.writing):
+            if not (self.checkpoints.writing_anywhere() if asked else any_rank.writing):
                 self._settle()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
@@ -199,7 +197,7 @@ class Trainer:
 
     def _stop_early(self) -> dict[str, Any]:
         """A signal asked for the end: save, so that the run can go on from here."""
-        self.word.finish()
+        self.control_flags.finish()
         if self.here.launch.rank == 0:
             say(f"stopping after step {self.step} as asked by a signal")
         self._save(wait=True)
@@ -226,7 +224,7 @@ class Trainer:
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
         stored = self.forward_backward(
-            forward_step_func=partial(_forward, self.here.device),
+            forward_step_func=partial(forward_step, self.here.device),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
             seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
@@ -237,7 +235,7 @@ class Trainer:
 
     def forward_one(self, chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
         """One micro-batch of the next step through one model chunk: its output, and how its loss is made."""
-        return _forward(self.here.device, self._batches(self.training, self.step)[0], chunk)
+        return forward_step(self.here.device, self._batches(self.training, self.step)[0], chunk)
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
@@ -276,12 +274,12 @@ class Trainer:
         here, plan = self.here, self.plan
         session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
-        factors = {} if here.nodes[0].one_host else traffic.header_factors(
+        factors = {} if here.nodes[0].one_host else nic_bytes.header_factors(
             plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda)
         calibration = self._gather_all(here.traffic.take())
         if here.launch.rank > 0:
             return
-        setup_bytes = traffic.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
+        setup_bytes = nic_bytes.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
                                                  for x, y in zip(setup, calibration, strict=True)])
         mean = round(sum(factors.values()) / len(factors), 4) if factors else None
         here.run.update_run(**session.describe(here), pace_layer_ms=self.settings.pace_layer_ms,
@@ -308,10 +306,10 @@ class Trainer:
         """Send this step's figures to rank 0; write those of the step before."""
         self._finish_record()
         here = self.here
-        row = metrics.row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
-                          metrics.peak_memory_bytes(here.cuda))
+        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
+                          metrics_line.peak_memory_bytes(here.cuda))
         self.nic_log.add(self.step, here.traffic.by_nic)
-        self._gathering = metrics.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
+        self._gathering = metrics_line.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
                                             figures)
         self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
         if here.launch.rank > 0 and (self.step % 20 == 1 or time.monotonic() - self._said > 60):
@@ -324,16 +322,16 @@ class Trainer:
         rows = done.finish() if done is not None else None
         if done is None or rows is None:
             return
-        entry = metrics.line(self.plan, rows, done.step, done.when, done.more)
+        entry = metrics_line.metrics_line(self.plan, rows, done.step, done.when, done.more)
         entry["attempt"] = self.here.attempt
         self.here.run.append_metrics(entry)
         self.final = entry
         if self.loggers is not None:
             self.loggers.write(entry)
         if self._audit is not None:
-            for finding in self._audit.add(metrics.nic_rows(rows), self._alone):
+            for finding in self._audit.add(metrics_line.nic_rows(rows), self._alone):
                 say(str(finding))
-        for warning in self.stragglers.step(metrics.compute_by_rank(rows)):
+        for warning in self.stragglers.step(metrics_line.compute_by_rank(rows)):
             say(warning)
         every = self.settings.log_interval
         if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
@@ -347,13 +345,13 @@ class Trainer:
     def close(self) -> None:
         """Wait for what the edges still carry, and for the loggers."""
         self.nic_log.write()
-        if isinstance(self.edges, edges.EdgeCommunicator):
+        if isinstance(self.edges, EdgeCommunicator):
             self.edges.close()
         if self.loggers is not None:
             self.loggers.close()
 
 
-def _forward(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+def forward_step(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Megatron-Core's forward_step_func: one micro-batch through one model chunk, and how its loss is made."""
     first, last = _ends(chunk)
     batch = next(batches) if first or last else {}
@@ -374,20 +372,3 @@ def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor
     mask = mask.float()
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
     return loss, {"loss": loss.detach().clone()}
-
-
-def _edges(here: Session, config: Any, groups: ProcessGroupCollection) -> Any:
-    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's."""
-    if here.plan.parallel.pp == 1:
-        return None
-    if here.plan.transport_mode == "single" and here.plan.schedule.kind != "ahead":
-        return P2PCommunicator(groups.pp, config)
-    return edges.build(here.plan, here.groups.edge, rank=here.launch.rank, pp_group=groups.pp, config=config)
-
-
-def _schedule(plan: Plan, trace: Trace | None) -> Callable[..., Any]:
-    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or the one that runs ahead."""
-    if plan.schedule.kind == "ahead" and plan.parallel.pp > 1:
-        return partial(run_ahead, in_flight=plan.schedule.in_flight, tracer=trace)
-    function: Callable[..., Any] = get_forward_backward_func()
-    return function

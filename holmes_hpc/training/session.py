@@ -1,4 +1,4 @@
-"""From a process to a member of the run: rendezvous, networks, process groups, device."""
+"""How a process joins a training run: it meets the others, and gets its networks, process groups and device."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from holmes_hpc.training.network import process_groups as groups
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
 from holmes_hpc.training.rank import cpu, launch
-from holmes_hpc.training.rank.failure import Exits, say
+from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.log import say
 
 
 @dataclass
@@ -91,7 +92,7 @@ def use_cuda(wanted: str) -> bool:
     return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
-def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, exits: Exits) -> Session:
+def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place
     or network is one line, on every rank, before the first group is made."""
     began, cuda = time.perf_counter(), use_cuda(train.device)
@@ -103,23 +104,23 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, exits:
     nics = probe()
     traffic = Traffic(plan, own, nics)
     if own.rank == 0:
-        exits.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
+        rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
         node = transports.decide(plan, own.rank, nics, own.node, own.one_host, cuda)
         warnings = transports.refuse(node)
     except HolmesError as e:
-        _tell_the_others(own, run, exits, e)
+        _tell_the_others(own, run, rank_exit, e)
         raise
-    store = _meet(own, run, node, exits, train.net_timeout_s)
-    exits.watch(store.clone())  # type: ignore[attr-defined]
+    store = _meet(own, run, node, rank_exit, train.net_timeout_s)
+    rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node)
     transports.check_places(plan, nodes)
     warnings += transports.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
     for finding in warnings:
         say(str(finding))
     if own.local_rank == 0 and not own.one_host:
-        exits.guard(audit.nic_check(node))
+        rank_exit.guard(audit.nic_check(node))
     made = groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
     device = groups.device(own.local_rank, cuda)
     groups.check_devices(device, own.rank, store, nodes)
@@ -128,36 +129,36 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, exits:
     if own.rank == 0:
         say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
             f" ({own.by}, {device.type})")
-    assert exits.attempt is not None
-    return Session(own, plan, run, exits.attempt, store, nodes, made, device, traffic)
+    assert rank_exit.attempt is not None
+    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic)
 
 
-def _tell_the_others(own: Launch, run: RunDirectory, exits: Exits, error: HolmesError) -> None:
+def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
     """This rank cannot take part: the others should not wait for it."""
     if own.address is None and own.rank == 0:
-        rendezvous.cancel(run.path, own, exits.attempt or 0, str(error), error.exit_code)
+        rendezvous.cancel(run.path, own, rank_exit.attempt or 0, str(error), error.exit_code)
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
         if own.address is None:
-            store, exits.attempt = rendezvous.join_store(run.path, own, 10)
+            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10)
         else:
             store = rendezvous.launcher_store(own, 10)
-        exits.watch(dist.PrefixStore(f"holmes/{own.key}", store))
+        rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", store))
 
 
-def _meet(own: Launch, run: RunDirectory, node: NodeTransports, exits: Exits, timeout_s: float) -> dist.Store:
+def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
     if own.address is not None:
         raw: dist.Store = rendezvous.launcher_store(own, timeout_s)
     elif own.rank == 0:
-        raw = rendezvous.host_store(run.path, own, node.address, exits.attempt or 0, timeout_s)
+        raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
     else:
-        raw, exits.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP))
+        raw, rank_exit.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP))
     store = dist.PrefixStore(f"holmes/{own.key}", raw)
     if own.address is not None:
         if own.rank == 0:
-            store.set("attempt", str(exits.attempt))
+            store.set("attempt", str(rank_exit.attempt))
         else:
-            exits.attempt = int(store.get("attempt"))
+            rank_exit.attempt = int(store.get("attempt"))
     return store
 
 

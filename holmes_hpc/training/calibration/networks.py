@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from holmes_hpc.planning.cost.hardware import Link, collectives
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
-from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.network import interfaces
 from holmes_hpc.training.session import Session
 
 WARM_UP, REPEATS = 2, 9
@@ -71,8 +71,8 @@ def pairs(plan: Plan, one_host: bool) -> dict[str, tuple[Transport, tuple[int, i
         return {"local": (LOCAL, (0, 1))} if plan.world_size > 1 else {}
     found: dict[str, tuple[Transport, tuple[int, int]]] = {}
     for ranks in combinations(range(plan.world_size), 2):
-        own = transports.of_ranks(plan, ranks)
-        if own.kind != "rdma" or all("rdma" in transports.kinds_of(plan, r) for r in ranks):
+        own = interfaces.of_ranks(plan, ranks)
+        if own.kind != "rdma" or all("rdma" in interfaces.kinds_of(plan, r) for r in ranks):
             found.setdefault(link_name(own), (own, ranks))
         if "ethernet" not in found and plan.places[ranks[0]] != plan.places[ranks[1]]:
             apart = ranks
@@ -120,7 +120,7 @@ def _median_s(task: Callable[[], None]) -> float:
 
 
 def _activation_bytes(plan: Plan, here: Session) -> int:
-    """Of one hop between stages."""
+    """Of one stage transfer."""
     elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden
     return min(MOST_BYTES, elements * (2 if here.cuda else 4))
 
@@ -148,7 +148,7 @@ def _collectives(here: Session) -> list[Sample]:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1 or p.optimizer_instances > 1:
         return []
-    transport = LOCAL if here.nodes[0].one_host else transports.of_ranks(plan, ranks)
+    transport = LOCAL if here.nodes[0].one_host else interfaces.of_ranks(plan, ranks)
     nodes = 1 if transport == LOCAL else len({plan.places[r] for r in ranks})
     if 1 < nodes < len(ranks):
         return []  # time inside the nodes would count as the network's

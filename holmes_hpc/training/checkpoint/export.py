@@ -20,7 +20,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.checkpoint.weights import SavedWeights
+from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 from holmes_hpc.training.data.tokenizer import ByteTokenizer
 
 SHARD_BYTES = 5_000_000_000  # of one .safetensors file, as Hugging Face's own

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: checked at the door, split, blended, and read in an order that no layout changes.
+"""Reading Megatron's indexed data sets: checked first, split, blended, and in an order that no layout changes.
 
 GPTDataset cuts one epoch of documents into shuffled samples. Its indices are made by one rank, in a cache directory
 that appears complete or not at all. Megatron's own BlendedMegatronDatasetBuilder is not used: it holds barriers over

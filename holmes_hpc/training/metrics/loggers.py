@@ -1,5 +1,4 @@
-"""The metrics to where people look at them besides: TensorBoard, Weights & Biases, MLflow. When asked for, by rank 0.
-"""
+"""Sending the metrics to TensorBoard, Weights & Biases or MLflow as well, by rank 0 when asked to."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.run import RunDirectory
 
-Log = Callable[[int, Mapping[str, float]], None]
+Write = Callable[[int, Mapping[str, float]], None]
 
 
 def figures(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -44,7 +43,7 @@ class Loggers:
             close()
 
 
-def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Log, Callable[[], None]]:
+def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
     """Event files under tensorboard/ of the run directory."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -59,7 +58,7 @@ def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Log,
     return log, writer.close
 
 
-def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Log, Callable[[], None]]:
+def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
     """A run of the project `value`, named after the run directory; another attempt goes on with it."""
     try:
         import wandb as package
@@ -70,7 +69,7 @@ def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Log, Calla
     return (lambda step, values: opened.log(dict(values), step=step)), opened.finish
 
 
-def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Log, Callable[[], None]]:
+def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
     """A run under the tracking address `value`."""
     try:
         import mlflow as package

@@ -1,4 +1,4 @@
-"""How a tensor looks on the wire of an edge: as it is, or rounded to fewer bytes (`plan.edge_dtype`, TCP edges only).
+"""How activations are encoded between pipeline stages: as they are, or rounded (`plan.edge_dtype`, on TCP only).
 
 Rounding changes activations and their gradients, and so the losses: docs/schedule.md says by how much.
 """
