@@ -36,7 +36,7 @@ STEPS = 3
 @dataclass(frozen=True)
 class Case:
     """A plan's options, and what differs from MODEL and BATCH. `in_flight`: under the schedule that runs ahead, as deep
-    as for a slow hop, which there is none of here."""
+    as for a slow transfer, which there is none of here."""
 
     options: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)

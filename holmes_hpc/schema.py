@@ -16,6 +16,7 @@ import difflib
 import math
 import types
 from collections.abc import Mapping
+from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -111,7 +112,7 @@ def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = Confi
     try:
         return cls(**given)
     except HolmesError as e:  # a dataclass knows what it is, not always where it lies
-        known = e.where and where.startswith(e.where)
+        known = e.where and where.startswith(e.where)  # of the same thing, more is known here
         raise type(e)(e.what, where=where if known else e.where, hint=e.hint) from None
 
 
@@ -165,8 +166,11 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
         return False
     if declared.says.one_of and value is not None and value not in declared.says.one_of:
         return False
-    if dataclasses.is_dataclass(value):
-        return isinstance(value, tuple(m for m in _members(declared.type) if isinstance(m, type)))
+    members = _members(declared.type)
+    if dataclasses.is_dataclass(value) or isinstance(value, Enum):
+        return isinstance(value, tuple(m for m in members if isinstance(m, type)))
+    if all(dataclasses.is_dataclass(m) for m in members):
+        return value is None and type(None) in _all_members(declared.type)
     try:
         msgspec.convert(value, _bounded(cls, name), strict=True)
     except msgspec.ValidationError:

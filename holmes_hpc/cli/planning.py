@@ -23,6 +23,7 @@ from holmes_hpc.cli.app import (
     with_steps,
 )
 from holmes_hpc.cli.start import earliest_ends, show_ends, start
+from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
                "plan.schedule=1f1b")
 
 
-@app.command()
+@app.command(epilog=help_text("plan", "batch"))
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
          earliest: Earliest = False, steps: Steps = None, json: Json = False) -> None:
@@ -57,10 +58,10 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         chosen.write(output)
     costs = costs_of(config, chosen)
     if json:
-        from holmes_hpc.planning.cost.stage_transfer import hop_cost
+        from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 
-        hop = hop_cost(chosen, costs)
-        console.as_json({**chosen.to_dict(), "hop": hop.to_dict() if hop else None,
+        slowest = stage_transfer_cost(chosen, costs)
+        console.as_json({**chosen.to_dict(), "hop": slowest.to_dict() if slowest else None,
                          **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
         return
     if ends:
@@ -143,7 +144,7 @@ def predict(
         *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
           for i, size in enumerate(predicted.memory_bytes_per_gpu)),
         *((f"{part.removesuffix('_s').replace('_', ' ')}", f"{s:.4g} s") for part, s in predicted.breakdown.items()),
-        *((f"bytes over {nic}, a step", console.size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
+        *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
         caption="; ".join(given.assumptions))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
 from holmes_hpc.cli.start import planned, start, submit_run
+from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
 
 
@@ -38,7 +40,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         console.text(f"job {job.id}: {run.path}")
 
 
-@app.command()
+@app.command(epilog=help_text("train", "data", "slurm"))
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
@@ -70,11 +72,11 @@ def resume(run: Run, overrides: Overrides = None,
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
     from holmes_hpc.submission.lifecycle.resume import continuation
-    from holmes_hpc.submission.lifecycle.status import status as status_of
+    from holmes_hpc.submission.lifecycle.status import run_status
     from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
-    to_go_on = continuation(record, status_of(record).state, overrides or [], plan_path)
+    to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
     chosen, settings, before = to_go_on.plan, to_go_on.config.to_dict(), record.read_run()
     if to_go_on.missing:
         console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
@@ -124,15 +126,15 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     Example: holmes status 20260101-120000-gpt_tiny
     """
     from holmes_hpc.records.find import find_run, run_directories, runs_root
-    from holmes_hpc.submission.executor.states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import statuses
+    from holmes_hpc.slurm.job_states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import run_statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
         return
     with console.waiting("asking Slurm"):
-        all_of_them = statuses(found)
+        all_of_them = run_statuses(found)
     if json:
         console.as_json([s.to_dict() for s in all_of_them])
         return
@@ -157,8 +159,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
          json: Json = False) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.records.logs import follow as follow_logs
-    from holmes_hpc.records.logs import tail
+    from holmes_hpc.records.logs import follow_logs, tail
     from holmes_hpc.submission.lifecycle.status import ended, log_paths
 
     record = find_run(run)
@@ -186,8 +187,8 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.submission.executor.states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import cancel as cancel_run
+    from holmes_hpc.slurm.job_states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import cancel_run
 
     record = find_run(run)
     with console.waiting("asking Slurm"):
@@ -208,15 +209,18 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.results import report as reports
+    from holmes_hpc.results.page import write_page
+    from holmes_hpc.results.report import load_report
 
     for file in (html, trace):
         check_output(file)
-    made = reports.report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
-    for file, write in ((html, made.write_html), (trace, made.write_trace)):
+    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
+    for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)
             console.note(f"written: {file}")
+    if missing := made.missing():
+        console.note(missing)
     if json:
         console.as_json(made.to_dict())
         return

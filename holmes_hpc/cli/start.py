@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.submission.earliest import Candidate
+    from holmes_hpc.submission.earliest import PlannedStart
     from holmes_hpc.submission.lifecycle.status import Job
 
 
@@ -80,12 +80,12 @@ def submit_run(chosen: Plan, record: RunDirectory, settings: dict[str, Any]) -> 
     return job_of(record)
 
 
-def earliest_ends(config: Configuration) -> list[Candidate]:
+def earliest_ends(config: Configuration) -> list[PlannedStart]:
     """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
     asked; SubmissionError when none of them can run."""
     from holmes_hpc.planning.request import make_plan, site
-    from holmes_hpc.submission.earliest import candidates
     from holmes_hpc.submission.earliest import earliest as order
+    from holmes_hpc.submission.earliest import plans_to_try
 
     for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
                         (config.local, "launcher=local")):
@@ -97,7 +97,7 @@ def earliest_ends(config: Configuration) -> list[Candidate]:
         return make_plan(config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes)), here)
 
     with console.waiting("planning for the site and its parts"):
-        plans = candidates(plan_for, here) if config.plan.nodes is None else [plan_for(None)]
+        plans = plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]
     with console.waiting("asking Slurm when each could start"):
         found = order(plans, config.train.steps, config.to_dict()["slurm"])
     if found[0].end is None:
@@ -106,12 +106,12 @@ def earliest_ends(config: Configuration) -> list[Candidate]:
     return found
 
 
-def show_ends(ends: Sequence[Candidate], steps: int, *, stderr: bool = False) -> None:
+def show_ends(ends: Sequence[PlannedStart], steps: int, *, stderr: bool = False) -> None:
     """The table of --earliest."""
-    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, table_rows
+    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, start_rows
 
-    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *table_rows(ends), stderr=stderr)
-    for candidate in ends:
-        if candidate.reason:
-            console.note(f"cannot run on {nodes_of(candidate.plan)}: {candidate.reason}")
+    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *start_rows(ends), stderr=stderr)
+    for end in ends:
+        if end.reason:
+            console.note(f"cannot run on {nodes_of(end.plan)}: {end.reason}")
     console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")

@@ -68,10 +68,14 @@ def page() -> str:
     return "\n".join([*parts, f"Named models: {named['model']}. Named batches: {named['batch']}.", ""])
 
 
-def help_lines(*groups: str) -> str:
-    """The keys of some groups for ``--help``, one a line."""
-    return "\n".join(f"{group}.{k.name}: {k.says.help} ({allowed(k).removeprefix('use ')})"
-                     for group in groups for k in keys(GROUPS[group]).values())
+def help_text(*groups: str, width: int = 78) -> str:
+    """The keys of some groups for the end of ``--help``: each with its help and what it may be."""
+    lines = [f"Keys of {', '.join(groups)} (KEY=VALUE; docs/configuration.md has all):"]
+    for group in groups:
+        for k in keys(GROUPS[group]).values():
+            said = f"{group}.{k.name}: {k.says.help} [{allowed(k).removeprefix('use ')}]"
+            lines += textwrap.wrap(said, width, initial_indent="  ", subsequent_indent="      ")
+    return "\b\n" + "\n".join(lines)  # click leaves the lines after \b as they are
 
 
 def _top() -> str:

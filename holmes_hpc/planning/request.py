@@ -9,12 +9,12 @@ from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
+from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.slurm.query import read_site
 
 
 def local_site(processes: int) -> Site:

@@ -24,9 +24,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.training.network import audit, rendezvous
-from holmes_hpc.training.network import interfaces as transports
-from holmes_hpc.training.network import process_groups as groups
+from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
 from holmes_hpc.training.rank import cpu, launch
@@ -45,7 +43,7 @@ class Session:
     attempt: int
     store: dist.Store
     nodes: list[NodeTransports]
-    groups: groups.Groups
+    groups: process_groups.Groups
     device: torch.device
     traffic: Traffic
 
@@ -55,7 +53,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the groups and the store; rank 0, which holds the store, last."""
-        groups.close()
+        process_groups.close()
         self.store.set(f"left/{self.launch.rank}", "1")
         if self.launch.rank == 0:
             try:
@@ -82,7 +80,7 @@ def run_directory(path: str | None) -> RunDirectory:
 def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
     """Rank 0 says once which keys an older record lacks."""
     if own.rank == 0 and unrecorded:
-        say(f"the record is of an older version and does not say {', '.join(unrecorded)}: they have their defaults")
+        say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
 
 
 def use_cuda(wanted: str) -> bool:
@@ -107,23 +105,23 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        node = transports.decide(plan, own.rank, nics, own.node, own.one_host, cuda)
-        warnings = transports.refuse(node)
+        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, cuda)
+        warnings = interfaces.refuse(node)
     except HolmesError as e:
         _tell_the_others(own, run, rank_exit, e)
         raise
     store = _meet(own, run, node, rank_exit, train.net_timeout_s)
     rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node)
-    transports.check_places(plan, nodes)
-    warnings += transports.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
+    interfaces.check_places(plan, nodes)
+    warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
     for finding in warnings:
         say(str(finding))
     if own.local_rank == 0 and not own.one_host:
         rank_exit.guard(audit.nic_check(node))
-    made = groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
-    device = groups.device(own.local_rank, cuda)
-    groups.check_devices(device, own.rank, store, nodes)
+    made = process_groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
+    device = process_groups.device(own.local_rank, cuda)
+    process_groups.check_devices(device, own.rank, store, nodes)
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:

@@ -11,6 +11,8 @@ from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.planning.request import check_site, site
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED
+from holmes_hpc.submission.lifecycle.run_states import is_end
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Continuation:
 def continuation(record: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None) -> Continuation:
     """How the run `record`, whose job is in `state`, goes on. ConfigError where it may not: it runs, it has made all
     its steps, another model or batch; PlanError where the plan is for another site."""
-    if state not in ("not_submitted", "completed", "failed", "cancelled", "timeout", "preempted"):
+    if state != NOT_SUBMITTED.lower() and not is_end(state):
         raise ConfigError(f"it is {state}", where=str(record.path), hint="wait for its end, or `holmes cancel` it")
     if not {"launcher", "train", "slurm"} <= record.config.keys():
         raise RecordError("run.yaml has no whole configuration", where=str(record.path),

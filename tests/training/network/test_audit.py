@@ -127,7 +127,7 @@ import sys
 import time
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.launch import Launch
+from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.failure import RankExit
 
 class Gone:  # a store behind the NIC that failed

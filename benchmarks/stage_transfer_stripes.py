@@ -1,9 +1,9 @@
 """Does it pay to spread one tensor over several TCP connections of an edge? Time of one transfer, one way.
 
-    python benchmarks/hop_stripes.py                        # two processes of this machine, over loopback
-    srun -N2 -n2 python benchmarks/hop_stripes.py eth0      # two nodes, over that interface of theirs
+    python benchmarks/stage_transfer_stripes.py                        # two processes of this machine, over loopback
+    srun -N2 -n2 python benchmarks/stage_transfer_stripes.py eth0      # two nodes, over that interface of theirs
 
-Each stripe is a connection of its own: a process group, a socket, a thread of gloo's. Receives are posted ahead, as the
+Each stripe has a connection of its own: a process group, a thread of gloo's. Receives are posted ahead, as the
 schedule does; the time is that of a transfer and of the one number that answers it, median of 20.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc.console import table
-from holmes_hpc.training.network import process_groups as groups
+from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.pipeline.point_to_point import Channel
 
 SIZES, STRIPES, TIMES = (100_000, 1_000_000, 10_000_000), (1, 2, 4), 20
@@ -29,12 +29,13 @@ SIZES, STRIPES, TIMES = (100_000, 1_000_000, 10_000_000), (1, 2, 4), 20
 
 def rank_main(rank: int, meeting: str, interface: str) -> None:
     torch.set_num_threads(1)
-    groups.register()
+    process_groups.register()
     where = {"interface": interface}
-    dist.init_process_group(groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where)
+    dist.init_process_group(process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2,
+                            pg_options=where)
 
     def connection() -> dist.ProcessGroup:
-        return dist.new_group([0, 1], backend=groups.GLOO, pg_options=where)
+        return dist.new_group([0, 1], backend=process_groups.GLOO, pg_options=where)
     answer = Channel("backward", [connection()], 1 - rank)
     rows = []
     for stripes in STRIPES:
