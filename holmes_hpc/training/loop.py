@@ -280,7 +280,7 @@ class Trainer:
         if here.launch.rank > 0:
             return
         setup_bytes = nic_bytes.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
-                                                 for x, y in zip(setup, calibration, strict=True)])
+                                                   for x, y in zip(setup, calibration, strict=True)])
         mean = round(sum(factors.values()) / len(factors), 4) if factors else None
         here.run.update_run(**session.describe(here), pace_layer_ms=self.settings.pace_layer_ms,
                             traffic={"setup": setup_bytes, "header_factor": mean,
@@ -307,7 +307,7 @@ class Trainer:
         self._finish_record()
         here = self.here
         row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
-                          metrics_line.peak_memory_bytes(here.cuda))
+                                    metrics_line.peak_memory_bytes(here.cuda))
         self.nic_log.add(self.step, here.traffic.by_nic)
         self._gathering = metrics_line.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
                                             figures)

@@ -1,4 +1,4 @@
-"""Weights out: Megatron-Core's names and layouts to Hugging Face's, as safetensors that `transformers` loads.
+"""Exporting weights: from Megatron-Core's names and layouts to Hugging Face's, as safetensors for `transformers`.
 
 Models with rotary positions, SwiGLU and RMSNorm become a LlamaForCausalLM; models with learned positions, GELU and
 LayerNorm a GPT2LMHeadModel. There is no such class for other mixtures, and none is invented here.

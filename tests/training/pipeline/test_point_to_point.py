@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import Case, play_apart, server
 
-from holmes_hpc.errors import ConfigError, NetworkError
+from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.plan import GroupTransport
