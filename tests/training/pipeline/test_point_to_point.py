@@ -71,8 +71,6 @@ def test_nothing_is_rounded_where_nothing_is_saved() -> None:
     assert codec("same", torch.float32) is SAME
     assert codec("bf16", torch.bfloat16) is SAME and codec("fp16", torch.bfloat16) is SAME
     assert codec("fp8", torch.bfloat16) is not SAME
-    with pytest.raises(ConfigError, match="fp8"):
-        codec("fp9", torch.float32)
 
 
 def test_rounding_changes_losses_by_little() -> None:
