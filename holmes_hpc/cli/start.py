@@ -29,7 +29,7 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     config = configuration(overrides, site, **values)
     if config.data.kind == "indexed":  # here, before anything is queued
         with console.waiting("looking at the data"):
-            from holmes_hpc.training.data.indexed import Prefix, parse_blend
+            from holmes_hpc.training.data.indexed_dataset import Prefix, parse_blend
 
             for prefix in parse_blend(config.data.prefix)[0]:
                 Prefix.open(prefix)

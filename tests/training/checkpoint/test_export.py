@@ -21,7 +21,7 @@ from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint.export import architecture, convert, export, hugging_face_config, split_qkv, write
-from holmes_hpc.training.checkpoint.weights import SavedWeights
+from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
 LLAMA = ModelSpec("llama", 3, 32, 4, 61, 48, 4, max_positions=24, rope_base=500.0, norm_eps=1e-3)
 GPT2 = ModelSpec("gpt2", 3, 32, 4, 61, 64, 4, swiglu=False, rmsnorm=False, rope=False, bias=True, max_positions=24,
@@ -35,7 +35,7 @@ MODELS = {
 MEGATRON = """
 import json, os, sys
 import torch
-from holmes_hpc.training import cpu
+from holmes_hpc.training.rank import cpu
 
 def plan_of(spec, tp=1, stages=None):
     stages = stages or [spec.layers]

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
-from holmes_hpc.training.data import corpus, prepare
+from holmes_hpc.training.data import prepare, text_files
 from holmes_hpc.training.data.tokenizer import ByteTokenizer, load
 
 EOD = ByteTokenizer.eod
@@ -71,17 +71,17 @@ def test_cutting_a_file_into_parts_loses_and_doubles_nothing(lines: list[str], p
                                                              tmp_path: Path) -> None:
     whole = ("\n".join(lines) + ending).encode()
     (tmp_path / "a.txt").write_bytes(whole)
-    got = [(t, last) for e in corpus.extents(str(tmp_path / "a.txt"), part)
-           for t, last in corpus.documents(e, "text", lambda n: None)]
+    got = [(t, last) for e in text_files.extents(str(tmp_path / "a.txt"), part)
+           for t, last in text_files.documents(e, "text", lambda n: None)]
     assert "".join(t for t, _ in got) == whole.decode().removeprefix("\ufeff")
     assert [last for _, last in got].count(True) == bool(whole) and (not got or got[-1][1])
     file = jsonl(tmp_path / "a.jsonl", lines)
-    texts = [t for e in corpus.extents(str(file), part) for t, _ in corpus.documents(e, "text", lambda n: None)]
+    texts = [t for e in text_files.extents(str(file), part) for t, _ in text_files.documents(e, "text", lambda n: None)]
     assert texts == [t for t in lines if t]
 
 
 def test_pieces_of_a_long_line_join_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 7)  # cuts inside characters
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)  # cuts inside characters
     text = "🦉ß漢" * 50 + "\nend\n" + "ä" * 99
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     for part in (5, 64, 10_000):

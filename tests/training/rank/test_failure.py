@@ -117,11 +117,9 @@ def test_a_plan_that_is_none(tmp_path: Path) -> None:
     one_line_and_2(spawn.train(tmp_path / "run", path, ranks=2), r"plan.yaml: not YAML")
 
 
-@pytest.mark.parametrize(("data", "pattern"), [
-    ({"kind": "indexed", "prefix": "/nowhere/data"}, r"/nowhere/data"), ({"kind": "imagined"}, r"imagined"),
-])
-def test_data_that_is_not_there(data: dict[str, str], pattern: str, tmp_path: Path) -> None:
-    one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"data": data}), pattern)
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    data = {"kind": "indexed", "prefix": "/nowhere/data"}
+    one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"data": data}), r"/nowhere/data")
 
 
 def test_fp16_on_a_cpu(tmp_path: Path) -> None:
