@@ -51,6 +51,7 @@ def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slurm.read_node("ib1") is not None and slurm.read_node("ib2") is None
 
 
+@pytest.mark.integration
 def test_no_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SiteError, match="no command scontrol; load Slurm's client commands"):

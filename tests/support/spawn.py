@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leftovers import stays
+
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
@@ -90,6 +92,7 @@ class Nursery:
         self._ready = threading.Event()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
+        stays(self._process.pid)
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self._process.kill)
 
@@ -114,6 +117,7 @@ class Nursery:
 
     def fork(self, environment: dict[str, str], config: Path, output: Path) -> int:
         assert self._process.stdin is not None
+        sys.audit("tests.process", "a rank")
         self._process.stdin.write(json.dumps(
             {"environment": environment, "config": str(config), "output": str(output)}) + "\n")
         self._process.stdin.flush()

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import spawn
 
+pytestmark = pytest.mark.integration
+
 SOON_S = 30
 PLAN = spawn.plan(pp=2, dp=2)
 

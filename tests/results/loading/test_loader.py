@@ -176,6 +176,7 @@ def test_no_place_for_a_cache_is_no_obstacle(tmp_path: Path) -> None:
     assert len(load_runs(tmp_path)) == 12 and len(load_steps(tmp_path)) == 72
 
 
+@pytest.mark.integration
 def test_parsing_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many(tmp_path)
     here = load_steps(tmp_path, cache=False)

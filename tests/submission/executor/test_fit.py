@@ -87,6 +87,7 @@ echo "sbatch: Job 9 to start at $when using 4 processors on nodes n1 in partitio
 """
 
 
+@pytest.mark.integration
 def test_a_smaller_plan_that_starts_now_beats_the_best_that_waits(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     fast, slow = plans.plan("ib-a", "roce-a", step_time_s=1.0), plans.plan("ib-a", step_time_s=2.0)
@@ -115,6 +116,7 @@ def test_candidates_are_the_best_plans_of_parts_of_the_site() -> None:
     assert len(candidates(plan_for, plans.site(), most=3)) == 3
 
 
+@pytest.mark.integration
 def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     possible = plans.plan("ib-a")
@@ -142,6 +144,7 @@ def test_times_are_read_as_slurm_reads_them(text: object, found: float | None) -
     assert minutes(text) == found
 
 
+@pytest.mark.integration
 def test_a_time_beyond_the_partitions_limit_would_wait_for_ever(fake_slurm: Any) -> None:
     fake_slurm.answer("sinfo", "printf 'eth|5:00\\nib|infinite\\nroce|1-00:00:00\\n'")
     limits = read_time_limits()

@@ -14,11 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import spawn
 
 from holmes_hpc.training.checkpoint import folder as saves
 from holmes_hpc.training.checkpoint import save_and_load as checkpoint
+
+pytestmark = pytest.mark.integration
 
 STEPS = {"steps": 10, "checkpoint_interval": 4, "lr_decay_steps": 10}
 
@@ -78,7 +81,7 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: 
     assert min(line["step"] for line in second.run.metrics() if line["attempt"] == 2) == 5
 
 
-def test_steps_go_on_while_a_save_in_the_background_takes_long(tmp_path: Path) -> None:
+def test_steps_go_on_while_a_save_takes_long_and_a_killed_ranks_writer_ends_with_it(tmp_path: Path) -> None:
     config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 10}}
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
     run.wait_for_step(1)
@@ -87,10 +90,12 @@ def test_steps_go_on_while_a_save_in_the_background_takes_long(tmp_path: Path) -
     os.mkfifo(pipe)  # who writes rank 2's part waits for a reader
     run.wait_for_step(7)
     assert not saves.complete(run.run.checkpoints)
+    writers = psutil.Process(run.pids[2]).children(recursive=True)
+    assert writers
     for rank in range(4):
         run.kill(rank)
-    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # it ends
     assert run.finish(20).codes == [-9] * 4
+    assert not psutil.wait_procs(writers, timeout=20)[1]
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -75,6 +75,7 @@ def test_nothing_is_rounded_where_nothing_is_saved() -> None:
         codec("fp9", torch.float32)
 
 
+@pytest.mark.integration
 def test_rounding_changes_losses_by_little() -> None:
     common: dict[str, Any] = {"layers": [[1], [1]], "micro_batches": [4], "schedule": "ahead", "in_flight": [3, 1],
                               "steps": 8, "trace": False}
@@ -165,6 +166,7 @@ def _two(rank: int, folder: str, part: str) -> None:
         assert "\n" not in str(e.value)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("part", ["order", "other end gone"])
 def test_two_processes(part: str) -> None:
     assert server().call("pair", "test_edges", "_two", part, timeout_s=120)
