@@ -27,6 +27,7 @@ settings.register_profile("fresh", ANY_MACHINE, print_blob=True)
 settings.load_profile("pinned")  # `make explore` takes the other
 process_guard.install()
 CHECKOUT = Path(__file__).parents[1]
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)  # submitit's, where a test plays a task
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def why_no_testbed() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_no_testbed()
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.name))  # what a module sets up is set up once
         if reason and item.get_closest_marker("slurm"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -87,8 +89,11 @@ def nothing_is_left(temporary_folder: Path) -> Iterator[None]:
     """Fail the test that leaves a process or a temporary file, and take both away; fail a unit test that hid that it
     was kept from starting a process."""
     before, files = leftovers.process_ids(), set(temporary_folder.iterdir())
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
     hidden = process_guard.end()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     alive = leftovers.after_a_while(lambda: leftovers.processes(before))
     written = leftovers.after_a_while(lambda: sorted(set(temporary_folder.iterdir()) - files))
     named = [leftovers.described(process) for process in alive]
@@ -123,7 +128,19 @@ def _tell(line: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def testbed() -> Iterator[Bed]:
+def place_of_testbed() -> Iterator[None]:
+    """Workers that run side by side have a testbed each, of their own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix=worker, dir="/tmp") as folder, pytest.MonkeyPatch.context() as p:
+        p.setenv("HOLMES_TESTBED", f"{folder}/bed")  # a short path: sockets are made below it
+        yield
+
+
+@pytest.fixture(scope="session")
+def testbed(place_of_testbed: None) -> Iterator[Bed]:
     """The testbed that is up (it stays), or one that is brought up for this session and taken down after it."""
     from holmes_hpc import testbed as beds
 

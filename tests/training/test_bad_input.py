@@ -16,7 +16,7 @@ import spawn
 
 pytestmark = pytest.mark.integration
 
-SOON_S = 30
+SOON_S = spawn.LIMIT_S
 PLAN = spawn.plan(pp=2, dp=2)
 
 

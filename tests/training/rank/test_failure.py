@@ -28,7 +28,7 @@ def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": SLOW})
     run.wait_for_step(2)
     run.kill(victim)
-    ended = run.finish(20)
+    ended = run.finish()
     others = [rank for rank in range(4) if rank != victim]
     assert [ended.codes[r] for r in others] == [1, 1, 1] and ended.codes[victim] == -9, ended.output
     records = {e["rank"]: e for e in ended.run.read_exits()}
@@ -41,11 +41,11 @@ def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {**SLOW, "watchdog_s": 8}})
     run.wait_for_step(2)
     run.kill(2, signal.SIGSTOP)
-    end = time.monotonic() + 40
+    end = time.monotonic() + spawn.LIMIT_S
     while time.monotonic() < end and len(run.run.read_exits()) < 3:
         time.sleep(0.1)
     run.kill(2, signal.SIGKILL)
-    ended = run.finish(20)
+    ended = run.finish()
     assert [ended.codes[r] for r in (0, 1, 3)] == [1, 1, 1], ended.output
     assert any(re.search(r"step \d+ takes longer than 8 s", e["error"]) for e in ended.run.read_exits())
     for rank in (0, 1, 3):
@@ -72,7 +72,7 @@ def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: di
         "train": {**SLOW, "trace": True, "watchdog_s": 40, "net_timeout_s": 8}})
     run.wait_for_step(2)
     handle = stick(run.run.trace_path(1))
-    ended = run.finish(50)
+    ended = run.finish()
     os.close(handle)
     assert set(ended.codes) == {1}, ended.output
     errors = [e["error"] for e in ended.run.read_exits()]
@@ -90,14 +90,14 @@ def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any]
                       {"train": {"steps": 60}})
     run.wait_for_step(1)
     warning = f"warning: node {socket.gethostname()}: rank 1 computes"
-    end = time.monotonic() + 60
+    end = time.monotonic() + spawn.LIMIT_S
     with contextlib.suppress(ProcessLookupError):  # its steps are over: what it says is written a little later
         while time.monotonic() < end and warning not in run.outputs[0].read_text() and len(run.run.metrics()) < 45:
             run.kill(1, signal.SIGSTOP)
             time.sleep(0.04)
             run.kill(1, signal.SIGCONT)
             time.sleep(0.01)
-    ended = run.finish(60)
+    ended = run.finish()
     assert set(ended.codes) == {0}, ended.output
     assert warning in ended.output[0], ended.output[0]
     assert "computes" not in ended.output[0].partition(warning)[0]  # nobody else before it
@@ -152,7 +152,7 @@ def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
         pytest.skip("only root can mount a small disk")
     try:
         run = spawn.begin(small / "run", spawn.plan(dp=2), {"train": {**SLOW, "checkpoint_interval": 3}})
-        ended = run.finish(40)
+        ended = run.finish()
         assert set(ended.codes) == {1}, ended.output
         assert "No space left on device" in "".join(ended.output)
         assert "Traceback" not in "".join(ended.output)
@@ -169,7 +169,7 @@ def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
     trace = run.run.trace_path(1)
     trace.unlink()
     trace.symlink_to("/dev/full")
-    ended = run.finish(20)
+    ended = run.finish()
     assert set(ended.codes) == {1} and "No space left on device" in ended.log(1), ended.output
     assert "Traceback" not in "".join(ended.output)
 
@@ -177,7 +177,7 @@ def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_rank_whose_rank_0_never_comes(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {"net_timeout_s": 2}}, absent=(0,))
-    ended = run.finish(60)
+    ended = run.finish()
     assert ended.codes == [1] and "rank 0 did not publish" in ended.log(1), ended.output
 
 
