@@ -59,7 +59,6 @@ def why_no_testbed() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_no_testbed()
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.name))  # what a module sets up is set up once
         if reason and item.get_closest_marker("slurm"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
