@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc.config import composition as configuration
+from holmes_hpc.config.composition import load
 from holmes_hpc.planning.cost.flops import model_flops_per_step
+from holmes_hpc.planning.request import local_site, make_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
@@ -63,9 +64,9 @@ def minimal(overrides: list[str]) -> Figures:
     from holmes_hpc.training.model import gpt as model
     from holmes_hpc.training.rank import cpu
 
-    config = configuration.load(overrides)
-    train, plan = config["train"], configuration.make_plan(config, configuration.local_site(1))
-    cuda = train["device"] == "cuda"
+    config = load(overrides)
+    train, plan = config.train, make_plan(config, local_site(1))
+    cuda = train.device == "cuda"
     if not cuda:
         cpu.install()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -73,17 +74,17 @@ def minimal(overrides: list[str]) -> Figures:
         torch.distributed.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store.name}-store",
                                              rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=not cuda)
-    torch.manual_seed(train["seed"])
-    model_parallel_cuda_manual_seed(train["seed"])
+    torch.manual_seed(train.seed)
+    model_parallel_cuda_manual_seed(train.seed)
 
-    settings = model.transformer_config(plan, model.dtype_of(train["dtype"], cuda), cuda=cuda)
-    chunk: Any = model.build(plan, settings, train["seed"], device)[0]
+    settings = model.transformer_config(plan, model.dtype_of(train.dtype, cuda), cuda=cuda)
+    chunk: Any = model.build(plan, settings, train.seed, device)[0]
     if settings.bf16 or settings.fp16:
         chunk = Float16Module(settings, chunk)
     wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
     optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=train["lr"], weight_decay=train["weight_decay"], adam_beta1=train["beta1"],
-        adam_beta2=train["beta2"], adam_eps=train["eps"], clip_grad=train["clip_grad"], bf16=settings.bf16,
+        optimizer="adam", lr=train.lr, weight_decay=train.weight_decay, adam_beta1=train.beta1,
+        adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad, bf16=settings.bf16,
         fp16=settings.fp16, params_dtype=settings.params_dtype), [wrapped])
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss
@@ -104,7 +105,7 @@ def minimal(overrides: list[str]) -> Figures:
         return losses, mean
 
     forward_backward, times, first = get_forward_backward_func(), [], 0.0
-    for step in range(train["steps"]):
+    for step in range(train.steps):
         began = time.perf_counter()
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
@@ -147,8 +148,8 @@ def main() -> int:
         print("bench-gpu: no CUDA device here, nothing is shown", file=sys.stderr)
         return 2
     overrides = [*DEFAULTS, *given.overrides, f"train.device={given.device}", f"train.steps={given.steps}"]
-    config = configuration.load(overrides)
-    plan: Plan = configuration.make_plan(config, configuration.local_site(1))
+    config = load(overrides)
+    plan: Plan = make_plan(config, local_site(1))
     flops = model_flops_per_step(plan.model, plan.batch)
     what = torch.cuda.get_device_name(0) if given.device == "cuda" else "CPU: says nothing about GPUs"
     print(f"inputs: {' '.join(overrides)}; {WARM_UP} steps are warm-up; {what}, torch {torch.__version__}")

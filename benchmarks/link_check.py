@@ -1,9 +1,9 @@
 """What the checks at start and the byte counters cost a node: `python benchmarks/link_check.py`.
 
-Allowed: 5 s at 10 nodes and 20 ms for each further node; counters 0.5% of a step. One node's own work is run for
-real: reading all cards, choosing and reaching its peers (over loopback, so without their own delays), the rounds of
-samples with their fixed time, and the verdict over all reports. The nodes are made up: three fabrics, eight GPUs each.
-"""
+Allowed: 5 s at 10 nodes and 20 ms for each further node; counters 0.5% of a step. One node's own work is run for real:
+reading what all nodes publish, choosing and reaching its peers (over loopback, so without their own delays), the rounds
+of samples with their fixed time, and the verdict over all reports. The nodes are made up: three fabrics, eight GPUs
+each. """
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from holmes_hpc.training.network.counters import read_counters
 from holmes_hpc.training.network.link_check import Limits
 from holmes_hpc.training.network.link_diagnosis import (
-    Card,
+    CommunicationGroup,
     Endpoint,
-    Report,
-    Talk,
+    LinkReport,
+    NodeInformation,
     audit,
     peers,
     rounds,
@@ -35,39 +35,39 @@ GPUS = 8
 STEP_S = 0.5
 
 
-def job(count: int) -> tuple[list[Card], list[Talk]]:
+def job(count: int) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
     """`count` nodes of three fabrics, data parallel inside, edges between."""
-    cards = []
+    infos = []
     for i in range(count):
         fabric = ("ib-a", "roce-a", "eth-a")[3 * i // count]
         nics = {"tcp": Endpoint("eth0", f"10.{i // 250}.1.{i % 250}", 1, 25.0)}
         if fabric != "eth-a":
             nics["rdma"] = Endpoint("rdma0", f"10.{i // 250}.2.{i % 250}", 2, 200.0)
-        cards.append(Card(f"n{i}", fabric, tuple(range(i * GPUS, (i + 1) * GPUS)), nics))
-    parts = [[c for c in cards if c.fabric == f] for f in ("ib-a", "roce-a", "eth-a")]
-    talks = [Talk(f"dp {g}", kind, tuple(c.ranks[g] for c in part))
+        infos.append(NodeInformation(f"n{i}", fabric, tuple(range(i * GPUS, (i + 1) * GPUS)), nics))
+    parts = [[c for c in infos if c.fabric == f] for f in ("ib-a", "roce-a", "eth-a")]
+    groups = [CommunicationGroup(f"dp {g}", kind, tuple(c.ranks[g] for c in part))
              for kind, part in zip(("rdma", "rdma", "tcp"), parts, strict=True) for g in range(GPUS)]
-    talks += [Talk("edge", "tcp", (a.ranks[g], b.ranks[g])) for one, two in pairwise(parts)
+    groups += [CommunicationGroup("edge", "tcp", (a.ranks[g], b.ranks[g])) for one, two in pairwise(parts)
               for a, b in zip(one, two, strict=False) for g in range(GPUS)]
-    return cards, [*talks, Talk("world", "tcp", tuple(range(count * GPUS)), sampled=False)]
+    return infos, [*groups, CommunicationGroup("world", "tcp", tuple(range(count * GPUS)), sampled=False)]
 
 
 def cost(count: int) -> tuple[float, int]:
     """Seconds of one node of `count`, and how many peers it reached."""
-    cards, talks = job(count)
-    text = json.dumps({c.node: c.to_dict() for c in cards})
+    infos, groups = job(count)
+    text = json.dumps({c.node: c.to_dict() for c in infos})
     start = time.perf_counter()
-    cards = [Card.from_dict(c) for c in json.loads(text).values()]
-    audit(cards, talks)
-    own = cards[count // 2].node
-    links = peers(cards, talks, own)
-    order = rounds(cards, talks)
+    infos = [NodeInformation.from_dict(c) for c in json.loads(text).values()]
+    audit(infos, groups)
+    own = infos[count // 2].node
+    links = peers(infos, groups, own)
+    order = rounds(infos, groups)
     with LinkServer("peer", "word", {"tcp": ("lo", "127.0.0.1")}) as server:
         targets = {f"{x.kind} {x.receiver}": Endpoint("lo", "127.0.0.1", server.ports["tcp"], 1.0) for x in links}
         reach(("lo", "127.0.0.1"), targets, "word", 10)
-    reports = [Report(c.node, (), tuple((x, 20.0) for r in order for x in r if x.sender == c.node)) for c in cards]
-    unreachable(cards, reports)
-    slow(cards, reports)
+    reports = [LinkReport(c.node, (), tuple((x, 20.0) for r in order for x in r if x.sender == c.node)) for c in infos]
+    unreachable(infos, reports)
+    slow(infos, reports)
     skewed(reports)
     return time.perf_counter() - start + len(order) * Limits().sample_s, len(links)
 

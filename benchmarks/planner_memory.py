@@ -36,7 +36,7 @@ STEPS = 3
 @dataclass(frozen=True)
 class Case:
     """A plan's options, and what differs from MODEL and BATCH. `in_flight`: under the schedule that runs ahead, as deep
-    as for a slow hop, which there is none of here."""
+    as for a slow transfer, which there is none of here."""
 
     options: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -126,9 +126,9 @@ def rank(path: str) -> None:
 
 def measure(plan: Plan, directory: Path) -> list[int]:
     """Measured bytes of every rank."""
-    from holmes_hpc.config import composition as configuration
+    from holmes_hpc.config.composition import load
 
-    config = configuration.load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"])
+    config = load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"]).to_dict()
     run = RunDirectory.create(directory / "run", plan.to_yaml(), config, [])
     config |= {"plan_file": str(run.plan_path), "run_dir": str(run.path)}
     path = directory / "config.json"

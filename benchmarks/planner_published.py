@@ -19,7 +19,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import SC21, Costs
 from holmes_hpc.planning.cost.hardware import FITTED, MEMORY_GBPS, Fitted, published_links
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.search.layers import chunked, uniform
@@ -50,7 +50,7 @@ class Run:
     tflops: float
 
     @property
-    def setting_2021(self) -> bool:
+    def is_2021(self) -> bool:
         return self.gbps == 1600
 
 
@@ -74,29 +74,29 @@ RUNS: tuple[Run, ...] = (
 
 def model(run: Run) -> ModelSpec:
     """SC'21: GPT with GELU, biases, dropout, a tied embedding. Yang et al.: SwiGLU and rotary positions, as tied."""
-    old = run.setting_2021
+    old = run.is_2021
     return ModelSpec(run.name, run.layers, run.hidden, run.heads, run.vocab, kv_heads=run.heads, tied=True, bias=old,
                      ffn=4 * run.hidden if old else 8 * run.hidden // 3 // 64 * 64, swiglu=not old, rmsnorm=not old,
                      rope=not old, max_positions=SEQUENCE, dropout=0.1 if old else 0.0)
 
 
-def setting(run: Run, fitted: Fitted) -> Setting:
-    """The run as the planner sees it. SC'21: no FlashAttention, no distributed optimizer, hops waited for."""
+def layout(run: Run, fitted: Fitted) -> Layout:
+    """The run as the planner sees it. SC'21: no FlashAttention, no distributed optimizer, transfers waited for."""
     nodes, dp = run.gpus // 8, run.gpus // run.tp // run.pp
     chunks = run.layers // run.pp // run.chunk if run.chunk else 1
     rdma = None if run.nic == "ethernet" else run.gbps
     fabric = Fabric("published", NicType(run.nic), "p", nodes, 8, 25.0, A100, rdma_gbps=rdma)
     batch = Batch(run.global_size, run.micro_size, SEQUENCE)
     schedule = Schedule("interleaved" if chunks > 1 else "1f1b", in_flight(run.pp, batch.micro_batches(dp), chunks))
-    costs = Costs(dtype="fp16", gradient_bytes=2, fitted=fitted, **({"software": SC21} if run.setting_2021 else {}))
-    parallel = Parallel(run.tp, run.pp, dp, virtual_stages=chunks, distributed_optimizer=not run.setting_2021)
+    costs = Costs(dtype="fp16", gradient_bytes=2, fitted=fitted, **({"software": SC21} if run.is_2021 else {}))
+    parallel = Parallel(run.tp, run.pp, dp, virtual_stages=chunks, distributed_optimizer=not run.is_2021)
     component = Component("p", "", "published", nodes, 8, tuple(range(run.pp)))
-    return Setting(model(run), batch, parallel, "full", schedule, (component,), Site("published", (fabric,)), costs)
+    return Layout(model(run), batch, parallel, "full", schedule, (component,), Site("published", (fabric,)), costs)
 
 
 def predicted_tflops(run: Run, fitted: Fitted) -> float:
     """TFLOP/s per GPU by the formula of both papers."""
-    made = setting(run, fitted)
+    made = layout(run, fitted)
     seconds = float(step_s(made, chunked(uniform(made), made.parallel.virtual_stages))[0])
     s, h, layers = SEQUENCE, run.hidden, run.layers
     flops = 96 * run.global_size * s * layers * h * h * (1 + s / (6 * h) + run.vocab / (16 * layers * h))

@@ -62,7 +62,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         "pp1-dp4": ("plan.pp=1", "plan.dp=4", "plan.schedule=1f1b"),
         "pp4-ahead-micro1": ("plan.pp=4", "plan.dp=1", "plan.schedule=ahead", "batch.micro_size=1"),
     } for environment in ("ib", "roce")},
-    # two fabrics: the hop between them is Ethernet's
+    # two fabrics: the transfer between them is Ethernet's
     **{environment: {
         "4-4-1f1b": (_PIPELINE, "plan.pp=2", "plan.schedule=1f1b", "plan.layers_per_stage=[4,4]"),
         "5-3-ahead": (_PIPELINE, "plan.pp=2", "plan.schedule=ahead", "plan.layers_per_stage=[5,3]"),

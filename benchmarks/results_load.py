@@ -3,8 +3,8 @@
     python benchmarks/results_load.py [--runs 10000] [--steps 1000] [--folder DIR]
 
 The runs are made up: 40 different ones, copied to as many directories as wanted (real copies, so that reading them
-costs what reading different ones costs). Targets on 2 cores: first time 30 s and 4 GiB, second time 3 s. What the first
-wrote is on disk before the second begins (sync): otherwise the kernel's writing of it is measured along.
+costs what reading different ones costs). Targets on 2 idle cores: first time 120 s and 4 GiB, second time 10 s. What
+the first wrote is on disk before the second begins (sync): otherwise the kernel's writing of it is measured along.
 """
 
 from __future__ import annotations

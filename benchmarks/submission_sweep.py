@@ -22,9 +22,10 @@ from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import commands
-from holmes_hpc.submission.executor import states, submit
+from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.submission.executor import submit, watcher
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.submission.sweeps import overview as sweep
+from holmes_hpc.submission.sweeps import table as sweep
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
 SITE = Site("bench", (Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
@@ -33,7 +34,7 @@ PLAN = Plan("pipeline", ModelSpec("m", 8, 64, 8, 256, 128, 8), Batch(64, 1, 32),
             Schedule("1f1b", (2, 1)), (Component("ib", "nic_ib", "ib-a", 4, 8, (0,)),
                                        Component("roce", "nic_roce", "roce-a", 4, 8, (1,))),
             (Stage("ib-a", 4), Stage("roce-a", 4)), SITE)
-SACCT = states.SEPARATOR.join(("{id}+{k}", "RUNNING", "0:0", "{now}", "None", "n1", "holmes-{name}"))
+SACCT = SEPARATOR.join(("{id}+{k}", "RUNNING", "0:0", "{now}", "None", "n1", "holmes-{name}"))
 
 
 class StandIns:
@@ -69,9 +70,9 @@ def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     fake = StandIns()
     targets = ("holmes_hpc.slurm.commands.slurm", "holmes_hpc.submission.executor.submit.slurm",
-               "holmes_hpc.submission.executor.states.slurm")
+               "holmes_hpc.submission.executor.watcher.slurm")
     with tempfile.TemporaryDirectory() as folder, mock.patch(targets[0], fake), mock.patch(targets[1], fake), \
-            mock.patch(targets[2], fake):
+            mock.patch(targets[2], fake), mock.patch("holmes_hpc.slurm.scontrol.output", lambda *_: ""):
         root = Path(folder)
         manifest = open_manifest(root, time.time())
         each = []
@@ -86,14 +87,14 @@ def main() -> int:
             run.start_attempt({})
             for step in range(100):
                 run.append_metrics({"step": step, "loss": 1.0, "tokens_per_s": 1.0, "attempt": 1})
-        states.WATCHER.clear()
-        states._YOUNG_S = 0  # as if they had been submitted some time ago
+        watcher.WATCHER.clear()
+        watcher._YOUNG_S = 0  # as if they had been submitted some time ago
         polls = []
         for _ in range(5):
             fake.calls.clear()
             began = time.perf_counter()
             rows = sweep.sweep_status(root)
-            sweep.table_rows(rows)
+            sweep.sweep_rows(rows)
             polls.append((time.perf_counter() - began, len(fake.calls)))
             assert len(rows) == count and all(r.state == "running" for r in rows), rows[0]
     each.sort()

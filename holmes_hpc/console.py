@@ -1,9 +1,11 @@
-"""How the doors speak: tables 100 columns wide, messages on stderr, JSON on stdout. Plain text when not a terminal."""
+"""How the command line prints: tables 100 columns wide, messages on stderr, JSON on stdout. Plain text when not a
+terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
+NONE = "–"  # in a cell of a table: no value
 
 
 class _Console(Console):
@@ -112,8 +115,10 @@ def as_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False, default=str) + "\n")
 
 
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GB is 1.5e9 bytes."""
+def data_size(count: float | None) -> str:
+    """Bytes for people: 1.5 GB is 1.5e9 bytes; a dash where the number is not known."""
+    if count is None or not math.isfinite(count):
+        return NONE
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= scale:
             return f"{count / scale:.2f} {unit}"

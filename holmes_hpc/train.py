@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,10 +20,12 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from holmes_hpc.config import composition as configuration
+from holmes_hpc.config.composition import explained, resolve
+from holmes_hpc.config.configuration import Configuration, LauncherConfig
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.sweeps.launcher import Planned
 
@@ -50,25 +53,25 @@ def _rank() -> tuple[int, int]:
     return 0, 1
 
 
-def _local_plan(config: dict[str, Any]) -> dict[str, Any]:
+def _local_plan(config: Configuration) -> Configuration:
     """Without a plan: plan for the processes of this machine; rank 0 makes the run directory."""
     rank, size = _rank()
-    if not config["run_dir"]:
+    if not config.run_dir:
         raise HolmesError("several processes and no run_dir", where="train", hint="give run_dir=DIR")
-    plan = configuration.make_plan(config, configuration.local_site(size))
-    directory = Path(config["run_dir"])
-    config = {**config, "plan_file": str(directory / "plan.yaml")}
+    plan = make_plan(config, local_site(size))
+    config = replace(config, plan_file=str(Path(config.run_dir) / "plan.yaml"))
     if rank == 0:
         words = hydra.core.hydra_config.HydraConfig.get().overrides.task
-        configuration.new_run({**config, "run_dir": str(directory)}, plan, list(words))
+        new_run(config, plan, list(words))
     return config
 
 
-def _run_and_record(config: dict[str, Any]) -> float | None:
+def _run_and_record(config: Configuration) -> float | None:
     """Without a batch script or a follower, rank 0's process records how the run ended when training is over."""
-    run, code = RunDirectory(config["run_dir"]), 1
+    assert config.run_dir is not None
+    run, code = RunDirectory(config.run_dir), 1
     try:
-        loss: float | None = run_rank(config).get("loss")
+        loss: float | None = run_rank(config.to_dict()).get("loss")
         code = 0
         return loss
     finally:
@@ -79,13 +82,12 @@ def _run_and_record(config: dict[str, Any]) -> float | None:
 def app(cfg: DictConfig) -> float | None:
     """What Hydra calls. The final loss comes back, for sweepers that optimise it."""
     try:
-        config = configuration.resolve(cfg)
-        if not config["plan_file"]:
-            if not config["run_dir"] and _rank()[1] == 1:
-                config["run_dir"] = hydra.core.hydra_config.HydraConfig.get().runtime.output_dir
-            config = _local_plan(config)
-            return _run_and_record(config)
-        return run_rank(config).get("loss")
+        config = resolve(cfg)
+        if not config.plan_file:
+            if not config.run_dir and _rank()[1] == 1:
+                config = replace(config, run_dir=hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
+            return _run_and_record(_local_plan(config))
+        return run_rank(config.to_dict()).get("loss")
     except HolmesError as e:
         _end(e)
 
@@ -94,24 +96,14 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     """What the launchers holmes_slurm and holmes_local submit for one job of a sweep: its plan, run by every rank."""
     from holmes_hpc.train import run_rank  # by its own name, so that the ranks find it
 
-    config = {**configuration.resolve(cfg), "launcher": {"kind": where}}
-    site = None if where == "local" or config["plan_file"] else _site(
-        config["site_file"], config["vocabulary"], configuration.node_settings(config).partitions)
-    plan = configuration.make_plan(config, site)
-    record = {**_program(), "components": plan.layout, "pace_layer_ms": config["train"]["pace_layer_ms"]}
-    return Planned(plan, config, run_rank, config["slurm"], record)
+    config = replace(resolve(cfg), launcher=LauncherConfig(where))
+    on = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
+    plan = make_plan(config, on)
+    values = config.to_dict()
+    return Planned(plan, values, run_rank, values["slurm"], facts(config, plan))
 
 
-@functools.cache
-def _program() -> dict[str, Any]:
-    return {"versions": configuration.versions(), "git_commit": configuration.git_commit()}
-
-
-@functools.cache
-def _site(site_file: str | None, vocabulary: str | None, partitions: tuple[str, ...]) -> Site:
-    """The site of a sweep's jobs, read once for all of them."""
-    return configuration.site({"site_file": site_file, "vocabulary": vocabulary, "partitions": partitions,
-                               "launcher": {"kind": "slurm"}})
+_site = functools.cache(given_site)  # of a sweep's jobs, read once for all of them
 
 
 app.plan_job = plan_job  # type: ignore[attr-defined]
@@ -129,7 +121,7 @@ def main() -> None:
     try:
         hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
     except HydraException as e:
-        _end(configuration.explained(e))
+        _end(explained(e))
     except HolmesError as e:
         _end(e)
 

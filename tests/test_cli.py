@@ -9,7 +9,7 @@ import pytest
 import yaml
 from command_line import holmes, refused  # noqa: F401 (a fixture)
 
-from holmes_hpc.config import composition as config
+from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -149,7 +149,7 @@ def test_every_verb_shows_an_example(holmes):
 
 def test_configuration_names_what_is_missing():
     with pytest.raises(ConfigError, match="prefix"):
-        config.load(["data=indexed"])
+        load(["data=indexed"])
 
 
 def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holmes_hpc import console
 from holmes_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from holmes_hpc.config.configuration import Configuration
+    from holmes_hpc.fabric.site import Site
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train one large model over clusters that do not share a fast network.")
@@ -33,19 +38,17 @@ def check_output(file: str | None) -> None:
         raise ConfigError("not a file in a directory that exists", where=file, hint="give another FILE")
 
 
-def configuration(overrides: list[str] | None, site: str | None = None, **values: Any) -> dict[str, Any]:
-    """The composed configuration; `site`: of --site."""
-    from holmes_hpc.config import composition as config
+def configuration(overrides: list[str] | None, site: str | None = None, **values: Any) -> Configuration:
+    """The composed configuration; `site`: of --site; `values`: other keys that belong to no group."""
+    from holmes_hpc.config.composition import load
 
-    made = config.load(overrides or [])
-    if site:
-        made["site_file"] = site
-    return {**made, **values}
+    made = replace(load(overrides or []), **values)
+    return replace(made, site_file=site) if site else made
 
 
-def asked_site(settings: dict[str, Any]) -> Any:
+def asked_site(config: Configuration) -> Site:
     """The site of a configuration; says that Slurm is asked where it takes long to answer."""
-    from holmes_hpc.config import composition as config
+    from holmes_hpc.planning.request import site
 
     with console.waiting("asking Slurm"):
-        return config.site(settings)
+        return site(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,18 +22,19 @@ from holmes_hpc.cli.app import (
     configuration,
     with_steps,
 )
-from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.cli.start import earliest_ends, show_ends, start
+from holmes_hpc.config.document import help_text
+from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.submission.earliest import Candidate
+    from holmes_hpc.config.model import ModelSpec
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
                "plan.schedule=1f1b")
 
 
-@app.command()
+@app.command(epilog=help_text("plan", "batch"))
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
          earliest: Earliest = False, steps: Steps = None, json: Json = False) -> None:
@@ -41,29 +42,30 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
-    from holmes_hpc.config import composition as config
+    from holmes_hpc.planning.request import costs as costs_of
+    from holmes_hpc.planning.request import make_plan
 
-    settings = configuration(with_steps(overrides, steps), site)
+    config = configuration(with_steps(overrides, steps), site)
     check_output(output)
-    ends = earliest_ends(settings) if earliest else []
+    ends = earliest_ends(config) if earliest else []
     if ends:
         chosen = ends[0].plan
     else:
-        on = None if settings["plan_file"] else asked_site(settings)
+        on = None if config.plan_file else asked_site(config)
         with console.waiting("planning"):
-            chosen = config.make_plan(settings, on)
+            chosen = make_plan(config, on)
     if output:
         chosen.write(output)
-    costs = config.costs(settings, chosen)
+    costs = costs_of(config, chosen)
     if json:
-        from holmes_hpc.planning.cost.stage_transfer import hop_cost
+        from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 
-        hop = hop_cost(chosen, costs)
-        console.as_json({**chosen.to_dict(), "hop": hop.to_dict() if hop else None,
+        slowest = stage_transfer_cost(chosen, costs)
+        console.as_json({**chosen.to_dict(), "hop": slowest.to_dict() if slowest else None,
                          **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
         return
     if ends:
-        show_ends(ends, settings["train"]["steps"])
+        show_ends(ends, config.train.steps)
         console.text()
     from holmes_hpc.planning.narrative import explain
 
@@ -71,44 +73,6 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         console.text(line)
     if output:
         console.note(f"written: {output}")
-
-
-def earliest_ends(settings: dict[str, Any]) -> list[Candidate]:
-    """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
-    asked; SubmissionError when none of them can run."""
-    from holmes_hpc.config import composition as config
-    from holmes_hpc.submission.earliest import candidates
-    from holmes_hpc.submission.earliest import earliest as order
-
-    for given, what in ((settings["site_file"], "a site file"), (settings["plan_file"], "one plan only"),
-                        (settings["launcher"]["kind"] == "local", "launcher=local")):
-        if given:
-            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
-    here = config.site(settings)
-
-    def plan_for(nodes: dict[str, int] | None) -> Plan:
-        return config.make_plan(settings if nodes is None else
-                                {**settings, "plan": {**settings["plan"], "nodes": nodes}}, here)
-
-    with console.waiting("planning for the site and its parts"):
-        plans = candidates(plan_for, here) if settings["plan"]["nodes"] is None else [plan_for(None)]
-    with console.waiting("asking Slurm when each could start"):
-        found = order(plans, settings["train"]["steps"], settings["slurm"])
-    if found[0].end is None:
-        raise SubmissionError(f"none of {len(found)} plans can run; the best: {found[0].reason}", where="--earliest",
-                              hint="see `holmes nodes` and `holmes doctor`")
-    return found
-
-
-def show_ends(ends: Sequence[Candidate], steps: int, *, stderr: bool = False) -> None:
-    """The table of --earliest."""
-    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, table_rows
-
-    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *table_rows(ends), stderr=stderr)
-    for candidate in ends:
-        if candidate.reason:
-            console.note(f"cannot run on {nodes_of(candidate.plan)}: {candidate.reason}")
-    console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")
 
 
 @app.command()
@@ -136,14 +100,17 @@ def predict(
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
-    from holmes_hpc.config import composition as config
+    from holmes_hpc.config.model import Batch
+    from holmes_hpc.config.plan_options import PlanOptions
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
+    from holmes_hpc.planning.request import costs as costs_of
+    from holmes_hpc.planning.request import given_layout
     from holmes_hpc.planning.spec.plan import Plan
+    from holmes_hpc.schema import make
 
     check_output(trace)
-    settings = configuration([], site, calibration=calibration)
-    settings["train"]["pace_layer_ms"] = pace_layer_ms
+    config = configuration([], site, calibration=calibration).with_train(pace_layer_ms=pace_layer_ms)
     if (plan_path is None) == (site is None):
         raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
     if plan_path is not None:
@@ -151,16 +118,15 @@ def predict(
     else:
         if global_batch is None:
             raise ConfigError("no batch", where="predict", hint="give --global-batch")
-        settings["batch"] = {"global_size": global_batch, "micro_size": micro_batch, "sequence_length": sequence}
-        settings["model"] = _model(model, layers, hidden, heads, vocab, sequence)
-        settings["plan"] |= {
-            "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
-            "schedule": schedule,
-            "sequence_parallel": sequence_parallel, "distributed_optimizer": distributed_optimizer,
-            "transport": transport, "gpus_per_node": gpus_per_node, "nodes": _nodes(nodes),
-            "layers_per_stage": _numbers(layers_per_stage)}
-        given = config.given_layout(settings)
-    costs = config.costs(settings, given)
+        given = given_layout(replace(
+            config, batch=Batch(global_batch, micro_batch, sequence),
+            model=_model(model, layers, hidden, heads, vocab, sequence),
+            plan=make(PlanOptions, {
+                "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
+                "schedule": schedule, "sequence_parallel": sequence_parallel,
+                "distributed_optimizer": distributed_optimizer, "transport": transport, "gpus_per_node": gpus_per_node,
+                "nodes": _nodes(nodes), "layers_per_stage": _numbers(layers_per_stage)}, "plan")))
+    costs = costs_of(config, given)
     predicted = predict_plan(given, costs)
     if trace is not None:
         Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
@@ -178,7 +144,7 @@ def predict(
         *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
           for i, size in enumerate(predicted.memory_bytes_per_gpu)),
         *((f"{part.removesuffix('_s').replace('_', ' ')}", f"{s:.4g} s") for part, s in predicted.breakdown.items()),
-        *((f"bytes over {nic}, a step", console.size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
+        *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
         caption="; ".join(given.assumptions))
 
 
@@ -191,19 +157,18 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc.cli.runs import start
-    from holmes_hpc.config import composition as config
-    from holmes_hpc.records.files import write_whole
+    from holmes_hpc.planning.request import for_calibration, make_plan
+    from holmes_hpc.records.files import read_yaml, write_whole
     from holmes_hpc.submission.lifecycle.follow import follow
 
     check_output(output)
-    settings = config.for_calibration(configuration([*CALIBRATION, *(overrides or [])], site))
-    chosen = config.make_plan(settings)
-    record, job = start(chosen, settings, overrides)
+    config = for_calibration(configuration([*CALIBRATION, *(overrides or [])], site))
+    chosen = make_plan(config)
+    record, job = start(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     if code := follow(record, job, show=console.note if json else console.text):
         raise typer.Exit(code)
-    made = config.read_yaml(str(record.path / "calibration.yaml"))
+    made = read_yaml(record.path / "calibration.yaml")
     write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))
     if json:
         console.as_json({"run": str(record.path), "file": output, "calibration": made})
@@ -223,20 +188,23 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
 
 
 def _model(name: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int | None,
-           sequence: int) -> dict[str, Any]:
-    """The configuration group of a named model, or of a GPT of the given sizes."""
-    from holmes_hpc.config import composition as config
+           sequence: int) -> ModelSpec:
+    """A named model, with what sizes are given, or a GPT of the given sizes."""
+    from holmes_hpc.config.composition import load
+    from holmes_hpc.config.model import ModelSpec
+    from holmes_hpc.schema import make
 
     sizes = {"layers": layers, "hidden": hidden, "heads": heads}
     if name is not None:
-        made: dict[str, Any] = config.load([f"model={name}"])["model"]
-        return made | {k: v for k, v in {**sizes, "vocab": vocab}.items() if v is not None} | {
-            "max_positions": max(sequence, made["max_positions"])}
+        made = load([f"model={name}"]).model
+        given: dict[str, Any] = {k: v for k, v in {**sizes, "vocab": vocab}.items() if v is not None}
+        return replace(made, **given, max_positions=max(sequence, made.max_positions))
     missing = [f"--{k}" for k, v in sizes.items() if v is None]
     if hidden is None or missing:
         raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
-    return {"name": "gpt", **sizes, "vocab": vocab or 51200, "ffn": 4 * hidden, "kv_heads": heads, "swiglu": False,
-            "rmsnorm": False, "rope": False, "tied": True, "bias": True, "max_positions": sequence}
+    return make(ModelSpec, {"name": "gpt", **sizes, "vocab": vocab or 51200, "ffn": 4 * hidden, "kv_heads": heads,
+                            "swiglu": False, "rmsnorm": False, "rope": False, "tied": True, "bias": True,
+                            "max_positions": sequence}, "model")
 
 
 def _numbers(text: str | None) -> list[int] | None:

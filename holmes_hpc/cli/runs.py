@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import (
-    Earliest,
-    Json,
-    Overrides,
-    Run,
-    SiteFile,
-    Steps,
-    app,
-    asked_site,
-    check_output,
-    configuration,
-    with_steps,
-)
-from holmes_hpc.errors import ConfigError, HolmesError, RecordError
+from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
+from holmes_hpc.cli.start import planned, start, submit_run
+from holmes_hpc.config.document import help_text
+from holmes_hpc.errors import ConfigError, HolmesError
 
 
 @app.command()
@@ -33,36 +22,35 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
            dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
            json: Json = False) -> None:
     """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
-    from holmes_hpc.config import composition as config
-
     if plan_path is None or ("=" in plan_path and not Path(plan_path).exists()):
         raise ConfigError("no plan", where="submit", hint="make one with `holmes plan … -o plan.yaml`, then "
                           "`holmes submit plan.yaml`; `holmes run` does both")
-    chosen, settings = planned(overrides, plan_file=plan_path)
+    chosen, config = planned(overrides, plan_file=plan_path)
     if dry_run:
+        from holmes_hpc.submission.lifecycle.new_run import new_run_path
         from holmes_hpc.submission.plan_job import script_for_plan
 
-        settings["run_dir"] = settings["run_dir"] or str(config.new_run_path(settings, chosen))
-        console.text(script_for_plan(chosen, settings["run_dir"], settings["slurm"]))
+        run_dir = config.run_dir or str(new_run_path(config, chosen))
+        console.text(script_for_plan(chosen, run_dir, config.to_dict()["slurm"]))
         return
-    run, job = start(chosen, settings, overrides)
+    run, job = start(chosen, config, overrides)
     if json:
         console.as_json({"run": str(run.path), "job_id": job.id})
     else:
         console.text(f"job {job.id}: {run.path}")
 
 
-@app.command()
+@app.command(epilog=help_text("train", "data", "slurm"))
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
     from holmes_hpc.submission.lifecycle.follow import follow
 
     overrides = with_steps(overrides, steps)
-    chosen, settings = planned(overrides, site, earliest=earliest)
+    chosen, config = planned(overrides, site, earliest=earliest)
     console.note(f"plan {chosen.id}: {chosen.strategy}, " + ", ".join(
         f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components))
-    record, job = start(chosen, settings, overrides)
+    record, job = start(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     code = follow(record, job, show=console.note if json else console.text)
     result = record.read_result() or {}
@@ -73,67 +61,6 @@ def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest =
     raise typer.Exit(code)
 
 
-def planned(overrides: list[str] | None, site: str | None = None, *, earliest: bool = False,
-            **values: Any) -> tuple[Any, dict[str, Any]]:
-    """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
-    `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
-    from holmes_hpc.cli.planning import earliest_ends, show_ends
-    from holmes_hpc.config import composition as config
-
-    settings = configuration(overrides, site, **values)
-    if settings["data"]["kind"] == "indexed":  # here, before anything is queued
-        with console.waiting("looking at the data"):
-            from holmes_hpc.training.data.indexed import Prefix, parse_blend
-
-            for prefix in parse_blend(settings["data"]["prefix"])[0]:
-                Prefix.open(prefix)
-    if earliest:
-        ends = earliest_ends(settings)
-        show_ends(ends, settings["train"]["steps"], stderr=True)
-        return ends[0].plan, {**settings, "slurm": {**settings["slurm"], "timeout_min": ends[0].timeout_min}}
-    on = None if settings["plan_file"] else asked_site(settings)
-    with console.waiting("planning"):
-        chosen = config.make_plan(settings, on)
-    if settings["plan_file"]:
-        config.check_overrides(overrides or [])
-        config.check_site(chosen, asked_site(settings))
-        settings |= {"model": asdict(chosen.model), "batch": asdict(chosen.batch)}
-    return chosen, settings
-
-
-def start(chosen: Any, settings: dict[str, Any], overrides: list[str] | None) -> tuple[Any, Any]:
-    """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
-    has a job, or may have one, is kept, whatever happens here."""
-    from holmes_hpc.config import composition as config
-    from holmes_hpc.submission.executor.submit import Unsure
-
-    record = config.new_run(settings, chosen, overrides or [], True)
-    try:
-        return record, _submit(chosen, record, record.config)
-    except Unsure:
-        raise
-    except BaseException:
-        made = record.read_run()
-        if made["slurm"] or made.get("local"):
-            console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
-        else:
-            shutil.rmtree(record.path)
-        raise
-
-
-def _submit(chosen: Any, record: Any, settings: dict[str, Any]) -> Any:
-    """Submit a run as its launcher says; its job comes back."""
-    from holmes_hpc.submission.lifecycle.status import job_of
-    from holmes_hpc.submission.local import run_plan_here
-    from holmes_hpc.submission.plan_job import submit_plan
-    from holmes_hpc.train import run_rank
-
-    if settings["launcher"]["kind"] == "local":
-        return run_plan_here(chosen, record.path, run_rank, settings, settings["slurm"])
-    submit_plan(chosen, record.path, run_rank, settings, settings["slurm"])
-    return job_of(record)
-
-
 @app.command()
 def resume(run: Run, overrides: Overrides = None,
            plan_path: Annotated[str | None, typer.Option("--plan", help="Go on under another plan.")] = None) -> None:
@@ -141,47 +68,25 @@ def resume(run: Run, overrides: Overrides = None,
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
-    from holmes_hpc.config import composition as config
-    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
-    from holmes_hpc.submission.lifecycle.status import status as status_of
+    from holmes_hpc.submission.lifecycle.resume import continuation
+    from holmes_hpc.submission.lifecycle.status import run_status
     from holmes_hpc.training.checkpoint import folder as saves
 
     record = find_run(run)
-    now = status_of(record)
-    if not now.ended and now.state != "not_submitted":
-        raise ConfigError(f"it is {now.state}", where=str(record.path), hint="wait for its end, or `holmes cancel` it")
-    settings = record.config
-    if not {"launcher", "train", "slurm"} <= settings.keys():
-        raise RecordError("run.yaml has no whole configuration", where=str(record.path),
-                          hint="start a new run with its plan: `holmes submit`")
-    before = record.read_run()
-    if overrides:
-        config.check_overrides(overrides)
-        fixed = {key: settings[key] for key in ("run_dir", "plan_file", "site_file")}
-        settings = {**config.applied(settings, overrides), **fixed}
-    if now.state == "completed" and settings["train"]["steps"] <= record.config["train"]["steps"]:
-        raise ConfigError(f"it has made all of its {record.config['train']['steps']} steps", where=str(record.path),
-                          hint=f"for more: holmes resume {record.name} train.steps=N")
-    chosen = Plan.read(plan_path or record.plan_path)
-    own = Plan.read(record.plan_path)
-    if chosen.model != own.model:
-        raise ConfigError("the plan is for another model", where=plan_path or "", hint="plan for this run's model")
-    size, length = own.batch.global_size, own.batch.sequence_length
-    if (chosen.batch.global_size, chosen.batch.sequence_length) != (size, length):  # which data come next hangs on them
-        raise ConfigError("the plan has another batch", where=plan_path or "",
-                          hint=f"plan with batch.global_size={size} batch.sequence_length={length}")
-    if settings["launcher"]["kind"] != "local":
-        config.check_site(chosen, config.site(settings))
+    to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
+    chosen, settings, before = to_go_on.plan, to_go_on.config.to_dict(), record.read_run()
+    if to_go_on.missing:
+        console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
     if not saves.complete(record.checkpoints):
         console.note("no complete checkpoint: it begins again with step 1")
     kept = record.reopen(chosen.to_yaml() if plan_path else None)
     record.update_run(config=settings, plan_id=chosen.id, components=chosen.layout,
                       overrides=[*before["overrides"], *(overrides or [])])
     try:
-        job = _submit(chosen, record, settings)
+        job = submit_run(chosen, record, settings)
     except Unsure:
         raise
     except BaseException:
@@ -221,15 +126,15 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     Example: holmes status 20260101-120000-gpt_tiny
     """
     from holmes_hpc.records.find import find_run, run_directories, runs_root
-    from holmes_hpc.submission.executor.states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import statuses
+    from holmes_hpc.slurm.job_states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import run_statuses
 
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
         return
     with console.waiting("asking Slurm"):
-        all_of_them = statuses(found)
+        all_of_them = run_statuses(found)
     if json:
         console.as_json([s.to_dict() for s in all_of_them])
         return
@@ -254,8 +159,7 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
          json: Json = False) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.records.logs import follow as follow_logs
-    from holmes_hpc.records.logs import tail
+    from holmes_hpc.records.logs import follow_logs, tail
     from holmes_hpc.submission.lifecycle.status import ended, log_paths
 
     record = find_run(run)
@@ -283,8 +187,8 @@ def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.submission.executor.states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import cancel as cancel_run
+    from holmes_hpc.slurm.job_states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import cancel_run
 
     record = find_run(run)
     with console.waiting("asking Slurm"):
@@ -305,15 +209,18 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.results import report as reports
+    from holmes_hpc.results.page import write_page
+    from holmes_hpc.results.report import load_report
 
     for file in (html, trace):
         check_output(file)
-    made = reports.report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
-    for file, write in ((html, made.write_html), (trace, made.write_trace)):
+    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
+    for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)
             console.note(f"written: {file}")
+    if missing := made.missing():
+        console.note(missing)
     if json:
         console.as_json(made.to_dict())
         return
@@ -326,13 +233,14 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
 
 def _simulated(plan_path: Path) -> list[dict[str, Any]]:
     """The timeline that a run's plan should have had, to show beside the measured one; none if it cannot be told."""
-    from holmes_hpc.config import composition as config
+    from holmes_hpc.config.configuration import recorded
     from holmes_hpc.planning.cost.predict import timeline
+    from holmes_hpc.planning.request import costs
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.run import RunDirectory
 
     try:
         plan = Plan.read(plan_path)
-        return timeline(plan, config.costs(RunDirectory(plan_path.parent).config, plan))
+        return timeline(plan, costs(recorded(RunDirectory(plan_path.parent).config)[0], plan))
     except (HolmesError, KeyError):
         return []

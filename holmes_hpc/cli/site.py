@@ -38,9 +38,8 @@ def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the 
     Example: holmes probe --check
     """
     from holmes_hpc.errors import SiteError
-    from holmes_hpc.fabric import label
+    from holmes_hpc.fabric import label, node_facts
     from holmes_hpc.fabric import listing as report
-    from holmes_hpc.fabric import node_facts as gather
     from holmes_hpc.fabric.probe import probe as probe_node
 
     if not Path(sysfs, "class").is_dir():
@@ -49,7 +48,7 @@ def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the 
     findings = []
     if check:
         with console.waiting("asking Slurm"):
-            findings = gather.check_here(nics, vocabulary, node)
+            findings = node_facts.check_here(nics, vocabulary, node)
     if json:
         console.as_json({**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]})
     else:
@@ -72,13 +71,13 @@ def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...",
     Example: holmes label ib1 ib2 --fabric ib-a
     """
     from holmes_hpc.fabric import label as labels
-    from holmes_hpc.fabric import node_facts as gather
+    from holmes_hpc.fabric import node_facts
 
     if helper:
         console.text(labels.helper_script())
         return
     with console.waiting("asking the nodes"):
-        changes, findings = gather.propose(names, fabric, vocabulary)
+        changes, findings = node_facts.propose(names, fabric, vocabulary)
     for finding in findings:
         console.note(str(finding))
     lines, commands = labels.slurm_conf_lines(changes), labels.update_commands(changes)
@@ -111,13 +110,13 @@ def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
 
     Example: holmes doctor --script my-job.sbatch
     """
-    from holmes_hpc.config import composition as config
     from holmes_hpc.fabric import doctor as doctors
     from holmes_hpc.fabric import listing as report
+    from holmes_hpc.planning.request import node_settings
 
     found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        found = doctors.ordered(found + doctors.examine(config.node_settings(configuration(overrides)), ask_nodes))
+        found = doctors.ordered(found + doctors.examine(node_settings(configuration(overrides)), ask_nodes))
     if json:
         console.as_json([f.to_dict() for f in found])
     elif found:

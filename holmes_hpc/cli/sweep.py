@@ -17,7 +17,7 @@ Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's direc
 @group.command("status")
 def sweep_status(directory: Directory, json: Json = False) -> None:
     """A live table on a terminal, else one table. Example: holmes sweep status runs/sweep-20260101-120000"""
-    from holmes_hpc.submission.sweeps import overview as sweep
+    from holmes_hpc.submission.sweeps import table as sweep
 
     if sys.stdout.isatty() and not json:
         sweep.live(directory)
@@ -26,13 +26,13 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
     if json:
         console.as_json([r.to_dict() for r in rows])
     else:
-        console.table(directory, *sweep.table_rows(rows))
+        console.table(directory, *sweep.sweep_rows(rows))
 
 
 @group.command("collect")
 def sweep_collect(directory: Directory, json: Json = False) -> None:
     """The results of a sweep's jobs. Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
-    from holmes_hpc.submission.sweeps import overview as sweep
+    from holmes_hpc.submission.sweeps import table as sweep
 
     found = sweep.collect(directory)
     if json:

@@ -1,48 +1,39 @@
-"""What is trained: a GPT- or Llama-like decoder, and the batch. Shapes and counts only."""
+"""The configuration groups `model` and `batch`: what is trained. Shapes and counts only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from holmes_hpc.errors import PlanError
-
-
-def _whole(where: str, **values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name} is {value!r}", where=where, hint=f"{name} is a whole number above 0")
+from holmes_hpc.schema import check, key
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder. `hidden` h, `ffn` f, `heads` a, `kv_heads` k (a: multi-head, less: grouped-query), `vocab` V.
+    """A decoder, GPT- or Llama-like. In formulas: `hidden` h, `ffn` f, `heads` a, `kv_heads` k, `vocab` V."""
 
-    `tied`: input embedding and output head are one matrix. `rope`: rotary positions, else learned ones up to
-    `max_positions`. `swiglu`: gated FFN with three matrices of h x f. `bias`: linear layers have biases.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    ffn: int
-    kv_heads: int
-    swiglu: bool = True
-    rmsnorm: bool = True
-    rope: bool = True
-    tied: bool = False
-    bias: bool = False
-    max_positions: int = 2048
-    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this times TP
-    dropout: float = 0.0
-    norm_eps: float = 1e-5
-    rope_base: float = 10000.0
+    name: Annotated[str, key("in records and tables")]
+    layers: Annotated[int, key("transformer layers", ge=1)]
+    hidden: Annotated[int, key("width of the residual stream", ge=1)]
+    heads: Annotated[int, key("attention heads", ge=1)]
+    vocab: Annotated[int, key("token ids, before padding", ge=1)]
+    ffn: Annotated[int, key("inner width of the feed-forward part", ge=1)]
+    kv_heads: Annotated[int, key("heads of keys and values; fewer than heads: grouped-query attention", ge=1)]
+    swiglu: Annotated[bool, key("gated feed-forward part, three matrices of hidden x ffn; else GELU with two")] = True
+    rmsnorm: Annotated[bool, key("RMSNorm; else LayerNorm")] = True
+    rope: Annotated[bool, key("rotary positions; else learned ones up to max_positions")] = True
+    tied: Annotated[bool, key("input embedding and output head are one matrix")] = False
+    bias: Annotated[bool, key("linear layers have biases")] = False
+    max_positions: Annotated[int, key("longest sequence", unit="tokens", ge=1)] = 2048
+    vocab_multiple: Annotated[int, key("the vocabulary is padded to a multiple of this times TP", ge=1)] = 128
+    dropout: Annotated[float, key("of activations and attention", ge=0, lt=1)] = 0.0
+    norm_eps: Annotated[float, key("epsilon of the norms", gt=0)] = 1e-5
+    rope_base: Annotated[float, key("base of the rotary frequencies", gt=0)] = 10000.0
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"
-        _whole(where, layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab, ffn=self.ffn,
-               kv_heads=self.kv_heads, max_positions=self.max_positions, vocab_multiple=self.vocab_multiple)
+        check(self, where, PlanError)
         if self.hidden % self.heads:
             raise PlanError(f"hidden {self.hidden} is not a multiple of {self.heads} heads", where=where,
                             hint="choose heads that divide hidden")
@@ -52,8 +43,6 @@ class ModelSpec:
         if self.rope and self.head_dim % 2:
             raise PlanError(f"hidden {self.hidden} over {self.heads} heads is {self.head_dim}, odd", where=where,
                             hint="choose an even width of a head, as rotary embedding needs, or model.rope=false")
-        if not 0 <= self.dropout < 1:
-            raise PlanError(f"dropout is {self.dropout}", where=where, hint="use 0 up to, not including, 1")
 
     @property
     def head_dim(self) -> int:
@@ -67,14 +56,14 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Batch:
-    """`global_size` and `micro_size` in sequences, `sequence_length` in tokens."""
+    """What a step trains on."""
 
-    global_size: int
-    micro_size: int
-    sequence_length: int
+    global_size: Annotated[int, key("sequences of one optimizer step, over all replicas", unit="sequences", ge=1)]
+    micro_size: Annotated[int, key("sequences of one pass through a pipeline stage", unit="sequences", ge=1)]
+    sequence_length: Annotated[int, key("tokens of a sequence", unit="tokens", ge=1)]
 
     def __post_init__(self) -> None:
-        _whole("batch", global_size=self.global_size, micro_size=self.micro_size, sequence_length=self.sequence_length)
+        check(self, "batch", PlanError, dotted=True)
 
     def micro_batches(self, dp: int) -> int:
         """Micro-batches per pipeline and step."""

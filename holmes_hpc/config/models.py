@@ -1,13 +1,8 @@
-"""The named models, and the configuration files made from them (`python -m holmes_hpc.config.models` writes them)."""
+"""The named models and batches: what ``model=NAME`` and ``batch=NAME`` mean."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from pathlib import Path
-
-import yaml
-
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 
 
@@ -54,23 +49,10 @@ def named(name: str) -> ModelSpec:
     return MODELS[name]
 
 
-def to_yaml(model: ModelSpec) -> str:
-    """The text of `conf/model/NAME.yaml`."""
-    values = {f.name: asdict(model)[f.name] for f in fields(model)}
-    head = f"# Written from holmes_hpc/config/models.py ({model.name}); change it there.\n"
-    return head + str(yaml.safe_dump(values, sort_keys=False))
-
-
-def write_configs(directory: Path) -> list[Path]:
-    """Write one configuration file a model into `directory`; returns their paths."""
-    paths = []
-    for model in MODELS.values():
-        path = directory / f"{model.name}.yaml"
-        path.write_text(to_yaml(model), encoding="utf-8")
-        paths.append(path)
-    return paths
-
-
-if __name__ == "__main__":
-    for written in write_configs(Path(__file__).parents[1] / "conf" / "model"):
-        print(written)
+# Sequences, sequences, tokens. The paper's settings of its models (facts of arXiv 2312.03549).
+BATCHES: dict[str, Batch] = {
+    "tiny": Batch(16, 2, 64),
+    "paper_3_6b": Batch(768, 4, 2048),
+    "paper_7_5b": Batch(1536, 4, 2048),
+    "paper_39b": Batch(1536, 4, 2048),
+}

@@ -1,81 +1,73 @@
-"""What the person who plans has fixed, and what the planner may choose."""
+"""The configuration group `plan`: what the person who plans has fixed, and what the planner may choose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from holmes_hpc.errors import ConfigError, nearest
-from holmes_hpc.planning.spec.plan import EDGE_DTYPES, RECOMPUTE, SCHEDULES, STRATEGIES, TRANSPORT_MODES, edges_ignored
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import check, key
 
+STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "interleaved", "ahead")  # Megatron-Core's two, and this project's own
+TRANSPORT_MODES = ("holmes", "single")
+EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
 PARTITIONS = ("exact", "proportional", "uniform")
+
+
+def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
+    """Why Megatron-Core's own exchange between stages would ignore what is said of edges; empty if nothing is."""
+    if transport != "single" or schedule == "ahead" or (edge_dtype == "same" and edge_connections == 1):
+        return ""
+    said = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
+    return f"{said} does nothing with transport=single under Megatron-Core's own schedules"
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """None or ``auto``: the planner chooses. The keys are those of the configuration group `plan`.
+    """The configuration group `plan`. None or ``auto``: the planner chooses."""
 
-    `nodes`: fabric -> nodes, only these fabrics, just as many. `gpus_per_node`: ranks on each node (None: all GPUs).
-    `partition`: how layers are dealt out: ``exact`` (shortest simulated step), ``proportional`` (the paper's rule) or
-    ``uniform``. `transport`: ``holmes`` (the best of each group) or ``single`` (plain Megatron-LM: one for all groups).
-    `max_memory_gib`: of one GPU, instead of the site's. `fabric_order`: of the fabrics along the pipeline.
-    """
-
-    strategy: str = "auto"
-    nodes: Mapping[str, int] | None = None
-    gpus_per_node: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    virtual_stages: int | None = None
-    layers_per_stage: tuple[int, ...] | None = None
-    partition: str = "exact"
-    recompute: str = "auto"
-    schedule: str = "auto"
-    transport: str = "holmes"
-    sequence_parallel: bool | None = None
-    distributed_optimizer: bool = True
-    bucket_bytes: int | None = None
-    edge_dtype: str = "same"
-    edge_connections: int = 1
-    search_micro_size: bool = False
-    max_memory_gib: float | None = None
-    fabric_order: tuple[str, ...] | None = None
+    strategy: Annotated[str, key("one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across) "
+                                 "or hierarchical-dp (data parallel across)", one_of=("auto", *STRATEGIES))] = "auto"
+    nodes: Annotated[Mapping[str, int | None] | None,
+                     key("{FABRIC: NODES}: only these fabrics, just as many nodes; null: the planner chooses",
+                         ge=1)] = None
+    gpus_per_node: Annotated[int | None, key("ranks on each node; null: all GPUs of a node", ge=1)] = None
+    tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
+    pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
+    dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
+    virtual_stages: Annotated[int | None, key("model chunks that one pipeline rank holds; 1: not interleaved",
+                                              ge=1)] = None
+    layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: by `partition`", ge=1)] = None
+    partition: Annotated[str, key("how layers are dealt out: exact (shortest simulated step), proportional (the "
+                                  "paper's rule) or uniform", one_of=PARTITIONS)] = "exact"
+    recompute: Annotated[str, key("activations computed again in the backward pass", one_of=("auto", *RECOMPUTE),
+                                  )] = "auto"
+    schedule: Annotated[str, key("1f1b or interleaved (Megatron-Core's), or ahead (sends and receives in the "
+                                 "background)", one_of=("auto", *SCHEDULES))] = "auto"
+    transport: Annotated[str, key("holmes (the best transport of each group) or single (plain Megatron-LM: one for "
+                                  "all)", one_of=TRANSPORT_MODES)] = "holmes"
+    sequence_parallel: Annotated[bool | None, key("activations between TP regions are split over the TP ranks")] = None
+    distributed_optimizer: Annotated[bool, key("optimizer states are sharded over the data-parallel ranks")] = True
+    bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
+    edge_dtype: Annotated[str, key("type of activations on TCP edges between stages; same: as computed",
+                                   one_of=EDGE_DTYPES)] = "same"
+    edge_connections: Annotated[int, key("TCP connections that an activation is spread over", ge=1)] = 1
+    search_micro_size: Annotated[bool, key("the planner may change batch.micro_size")] = False
+    max_memory_gib: Annotated[float | None, key("memory of one GPU, instead of the site's", unit="GiB", gt=0,
+                                                infinite=True)] = None
+    fabric_order: Annotated[tuple[str, ...] | None, key("[ib-a, roce-a]: fabrics along the pipeline")] = None
 
     def __post_init__(self) -> None:
-        for name, known in (("strategy", ("auto", *STRATEGIES)), ("partition", PARTITIONS),
-                            ("recompute", ("auto", *RECOMPUTE)), ("schedule", ("auto", *SCHEDULES)),
-                            ("transport", TRANSPORT_MODES), ("edge_dtype", EDGE_DTYPES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"unknown {name} {value!r}", where="plan", hint=nearest(str(value), known))
-        for name in ("gpus_per_node", "tp", "pp", "dp", "virtual_stages", "bucket_bytes",
-                     "edge_connections"):
-            _whole(f"plan.{name}", getattr(self, name))
+        check(self, "plan", dotted=True)
         if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):
             raise ConfigError(ignored, where="plan", hint="leave it out, or use transport=holmes or schedule=ahead")
-        for name in ("distributed_optimizer", "search_micro_size"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", where="plan", hint="use true or false")
         if self.nodes is not None:
-            if not isinstance(self.nodes, Mapping) or not self.nodes:
-                raise ConfigError(f"nodes is {self.nodes!r}", where="plan.nodes", hint="use {FABRIC: NODES, …}")
-            for fabric, nodes in self.nodes.items():
-                _whole(f"plan.nodes.{fabric}", nodes)
+            if not self.nodes:
+                raise ConfigError("nodes is {}", where="plan", hint="use {FABRIC: NODES, …}")
             object.__setattr__(self, "nodes", {str(k): v for k, v in self.nodes.items() if v is not None} or None)
-        if self.layers_per_stage is not None:
-            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
-            for layers in self.layers_per_stage:
-                _whole("plan.layers_per_stage", layers)
-            if self.pp is not None and len(self.layers_per_stage) != self.pp:
-                raise ConfigError(f"{len(self.layers_per_stage)} numbers of layers for PP {self.pp}",
-                                  where="plan.layers_per_stage", hint="give one number for each stage")
-        if self.fabric_order is not None:
-            object.__setattr__(self, "fabric_order", tuple(self.fabric_order))
-        if self.max_memory_gib is not None and not self.max_memory_gib > 0:
-            raise ConfigError(f"max_memory_gib is {self.max_memory_gib}", where="plan", hint="use a size above 0")
-
-
-def _whole(where: str, value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{value!r} is not a whole number above 0", where=where, hint="correct it")
+        if self.layers_per_stage is not None and self.pp is not None and len(self.layers_per_stage) != self.pp:
+            raise ConfigError(f"{len(self.layers_per_stage)} numbers of layers for PP {self.pp}",
+                              where="plan.layers_per_stage", hint="give one number for each stage")

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.finding import LEVELS, Finding
+from holmes_hpc.fabric.finding import LEVELS, MOST_SKEW_S, Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.nccl import refusals
-from holmes_hpc.fabric.node_facts import Facts, gather
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.fabric.node_facts import Facts, ask_nodes
+from holmes_hpc.fabric.nodes import SiteNode, read_nodes
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.slurm.scontrol import Config, Node, Partition
-from holmes_hpc.training.network.link_diagnosis import MOST_SKEW_S
+from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
 
 SAFE_HETJOBS = (24, 11)
 
@@ -29,12 +28,8 @@ def check_config(config: Config) -> list[Finding]:
     def say(level: str, what: str, hint: str) -> None:
         found.append(Finding(level, "slurm.conf", what, hint))
 
-    if config.get("SchedulerType") != "sched/backfill":
-        say("error", f"SchedulerType is {config.get('SchedulerType') or 'unknown'}: heterogeneous jobs never start",
-            "set SchedulerType=sched/backfill")
-    if "disable_hetjob_steps" in config.options("SchedulerParameters"):
-        say("error", "SchedulerParameters has disable_hetjob_steps: no step can span the fabrics",
-            "remove disable_hetjob_steps")
+    for what, hint in config.against_hetjobs():
+        say("error", what, hint)
     if config.version is not None and config.version < SAFE_HETJOBS:
         say("warning", f"Slurm {config.get('SLURM_VERSION')}: a heterogeneous job with an impossible component other "
             "than the first can kill slurmctld", "submit with `holmes submit`, which tries each component alone first, "
@@ -54,7 +49,7 @@ def check_config(config: Config) -> list[Finding]:
     return found
 
 
-def check_features(nodes: Sequence[Node], grouping: Grouping) -> list[Finding]:
+def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Finding]:
     """Features that nothing explains, contradict each other, or leave something to suppose."""
     found: list[Finding] = []
     for node, why in grouping.left_out.items():
@@ -184,7 +179,7 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(dict.fromkeys(findings), key=lambda f: LEVELS.index(f.level))
 
 
-def diagnose(config: Config, nodes: Sequence[Node], partitions: Sequence[Partition], facts: Sequence[Facts] = (),
+def diagnose(config: Config, nodes: Sequence[SiteNode], partitions: Sequence[Partition], facts: Sequence[Facts] = (),
              env: Mapping[str, str] | None = None, settings: NodeSettings | None = None) -> list[Finding]:
     """All findings about given data; pure but for the vocabulary's file."""
     settings, env = settings or NodeSettings(), {} if env is None else env
@@ -195,10 +190,10 @@ def diagnose(config: Config, nodes: Sequence[Node], partitions: Sequence[Partiti
     return ordered(found + check_facts(facts, env) + refusals(env, {}, "", files=[]))
 
 
-def examine(settings: NodeSettings | None = None, ask_nodes: bool = True) -> list[Finding]:
-    """Ask Slurm and, with `ask_nodes`, its idle nodes (one short job per partition); errors first. The environment that
+def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
+    """Ask Slurm and, with `asking`, its idle nodes (one short job per partition); errors first. The environment that
     jobs inherit is this process's own."""
     vocabulary = settings.vocabulary if settings else None
-    nodes, partitions, config = slurm.read_nodes(vocabulary), slurm.read_partitions(), slurm.read_config()
-    facts, silent = gather(nodes, vocabulary) if ask_nodes else ([], [])
+    nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
+    facts, silent = ask_nodes(nodes, vocabulary) if asking else ([], [])
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + silent)

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import SiteError, nearest
-from holmes_hpc.fabric.site import Gpu, NicType
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.site import Gpu
 
 _SECTIONS = ("features", "rates", "ignored", "gpus")
 _GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu")

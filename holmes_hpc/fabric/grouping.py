@@ -10,9 +10,11 @@ from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
-from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.nodes import SiteNode
+from holmes_hpc.fabric.site import CPU, Fabric, Gpu, Site
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.slurm.scontrol import Node, Partition
+from holmes_hpc.slurm.scontrol import Partition
 
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
@@ -55,7 +57,7 @@ class _Work:
     said: list[tuple[str, str]] = field(default_factory=list)  # (text, node)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def say(self, nodes: Sequence[Node], text: str) -> None:
+    def say(self, nodes: Sequence[SiteNode], text: str) -> None:
         self.said.extend((text, n.name) for n in nodes)
 
     def lines(self) -> tuple[str, ...]:
@@ -65,7 +67,7 @@ class _Work:
             about.setdefault(text, []).append(node)
         return tuple(f"{compress(names)}: {text}" for text, names in about.items())
 
-    def leave(self, nodes: Sequence[Node], why: str) -> None:
+    def leave(self, nodes: Sequence[SiteNode], why: str) -> None:
         self.left_out.update((n.name, why) for n in nodes)
 
 
@@ -76,10 +78,10 @@ class _Group:
     name: str
     nic: NicType
     partition: Partition
-    nodes: tuple[Node, ...]
+    nodes: tuple[SiteNode, ...]
 
 
-def group(nodes: Sequence[Node], partitions: Sequence[Partition], vocabulary: Vocabulary,
+def group(nodes: Sequence[SiteNode], partitions: Sequence[Partition], vocabulary: Vocabulary,
           settings: NodeSettings | None = None) -> Grouping:
     """The fabrics of a Slurm: by label where there is one, else one per NIC type and partition.
 
@@ -105,7 +107,7 @@ def group(nodes: Sequence[Node], partitions: Sequence[Partition], vocabulary: Vo
     return Grouping(tuple(fabrics), work.lines(), work.left_out)
 
 
-def _fit(nodes: Sequence[Node], open_: dict[str, Partition], work: _Work) -> list[Node]:
+def _fit(nodes: Sequence[SiteNode], open_: dict[str, Partition], work: _Work) -> list[SiteNode]:
     """Nodes that can be part of a fabric as far as their features and partitions go."""
     with_gpus = any(n.gpus for n in nodes)
     fit = []
@@ -125,7 +127,7 @@ def _fit(nodes: Sequence[Node], open_: dict[str, Partition], work: _Work) -> lis
     return fit
 
 
-def _labelled(fit: list[Node], open_: dict[str, Partition], work: _Work) -> list[_Group]:
+def _labelled(fit: list[SiteNode], open_: dict[str, Partition], work: _Work) -> list[_Group]:
     groups = []
     for label, members in _by(lambda n: n.reading.fabric, [n for n in fit if n.reading.fabric]):
         types = _by(lambda n: n.reading.nic, members)
@@ -142,7 +144,7 @@ def _labelled(fit: list[Node], open_: dict[str, Partition], work: _Work) -> list
     return groups
 
 
-def _unlabelled(fit: list[Node], open_: dict[str, Partition], work: _Work) -> list[_Group]:
+def _unlabelled(fit: list[SiteNode], open_: dict[str, Partition], work: _Work) -> list[_Group]:
     groups = []
     taken = {n.reading.fabric for n in fit}
     for nic, members in _by(lambda n: n.reading.nic, [n for n in fit if not n.reading.fabric]):
@@ -170,14 +172,14 @@ def _free(name: str, taken: set[str | None]) -> str:
     return free
 
 
-def _leaves_a_way(chosen: Partition, nodes: Sequence[Node], open_: dict[str, Partition]) -> bool:
+def _leaves_a_way(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
     """Whether all `nodes` that are not in the `chosen` partition are in one that holds none of those that are."""
     part = {n.name for n in nodes if chosen.name in n.partitions}
     return all(any(not part & set(open_[p].nodes) for p in n.partitions if p in open_)
                for n in nodes if n.name not in part)
 
 
-def _ranked(members: Sequence[Node], everyone: Sequence[Node], options: Sequence[Partition],
+def _ranked(members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition],
             purest: bool = False) -> list[Partition]:
     """The partitions to ask for, the best first: with most of the `members` that a job may have (or, `purest`, that
     allow jobs on all they have, with fewest other nodes), then the reverse of that, then of the highest priority, then
@@ -195,7 +197,7 @@ def _ranked(members: Sequence[Node], everyone: Sequence[Node], options: Sequence
     return sorted(options, key=rank)
 
 
-def _fabric(g: _Group, nodes: Sequence[Node], vocabulary: Vocabulary, settings: NodeSettings,
+def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, settings: NodeSettings,
             work: _Work) -> Fabric | None:
     usable = [n for n in g.nodes if n.usable]
     work.leave([n for n in g.nodes if not n.usable], "down, drained or not responding")
@@ -221,7 +223,7 @@ def _fabric(g: _Group, nodes: Sequence[Node], vocabulary: Vocabulary, settings: 
                   expression, tuple(n.name for n in usable), gres=bool(gpus))
 
 
-def _rate(g: _Group, nodes: list[Node], key: str, assumed: float, work: _Work) -> float:
+def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, work: _Work) -> float:
     what = "Ethernet" if key == "ethernet_gbps" else str(g.nic)
     label = "eth_<rate>g" if key == "ethernet_gbps" else "nic_<rate>g"
     without = [n for n in nodes if getattr(n.reading, key) is None]
@@ -234,7 +236,7 @@ def _rate(g: _Group, nodes: list[Node], key: str, assumed: float, work: _Work) -
     return values[0] if values else assumed
 
 
-def _gpu(g: _Group, nodes: list[Node], vocabulary: Vocabulary, settings: NodeSettings, work: _Work) -> Gpu:
+def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, settings: NodeSettings, work: _Work) -> Gpu:
     if not any(n.gpus for n in nodes):
         work.say(nodes, f"no GPU in Slurm's GRES: {settings.cpu_ranks} CPU rank(s) a node")
         return CPU
@@ -255,7 +257,7 @@ def _gpu(g: _Group, nodes: list[Node], vocabulary: Vocabulary, settings: NodeSet
     return Gpu(slowest.name, slowest.peak_tflops, least, slowest.intra_node_gbps)
 
 
-def constraint(members: Sequence[Node], rivals: Sequence[Node]) -> str | None:
+def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
     """The shortest ``a&b`` of features that all `members` have and no rival has; the project's own NIC and fabric
     labels where they do it, None where nothing does. Empty: no feature is needed, nor any of ours there."""
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
@@ -276,16 +278,16 @@ def constraint(members: Sequence[Node], rivals: Sequence[Node]) -> str | None:
     return None
 
 
-def _by_lines(nodes: list[Node]) -> list[tuple[str, list[Node]]]:
-    lines: dict[str, list[Node]] = {}
+def _by_lines(nodes: list[SiteNode]) -> list[tuple[str, list[SiteNode]]]:
+    lines: dict[str, list[SiteNode]] = {}
     for n in nodes:
         for line in (*n.reading.said, *n.reading.problems):
             lines.setdefault(line, []).append(n)
     return list(lines.items())
 
 
-def _by(key: Callable[[Node], K], nodes: Sequence[Node]) -> list[tuple[K, list[Node]]]:
-    groups: dict[K, list[Node]] = {}
+def _by(key: Callable[[SiteNode], K], nodes: Sequence[SiteNode]) -> list[tuple[K, list[SiteNode]]]:
+    groups: dict[K, list[SiteNode]] = {}
     for n in nodes:
         groups.setdefault(key(n), []).append(n)
     return list(groups.items())
@@ -295,5 +297,5 @@ def _and(values: Iterable[float]) -> str:
     return " and ".join(f"{v:g}" for v in sorted(values))
 
 
-def _names(nodes: Sequence[Node]) -> str:
+def _names(nodes: Sequence[SiteNode]) -> str:
     return compress(n.name for n in nodes)

@@ -10,9 +10,9 @@ from typing import TypeVar
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary, read_features
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, candidates
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
 
@@ -50,7 +50,8 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
     return found[0].gbps if found else None
 
 
-def check(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node") -> list[Finding]:
+def differences(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary,
+                node: str = "this node") -> list[Finding]:
     """Where Slurm's `features` of a node differ from its NICs; ``info`` where the kernel cannot tell."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"
@@ -174,7 +175,7 @@ def apply(wanted: Iterable[Change]) -> list[list[str]]:
     """Run the commands, which Slurm allows to its operators only. Returns what was run; see NOT_PERMANENT."""
     commands = update_commands(wanted)
     for words in commands:
-        slurm.command(*words)
+        output(*words)
     return commands
 
 

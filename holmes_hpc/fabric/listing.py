@@ -12,9 +12,9 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nics import NodeNics
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.fabric.nodes import SiteNode, read_nodes
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.slurm.scontrol import Node, Partition
+from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
 
 Table = tuple[str, list[str], list[list[Any]], str]  # title, columns, rows, caption
 
@@ -24,14 +24,14 @@ class Listing:
     """All that Slurm shows, and what was made of it."""
 
     cluster: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[SiteNode, ...]
     partitions: tuple[Partition, ...]
     grouping: Grouping
 
     def fabric_of(self, node: str) -> str:
         return next((f.name for f in self.grouping.fabrics if node in f.node_names), "")
 
-    def remarks(self, node: Node) -> list[str]:
+    def remarks(self, node: SiteNode) -> list[str]:
         """What must be said about a node: why it is left out, its features that nothing explains, what was supposed."""
         said = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
         if node.reading.unknown:
@@ -77,15 +77,15 @@ class Listing:
                 "assumptions": self.grouping.assumptions, "left_out": self.grouping.left_out}
 
 
-def _gpus(node: Node) -> str:
+def _gpus(node: SiteNode) -> str:
     return ", ".join(f"{g.count} {g.type}".strip() for g in node.gres if g.name == "gpu")
 
 
-def _idle(node: Node) -> list[str]:
+def _idle(node: SiteNode) -> list[str]:
     return [f for f in node.available if f not in node.features]
 
 
-def describe(cluster: str, nodes: Sequence[Node], partitions: Sequence[Partition],
+def listing_of(cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition],
              settings: NodeSettings | None = None) -> Listing:
     """A listing of given nodes and partitions; pure but for the vocabulary's file."""
     settings = settings or NodeSettings()
@@ -96,7 +96,7 @@ def describe(cluster: str, nodes: Sequence[Node], partitions: Sequence[Partition
 def listing(settings: NodeSettings | None = None) -> Listing:
     """Ask Slurm."""
     vocabulary = settings.vocabulary if settings else None
-    return describe(slurm.read_config().cluster, slurm.read_nodes(vocabulary), slurm.read_partitions(), settings)
+    return listing_of(read_config().cluster, read_nodes(vocabulary), read_partitions(), settings)
 
 
 def probe_tables(nics: NodeNics) -> list[Table]:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.transport import Transport
 
 # What undoes the choice per group, wherever it is set.
 FORBIDDEN = {
@@ -25,12 +24,6 @@ FORBIDDEN = {
 DOUBTFUL = {"NCCL_IB_GID_INDEX": "is one index for all nodes; NCCL 2.21 and later find the RoCE v2 GID themselves"}
 _OFF = {"NCCL_IB_DISABLE": ("", "0"), "NCCL_NET_PLUGIN": ("", "none"), "NCCL_SOCKET_FAMILY": ("", "AF_INET")}
 _LINE = re.compile(r"\s*([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*\Z")
-
-
-def net_name(transport: Transport) -> str | None:
-    """NCCL's name of a communicator's network (`ncclConfig_t.netName`, NCCL 2.17.1 and later): IB covers RoCE; None
-    where no network is used."""
-    return {"rdma": "IB", "tcp": "Socket", "local": None}[transport.kind]
 
 
 def environment(nics: NodeNics, nic: NicType, node: str = "", ethernet: str | None = None) -> dict[str, str]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.site import NicType
+from holmes_hpc.fabric.nic_types import NicType
 
 _VIRTUAL = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre"
                       r"|ip6)[\w.@-]*\Z")

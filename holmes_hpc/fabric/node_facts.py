@@ -15,14 +15,14 @@ from typing import Any
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.label import Change, changes, check, features_of
+from holmes_hpc.fabric.label import Change, changes, differences, features_of
 from holmes_hpc.fabric.nccl import refusals
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm.commands import partial_output
 from holmes_hpc.slurm.hostlist import compress, expand
-from holmes_hpc.slurm.scontrol import Node
+from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
 
 MARK = "holmes-facts "
 ASLEEP = {"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "POWER_DOWN", "POWER_UP", "RESERVED"}  # though idle
@@ -67,17 +67,17 @@ def facts_of(node: str, nics: NodeNics, features: Sequence[str] | None, env: Map
         ethernet, address, network = found.name, str(found.address), str(found.network)
     except SiteError as e:
         trouble = f"{e.what}; {e.hint}"
-    findings = [] if features is None else check(nics, features, read_vocabulary(vocabulary), node)
+    findings = [] if features is None else differences(nics, features, read_vocabulary(vocabulary), node)
     findings += refusals(env, {}, node, files)
     first = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
     return Facts(node, nics.type, features_of(nics), ethernet, address, network, trouble, first, nics.notes,
                  tuple(f for f in findings if f.level != "info"))
 
 
-def gather(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[Facts], list[Finding]]:
+def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`; and a finding for those that were busy or gave no answer. Needs this Python on the nodes,
     as training does. A node that fails or hangs takes no other's answer with it."""
-    up = {p.name for p in slurm.read_partitions() if p.up}
+    up = {p.name for p in read_partitions() if p.up}
     facts: list[Facts] = []
     silent: list[Finding] = []
     by_partition: dict[str | None, list[Node]] = {}
@@ -95,7 +95,7 @@ def gather(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[F
         if not idle:
             continue
         limit_s = limit(len(idle))
-        out, trouble = slurm.answers(*_srun(partition, idle, vocabulary), timeout_s=limit_s)
+        out, trouble = partial_output(*_srun(partition, idle, vocabulary), timeout_s=limit_s)
         found = [f for f in map(_understand, out.splitlines()) if f is not None]
         facts += found
         missing = [n for n in idle if n.name not in {f.node for f in found}]
@@ -116,7 +116,7 @@ def propose(names: Sequence[str] | None = None, fabric: str | None = None,
     `names`: host lists; all idle nodes without them. `fabric`: put fabric_<name> on them (needs `names`, for two
     fabrics cannot be told apart by asking).
     """
-    nodes = slurm.read_nodes(vocabulary)
+    nodes = read_nodes()
     wanted = [host for text in names for host in expand(text)] if names else [n.name for n in nodes]
     if fabric is not None and not names:
         raise SiteError("a fabric's name for all nodes", where="label", hint="name the nodes of that fabric: ib[1-4]")
@@ -124,7 +124,7 @@ def propose(names: Sequence[str] | None = None, fabric: str | None = None,
     for name in wanted:
         if name not in known:
             raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(known)}")
-    facts, silent = gather([n for n in nodes if n.name in set(wanted)], vocabulary)
+    facts, silent = ask_nodes([n for n in nodes if n.name in set(wanted)], vocabulary)
     labels = dict.fromkeys(wanted, fabric) if fabric else None
     return changes(nodes, {f.node: f.deserves for f in facts}, labels), silent
 
@@ -163,18 +163,18 @@ def node_name() -> str:
 def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None = None) -> list[Finding]:
     """`holmes probe --check`: these NICs against Slurm's features for this node (or for `name`)."""
     name = name or node_name()
-    node = slurm.read_node(name, vocabulary)
+    node = read_node(name)
     if node is None:
         raise SiteError(f"Slurm knows no node {name!r}", where="probe --check",
                         hint="run it on a node of the cluster, or give the node's name with --node")
-    return check(nics, node.features, read_vocabulary(vocabulary), name)
+    return differences(nics, node.features, read_vocabulary(vocabulary), name)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print this node's facts, one marked line of JSON."""
     vocabulary = arguments[1] if len(arguments) == 2 and arguments[0] == "--vocabulary" else None
     name = node_name()
-    node = slurm.read_node(name, vocabulary)
+    node = read_node(name)
     facts = facts_of(name, probe(), node.features if node else None, os.environ, vocabulary=vocabulary)
     sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
 

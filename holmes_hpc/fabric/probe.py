@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort, candidates, data_interface, natural
-from holmes_hpc.fabric.site import NicType
 
 __all__ = ["Nic", "NodeNics", "RdmaPort", "addresses", "candidates", "data_interface", "probe"]
 

@@ -1,49 +1,33 @@
-"""What a site has: NIC types, GPUs, fabrics; the nouns that planning and training share. Data only."""
+"""What a site has: GPUs, fabrics; the nouns that planning and training share. Data only."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from dataclasses import asdict, dataclass, field
-from enum import Enum
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError
-
-
-class NicType(str, Enum):
-    """What carries a node's fast traffic."""
-
-    IB = "ib"
-    ROCE = "roce"
-    ETHERNET = "ethernet"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def rdma(self) -> bool:
-        return self is not NicType.ETHERNET
-
-
-def _positive(what: str, value: float | None, where: str) -> None:
-    if value is None or not math.isfinite(value) or value <= 0:
-        raise SiteError(f"{what} is {value}, must be a number above 0", where=where, hint=f"correct {what}")
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.schema import check, key, make
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator. `peak_tflops`: dense bf16/fp16; `intra_node_gbps`: one GPU to its peers in the node."""
+    """One accelerator."""
 
-    name: str
-    peak_tflops: float
-    memory_gib: float
-    intra_node_gbps: float
+    name: Annotated[str, key("of the kind, as in `holmes nodes`")]
+    peak_tflops: Annotated[float, key("dense bf16 or fp16", unit="TFLOP/s", gt=0)]
+    memory_gib: Annotated[float, key("its memory", unit="GiB", gt=0)]
+    intra_node_gbps: Annotated[float, key("one GPU to its peers in the node", unit="Gb/s", gt=0)]
 
     def __post_init__(self) -> None:
-        for key in ("peak_tflops", "memory_gib", "intra_node_gbps"):
-            _positive(key, getattr(self, key), f"gpu {self.name}")
+        check(self, f"gpu {self.name}", SiteError)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a core that stands in for an accelerator."""
+        return self.name == "cpu"
 
 
 # A CPU rank stands in for an accelerator where nodes have no GPU (the testbed, a laptop).
@@ -54,36 +38,32 @@ CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
 class Fabric:
     """Nodes that reach each other by RDMA, or a group of Ethernet-only nodes.
 
-    Rates are what one node can send, in Gb/s (1e9 bit/s): `rdma_gbps` over all its RDMA NICs (None where `nic` is
-    ethernet), `ethernet_gbps` to every other node. `constraint` is the Slurm feature expression that selects its nodes.
+    Rates are what one node can send, in Gb/s (1e9 bit/s); `rdma_gbps` is None where `nic` is ethernet.
     """
 
-    name: str
-    nic: NicType
-    partition: str
-    nodes: int
-    gpus_per_node: int
-    ethernet_gbps: float
-    gpu: Gpu
-    rdma_gbps: float | None = None
-    constraint: str = ""
-    node_names: tuple[str, ...] = ()
-    gres: bool = True  # False: no GPU in Slurm's GRES, so nothing is requested and a rank is a CPU process
+    name: Annotated[str, key("of the fabric")]
+    nic: Annotated[NicType, key("what carries its fast traffic", one_of=tuple(NicType))]
+    partition: Annotated[str, key("Slurm's partition that has its nodes")]
+    nodes: Annotated[int, key("nodes that can be used", ge=1)]
+    gpus_per_node: Annotated[int, key("GPUs of a node", ge=1)]
+    ethernet_gbps: Annotated[float, key("what a node sends over Ethernet", unit="Gb/s", gt=0)]
+    gpu: Annotated[Gpu, key("the kind of its GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")]
+    rdma_gbps: Annotated[float | None, key("what a node sends over all its RDMA NICs", unit="Gb/s", gt=0)] = None
+    constraint: Annotated[str, key("Slurm features that select its nodes")] = ""
+    node_names: Annotated[tuple[str, ...], key("of all its nodes, or none")] = ()
+    gres: Annotated[bool, key("false: no GPU in Slurm's GRES, so a rank is a CPU process")] = True
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
+        if self.nic in tuple(NicType):
+            object.__setattr__(self, "nic", NicType(self.nic))
+        check(self, where, SiteError)
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
-        object.__setattr__(self, "nic", NicType(self.nic))
-        object.__setattr__(self, "node_names", tuple(self.node_names))
-        for key in ("nodes", "gpus_per_node"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SiteError(f"{key} is {value}, must be a whole number above 0", where=where, hint=f"correct {key}")
-        _positive("ethernet_gbps", self.ethernet_gbps, where)
-        if self.nic.rdma:
-            _positive("rdma_gbps", self.rdma_gbps, where)
-        elif self.rdma_gbps is not None:
+        if self.nic.rdma and self.rdma_gbps is None:
+            raise SiteError("rdma_gbps is missing", where=where,
+                            hint="give what one node can send over all its RDMA NICs, in Gb/s")
+        if not self.nic.rdma and self.rdma_gbps is not None:
             raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
         if self.node_names and len(self.node_names) != self.nodes:
             raise SiteError(f"{len(self.node_names)} node names for {self.nodes} nodes", where=where, hint="correct it")
@@ -100,15 +80,14 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Site:
-    """All fabrics of one Slurm, or of a site file. `assumptions`: what was not stated and therefore supposed."""
+    """All fabrics of one Slurm, or of a site file."""
 
-    name: str
-    fabrics: tuple[Fabric, ...]
-    assumptions: tuple[str, ...] = field(default=())
+    name: Annotated[str, key("of the site")]
+    fabrics: Annotated[tuple[Fabric, ...], key("its fabrics")]
+    assumptions: Annotated[tuple[str, ...], key("what was not stated and therefore supposed")] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fabrics", tuple(self.fabrics))
-        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        check(self, f"site {self.name}", SiteError)
         if not self.fabrics:
             raise SiteError("no fabric", where=f"site {self.name}", hint="list at least one fabric")
         names = [f.name for f in self.fabrics]
@@ -130,8 +109,7 @@ class Site:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """The inverse of :meth:`to_dict` (a site file, which has defaults, is read by fabric.site_file)."""
-        fabrics = tuple(Fabric(**{**f, "gpu": Gpu(**f["gpu"])}) for f in data["fabrics"])
-        return cls(data["name"], fabrics, tuple(data.get("assumptions", ())))
+        return make(cls, data, "site", SiteError)
 
     def digest(self) -> str:
         """Twelve hex digits that change when hardware, partitions or constraints change, not with states: so neither

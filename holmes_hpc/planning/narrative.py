@@ -12,7 +12,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
-from holmes_hpc.planning.cost.stage_transfer import hop_cost
+from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.search.alternatives import PARTS
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
@@ -24,7 +24,8 @@ def explain(plan: Plan, costs: Costs) -> list[str]:
     """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions."""
     lines = [*_headline(plan), "", *_drawing(plan)]
     if plan.predicted is not None:
-        lines += ["", *_step(plan, plan.predicted), *_hops(plan, costs), "", *_helps(plan, plan.predicted, costs)]
+        lines += ["", *_step(plan, plan.predicted), *_stage_transfers(plan, costs), "",
+                  *_helps(plan, plan.predicted, costs)]
     if plan.alternatives:
         lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a))]
     if plan.unused:
@@ -43,7 +44,7 @@ def _headline(plan: Plan) -> list[str]:
 
 
 def _drawing(plan: Plan) -> list[str]:
-    """Components from first to last stage, and the hops between them."""
+    """Components from first to last stage, and the transfers between them."""
     edges = {g.stages: g.transport for g in plan.transports() if g.kind == "edge"}
     inside = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
     lines: list[str] = []
@@ -83,16 +84,16 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     return lines
 
 
-def _hops(plan: Plan, costs: Costs) -> list[str]:
-    """What the slowest hop costs, and how much of it is hidden."""
-    cost = hop_cost(plan, costs)
+def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
+    """What the slowest transfer costs, and how much of it is hidden."""
+    cost = stage_transfer_cost(plan, costs)
     if cost is None:
         return []
     own = "1F1B" if plan.parallel.virtual_stages == 1 else "interleaved schedule"
-    text = (f"Hops: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
+    text = (f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
             f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch; {cost.wire_s:.3g} s"
             f" a step. {cost.hidden:.0%} of that is hidden: the step is {max(0.0, cost.exposed_s):.3g} s longer than "
-            "without hops")
+            "without transfers")
     if plan.schedule.kind == "ahead":
         text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
     return _wrapped(text + ".")
@@ -103,7 +104,7 @@ def _binding(predicted: Predicted) -> str:
     name = max(named, key=lambda n: named[n])
     return {"compute_s": "compute: more or faster GPUs help",
             "pipeline_wait_s": "wait in the pipeline: more micro-batches"
-            " or a faster hop help", "grad_sync_s": "wait for gradients: a faster data-parallel network helps",
+            " or a faster transfer help", "grad_sync_s": "wait for gradients: a faster data-parallel network helps",
             "param_sync_s": "wait for parameters: a faster data-parallel network helps"}.get(name, PARTS[name])
 
 

@@ -1,1 +1,1 @@
-"""The run directory: its schemas, its one reader and writer, files that are never half-written."""
+"""The run directory: what is in its files, how they are read and written, files that are never half-written."""

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc.errors import RecordError, RunFailed
+import yaml
+
+from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
 
 LOCK_WAIT_S = 30.0
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -86,6 +89,20 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
         yield
     finally:
         os.close(handle)  # releases the lock as well
+
+
+def read_yaml(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it",
+              ) -> dict[str, Any]:
+    """A YAML mapping from a file, safely loaded. `error` with the file's name and `hint` where it is none."""
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_YAML)  # noqa: S506 (a safe loader)
+    except OSError as e:
+        raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as e:
+        raise error(f"not YAML: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
+    if not isinstance(data, dict):
+        raise error("not a mapping of keys to values", where=str(path), hint=hint)
+    return data
 
 
 def to_json(value: Any) -> str:

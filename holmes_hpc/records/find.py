@@ -1,4 +1,4 @@
-"""Which run a word means: a directory, a name or a Slurm job id; and all runs below a directory."""
+"""Finding runs: the one that a directory, a name or a Slurm job id means, and all runs below a directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError, RecordError
-from holmes_hpc.records.run import SKIPPED, RunDirectory
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import SKIPPED
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""What the ranks are saying: the end of a log, and all logs as they grow."""
+"""Reading logs: the last lines of one, and new lines as the ranks write them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from holmes_hpc.records.run import RunDirectory
+
+_PIECE = 1 << 20  # bytes read at once
 
 
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
@@ -21,37 +23,61 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
     except OSError:
         return []
     found = text.splitlines()
-    if start and found:
+    if start and len(found) > 1:
         found = found[1:]  # begins in the middle of a line
     return found[-lines:]
 
 
-def follow(run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None,
-           poll_s: float = 0.5) -> Iterator[tuple[int, str]]:
+class GrowingFile:
+    """A file that somebody else appends to: each call of :meth:`lines` gives what is new. One that got shorter was
+    begun anew. `from_now`: what is there already is left out."""
+
+    def __init__(self, path: Path, *, from_now: bool = False) -> None:
+        self._path, self._rest = path, b""
+        self._offset = path.stat().st_size if from_now and path.exists() else 0
+
+    def lines(self) -> Iterator[str]:
+        """The new lines that are whole; none while the file cannot be read."""
+        while data := self._read():
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            for line in whole:
+                yield line.decode("utf-8", errors="replace")
+
+    def _read(self) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read(_PIECE)
+        except OSError:
+            return b""
+        self._offset += len(data)
+        return data
+
+    @property
+    def rest(self) -> str:
+        """The beginning of a line that is not finished."""
+        return self._rest.decode("utf-8", errors="replace")
+
+
+def follow_logs(run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None,
+                poll_s: float = 0.5) -> Iterator[tuple[int, str]]:
     """(rank, line) as the ranks write their logs, until `done()` says that the run has ended and all lines are out.
 
     `ranks`: only these (default: every log there is, also those that appear later). Lines are whole; one that a rank
     never finished comes at the end.
     """
-    seen: dict[int, int] = {}
-    rests: dict[int, bytes] = {}
+    files: dict[int, GrowingFile] = {}
     while True:
         ended = done()  # asked before reading: nothing written until then is missed
         for rank, path in _logs(run, ranks):
-            try:
-                with open(path, "rb") as file:
-                    file.seek(seen.get(rank, 0))
-                    new = file.read()
-            except OSError:
-                continue
-            seen[rank] = seen.get(rank, 0) + len(new)
-            *whole, rests[rank] = (rests.get(rank, b"") + new).split(b"\n")
-            for line in whole:
-                yield rank, line.decode("utf-8", errors="replace")
+            for line in files.setdefault(rank, GrowingFile(path)).lines():
+                yield rank, line
         if ended:
-            for rank, rest in sorted(rests.items()):
-                if rest:
-                    yield rank, rest.decode("utf-8", errors="replace")
+            for rank, file in sorted(files.items()):
+                if file.rest:
+                    yield rank, file.rest
             return
         time.sleep(poll_s)
 

@@ -1,28 +1,6 @@
-"""The run directory: one schema, one version number, one reader and one writer (docs/records.md shows it by example).
+"""Reading and writing a run directory: run.yaml, metrics.jsonl, how ranks and the run ended.
 
-`run.yaml`
-    What was run: `version, name, created, plan_id, config{}, overrides[], slurm{job_id, …}, components[], hosts[],
-    nics[]{kind, ranks, transport, interfaces{NIC: nodes}}, versions{}, git_commit, attempts[],
-    traffic{setup{kind: {tx, rx}}, header_factor}, pace_layer_ms, device`.
-    `attempts` has one entry per start: `{attempt, started, plan_id, …}`.
-`plan.yaml`
-    The Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan.py).
-`metrics.jsonl`
-    One line per step: `step, time, step_time_s, loss, grad_norm, learning_rate, tokens_per_s, samples_per_s,
-    model_tflops_per_gpu, hardware_tflops_per_gpu, breakdown[stage]{compute_s, pipeline_wait_s, grad_sync_s,
-    param_sync_s, optimizer_s}, nic_bytes{fabric|ethernet: {tx, rx}}, peak_memory_bytes[rank], attempt`.
-    `time` is Unix seconds at the step's end; bytes are sums over all nodes for that step. Times and rates: 7 digits.
-`nics/NODE.jsonl`
-    One line per step, by each node: `step, attempt, node, nics{interface or device:port: {tx, rx}}`, bytes.
-`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`
-`exits/rank-N.json`
-    How a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`.
-`result.json`
-    How the run ended, written last: `version, state (completed|failed|cancelled|timeout|preempted), exit_code, error,
-    failed_rank, failed_node, log_tail[], final{}, writer, attempt, time`. Written by the batch script or the
-    follower only.
-
-Readers take records of this version and older ones, with keys missing, and of runs that died; newer ones are refused.
+holmes_hpc/records/schema.py says which files it has and what is in them.
 """
 
 from __future__ import annotations
@@ -39,14 +17,10 @@ import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, to_json, write_whole
+from holmes_hpc.records.metrics import rounded
+from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 
-VERSION = 1
-SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
-STATES = ("completed", "failed", "cancelled", "timeout", "preempted")
-BLANK: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 WRITERS = ("follower", "batch")  # of result.json, the lesser first: the batch script has seen the exit codes themselves
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -199,24 +173,18 @@ class RunDirectory:
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Record one step. RunFailed (exit code 1) when the disk is full; the file then ends with the line before.
 
-        Times and rates are kept to 7 digits, finer than any clock here; losses and norms to the last bit.
+        Times and rates are kept to 7 digits (see metrics.rounded); losses and norms to the last bit.
         """
         if not isinstance(line.get("step"), int):
             raise RecordError(f"step is {line.get('step')!r}", where=str(self.metrics_path), hint="number the steps")
-        append_line(self.metrics_path, to_json(measured(dict(line))))
+        append_line(self.metrics_path, to_json(rounded(line)))
 
     def metrics(self) -> list[dict[str, Any]]:
         """One entry per step, in order. Of a step run twice the later attempt's counts, and what an earlier attempt did
         beyond a later one's last step was in vain; a second line of the same attempt adds to the first (a validation
         loss); broken lines are left out."""
-        try:
-            text = self.metrics_path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
         steps: dict[int, dict[str, Any]] = {}
-        for raw in text.split(b"\n"):
+        for raw in self.metrics_bytes().split(b"\n"):
             try:
                 entry = json.loads(raw)
                 step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
@@ -235,6 +203,15 @@ class RunDirectory:
                 kept.append(entry)
                 latest = attempt
         return kept
+
+    def metrics_bytes(self) -> bytes:
+        """metrics.jsonl as it is; empty when there is none."""
+        try:
+            return self.metrics_path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as e:
+            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
 
     # -- how it ended -----------------------------------------------------------------------------------------------
 
@@ -264,7 +241,7 @@ class RunDirectory:
         if result.get("state") not in STATES:
             raise RecordError(f"state is {result.get('state')!r}", where=str(self.result_path),
                               hint=f"use one of {', '.join(STATES)}")
-        blank = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK}
+        blank = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK_RESULT}
         with locked(self.path / ".lock"):
             data = {"version": VERSION, **blank, "attempt": self.attempt, "time": time.time(), **result,
                     "writer": writer}
@@ -298,52 +275,12 @@ class RunDirectory:
         data = _read_json(self.result_path)
         if data is None:
             return None
-        version, attempt = data.get("version"), data.get("attempt")
-        if isinstance(version, int) and version > VERSION:
-            raise _too_new(version, str(self.result_path))
+        attempt = data.get("attempt")
+        if isinstance(data.get("version"), int):
+            check_version(data, str(self.result_path))
         if data.get("state") not in STATES or not isinstance(attempt, int) or attempt < self.attempt:
             return None
-        return {**BLANK, "exit_code": 0 if data["state"] == "completed" else 1, "writer": WRITERS[0], **data}
-
-
-def measured(value: Any, name: str = "") -> Any:
-    """A metrics line whose times and rates (names in `_s`, `_per_gpu`) have 7 digits and `time` milliseconds."""
-    if isinstance(value, dict):
-        return {key: measured(entry, str(key)) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [measured(entry, name) for entry in value]
-    if isinstance(value, float):
-        if name == "time":
-            return round(value, 3)
-        if name.endswith(("_s", "_per_gpu")):
-            return float(f"{value:.7g}")
-    return value
-
-
-def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
-    """run.yaml's text as plain data; keys that older versions or half-made runs lack get their empty values."""
-    try:
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
-    except yaml.YAMLError as e:
-        raise RecordError(f"not YAML: {e}", where=where, hint="restore the file") from e
-    return check_run(data, where)
-
-
-def check_run(data: Any, where: str) -> dict[str, Any]:
-    """Refuse what is not a run record of this version or an older one, and fill in what is missing."""
-    if not isinstance(data, dict):
-        raise RecordError("not a run record", where=where, hint="restore the file")
-    version = data.get("version", VERSION)
-    if not isinstance(version, int) or version > VERSION:
-        raise _too_new(version, where)
-    empty: dict[str, Any] = {"version": VERSION, "name": Path(where).resolve().parent.name, "created": None,
-                             "config": {}, "overrides": [], "slurm": {}, "attempts": []}
-    return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
-
-
-def _too_new(version: Any, where: str) -> RecordError:
-    return RecordError(f"record version {version!r}, this release reads up to {VERSION}", where=where,
-                       hint="use the holmes_hpc release that wrote it, or a newer one")
+        return {**BLANK_RESULT, "exit_code": 0 if data["state"] == "completed" else 1, "writer": WRITERS[0], **data}
 
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -373,5 +310,3 @@ def _plain(value: Any) -> Any:
         return str(value)
     return value
 
-
-__all__ = ["STATES", "VERSION", "RunDirectory", "check_run", "now", "parse_run"]

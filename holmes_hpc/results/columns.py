@@ -1,6 +1,6 @@
-"""The columns of what the loader gives: name -> (type, what it is). Types are pandas' names; units are in the names.
+"""The columns of the tables of runs, steps and stages: name -> (type, what it is). Types are pandas' names.
 
-Texts may be missing (None), figures NaN. Maps and lists have no type that pandas and Parquet share, so they are JSON
+Texts may be missing (None), figures NaN. Maps and lists have no type that pandas and Arrow share, so they are JSON
 texts (`config`, `labels`, `tx_bytes_per_step`, …): :func:`unpack` turns such a column into columns.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-PARTS = ("compute_s", "pipeline_wait_s", "grad_sync_s", "param_sync_s", "optimizer_s", "other_s")
+from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
 
 RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "run": ("string", "path of the run below the loaded directory (its name where that is the run itself)"),
@@ -87,24 +87,18 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "header_factor": ("float64", "counted bytes over payload bytes, measured in the run, mean over NIC kinds"),
     "header_factors": ("string", "JSON: the same for each fabric or ethernet"),
     "peak_memory_bytes": ("float64", "the most of any rank"),
+    "missing": ("string", "what its files lack because an older release wrote them: they are read without it"),
 }
 
 STEP_COLUMNS: dict[str, tuple[str, str]] = {
     "run": ("category", "as in the table of runs"),
-    "step": ("int32", "its number"),
+    "step": ("int32", FIELDS["step"].meaning),
     "attempt": ("int16", "the attempt that counts"),
     "warmup": ("bool", "left out of the run's figures"),
-    "time": ("float64", "Unix seconds at its end"),
-    "step_time_s": ("float64", "wall time"),
-    "loss": ("float64", "mean over the batch"),
-    "validation_loss": ("float64", "on the validation split, where one was taken"),
-    "grad_norm": ("float64", "before clipping"),
-    "learning_rate": ("float64", ""),
-    "tokens_per_s": ("float32", ""),
-    "samples_per_s": ("float32", ""),
-    "model_tflops_per_gpu": ("float32", "model FLOPs only"),
-    "hardware_tflops_per_gpu": ("float32", "with recomputation"),
-    **{part: ("float32", "mean over stages") for part in PARTS},
+    **{name: ("float64", f"{FIELDS[name].unit}: {FIELDS[name].meaning}".removeprefix(": ")) for name in (
+        "time", "step_time_s", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_s",
+        "samples_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")},
+    **{part: ("float64", f"s: {what}, mean over stages") for part, what in BREAKDOWN.items()},
     # and for every fabric (or ethernet) NAME: tx_bytes_NAME, rx_bytes_NAME, float64, summed over all nodes
 }
 
@@ -114,14 +108,14 @@ STAGE_COLUMNS: dict[str, tuple[str, str]] = {
     **{part: ("float64", "median over steps") for part in PARTS},
 }
 
-ARROW = {"string": pa.string(), "Int64": pa.int64(), "int32": pa.int32(), "int16": pa.int16(),
-         "float64": pa.float64(), "float32": pa.float32(), "boolean": pa.bool_(), "bool": pa.bool_(),
-         "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC")}
+_ARROW = {"string": pa.string(), "Int64": pa.int64(), "int32": pa.int32(), "int16": pa.int16(),
+          "float64": pa.float64(), "boolean": pa.bool_(), "bool": pa.bool_(),
+          "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC")}
 
 
-def arrow_schema(columns: dict[str, tuple[str, str]]) -> pa.Schema:
-    """The Parquet types of documented columns (the categorical `run` is kept as a number beside its table)."""
-    return pa.schema([(name, ARROW[kind]) for name, (kind, _) in columns.items() if kind != "category"])
+def arrow_type(kind: str) -> pa.DataType:
+    """What a column of the pandas type `kind` is kept as on disk."""
+    return _ARROW[kind]
 
 
 def unpack(frame: pd.DataFrame, column: str, *keys: str) -> pd.DataFrame:

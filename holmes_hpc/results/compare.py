@@ -20,19 +20,7 @@ from holmes_hpc.results.statistics import (
     repeats_interval,
     scaling_efficiency,
 )
-from holmes_hpc.results.tables import (
-    NONE,
-    PART_NAMES,
-    Table,
-    data_size,
-    interval,
-    known,
-    number,
-    pace,
-    percent,
-    unpacked,
-    word,
-)
+from holmes_hpc.results.tables import PART_NAMES, interval, known, number, pace, unpacked, word
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
 CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "transport", "overlap",
@@ -40,7 +28,7 @@ CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "sch
         "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
-TOLD = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
+REDUNDANT = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
         "slurm.reservation", "slurm.timeout_min", "slurm.nodelist", "slurm.exclude",
         "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
         "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
@@ -48,8 +36,7 @@ TOLD = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch"
         "plan.nodes", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage", "plan.tp",
         "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
 # What makes cells different and is not in their tables' rows: it is told where rows would look alike (see _told_apart).
-QUIET = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
-SHOWN = 40  # rows of a table in a terminal
+NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
     given = {key: value for key, _, value in (word.lstrip("+~").partition("=")
                                               for word in unpacked(run, "overrides") or [])}
     both = {given.get(f"train.overlap_{what}", "true").lower() for what in ("grad_reduce", "param_gather")}
-    told = (*TOLD, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
+    told = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
     return {key: value for key, value in given.items()
             if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in told)}
 
@@ -151,7 +138,7 @@ def _told_apart(cells: pd.DataFrame) -> pd.DataFrame:
     """`cells` with the column `apart`: where several would be called alike, what makes them different."""
     words = pd.Series("", index=cells.index, dtype="object")
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
-        differ = [name for name in QUIET if group[name].nunique(dropna=False) > 1]
+        differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
             words[index] = " ".join(_sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}"
                                     for name in differ)
@@ -303,81 +290,3 @@ def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     share = f", {saved[top] / total:.0%} of what it saves" if total > 0 and saved[top] <= total else ""
     return (f"Why: {PART_NAMES[top]} takes {number(best[top])} s of its step of {number(best['step_time_s'])} s, there "
             f"{number(base[top])} s of {number(base['step_time_s'])} s{share}.")
-
-
-def cell_table(comparison: Comparison) -> Table:
-    """Throughput of every cell, its speed-up, the prediction beside it, and its shares where one can be told."""
-    cells = comparison.cells
-    shares = {name: column for column, name in (("of_linear", "of linear"), ("of_mean", "of mean(IB, RoCE)"))
-              if cells.head(SHOWN)[column].notna().any()}
-    numbers = {index: str(i + 1) for i, index in enumerate(cells.index)}
-    rows = []
-    for index, c in entries(cells.head(SHOWN)):
-        base = numbers.get(int(c["baseline"]), NONE) if known(c["baseline"]) and c["baseline"] != index else NONE
-        error = 100 * (c["predicted_samples_per_s"] / c["samples_per_s"] - 1)
-        bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
-        system = ", ".join(filter(None, [str(c["system"]), c["varied"], c["apart"],
-                                         "" if c["completed"] else "not completed"]))
-        placed = f"{c['environment']}: {c['placement']}" if known(c["placement"]) else NONE
-        rows.append([numbers[index], system, placed, word(c["layers_per_stage"]), str(c["repeats"]),
-                     number(c["samples_per_s"]), number(c["step_time_s"]) + bounds, _times(c), base, percent(error),
-                     *(f"{c[column]:.1%}" if known(c[column]) else NONE for column in shares.values())])
-    columns = ["#", "system", "environment: nodes", "layers", "runs", "samples/s", "step, s (95%)", "speed-up", "over",
-               "predicted", *shares]
-    said = {"of_linear": "; of linear: per node, of that on the fewest nodes",
-            "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes"}
-    return Table("Settings by throughput", columns, rows,
-                 f"after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
-                 f"{_paces(cells)}; predicted: error of predicted samples/s"
-                 f"{''.join(said[column] for column in shares.values())}{_not_shown(cells)}")
-
-
-def _not_shown(cells: pd.DataFrame) -> str:
-    return f"; {len(cells) - SHOWN} more not shown" if len(cells) > SHOWN else ""
-
-
-def _times(cell: Mapping[str, Any]) -> str:
-    if not known(cell["speedup"]):
-        return NONE
-    bounds = f" ({interval(cell['speedup_low'], cell['speedup_high'])})" if known(cell["speedup_low"]) else ""
-    return f"{number(cell['speedup'])}x{bounds}"
-
-
-def _paces(cells: pd.DataFrame) -> str:
-    found = dict.fromkeys(pace(c) for _, c in entries(cells))
-    return " / ".join(found) or "no runs"
-
-
-def breakdown_table(comparison: Comparison) -> Table:
-    """Where a step goes in every cell, mean over stages."""
-    whole = comparison.cells
-    cells = whole.head(SHOWN)
-    rows = [[str(i), str(c["system"]), word(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
-            for i, (_, c) in enumerate(entries(cells), 1)]
-    return Table("Where a step goes: seconds, mean over stages",
-                 ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows,
-                 f"medians; {_paces(cells)}{_not_shown(whole)}")
-
-
-def bytes_table(comparison: Comparison) -> Table:
-    """Bytes that the NICs of all nodes sent in a step."""
-    whole = comparison.cells
-    cells = whole.head(SHOWN)
-    sent = [unpacked(c, "tx_bytes_per_step") for _, c in entries(cells)]
-    kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
-    rows = [[str(i), str(c["system"]), word(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
-            for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]
-    return Table("Bytes sent per step, all nodes together, as counted", ["#", "system", "nodes", *kinds], rows,
-                 f"medians, headers included; {_paces(cells)}{_not_shown(whole)}")
-
-
-def ended_table(comparison: Comparison) -> Table | None:
-    """The runs that did not complete or whose files are damaged, with their errors; None when all are well."""
-    runs = comparison.runs
-    bad = runs[(runs["state"] != "completed") | runs["error"].notna()]
-    if bad.empty:
-        return None
-    rows = [[str(r["run"]), str(r["state"]), word(r["steps"]),
-             str(r["error"]) if known(r["error"]) else ""] for _, r in entries(bad.head(SHOWN))]
-    more = f"{len(bad) - SHOWN} more not shown" if len(bad) > SHOWN else ""
-    return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, more)

@@ -1,5 +1,5 @@
-"""Figures, narrow enough for a phone and a column of print: hatches and markers say what colours say, every axis has
-its unit.
+"""Charts of runs and of their steps, narrow enough for a phone and a column of print: hatches and markers say what
+colours say, every axis has its unit.
 
 Each function takes tables of the loader or of `compare` and gives a matplotlib Figure; :func:`svg` makes text of it.
 """
@@ -28,7 +28,7 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 4.6  # inches
-MOST = 12  # bars of a figure
+MOST_BARS = 12  # bars of a figure
 STYLE: Any = {
     "font.family": "sans-serif", "font.size": 11, "axes.titlesize": 11, "axes.titleweight": "bold",
     "legend.fontsize": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
@@ -97,12 +97,12 @@ def _plain(name: object) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
-def fastest(cells: pd.DataFrame, most: int = MOST) -> str:
+def fastest(cells: pd.DataFrame, most: int = MOST_BARS) -> str:
     """What of `cells` a figure leaves out, in words; empty where it shows all."""
     return f"the fastest {most} of {len(cells)} settings" if len(cells) > most else ""
 
 
-def throughput(cells: pd.DataFrame, most: int = MOST) -> Figure:
+def throughput(cells: pd.DataFrame, most: int = MOST_BARS) -> Figure:
     """Samples/s by NIC environment and system (of `compare`'s cells), with the interval over their runs: of the fastest
     `most`, which the title says where there are more."""
     rows = [c for _, c in entries(cells.head(most))]

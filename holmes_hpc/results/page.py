@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
 
+from holmes_hpc.errors import RecordError
 from holmes_hpc.results import compare, figures, tables
 from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.report import Report
 
-if TYPE_CHECKING:
-    from holmes_hpc.results.report import Report
+
+def write_page(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page to `path`: the answer first, then figures and tables. RecordError when it cannot be written."""
+    try:
+        Path(path).write_text(page(report), encoding="utf-8")
+    except OSError as e:
+        raise RecordError(e.strerror or str(e), where=str(path), hint="give a file that can be written") from e
 
 
 def page(report: Report) -> str:
@@ -59,7 +68,7 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
         pace = " / ".join(dict.fromkeys(tables.pace(c) for _, c in compare.entries(cells)))
         left_out = "; ".join(filter(None, [figures.fastest(cells), pace]))
         made.append((f"medians over runs, whiskers: 95% intervals; {left_out}", figures.throughput(cells)))
-        shown = compare.entries(cells.head(figures.MOST))
+        shown = compare.entries(cells.head(figures.MOST_BARS))
         made.append((left_out, figures.breakdown([compare.label(c) for _, c in shown],
                                                  [{part: c[part] for part in PARTS} for _, c in shown])))
         if compare.scaled(cells):
@@ -72,7 +81,7 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
 
 
 def _notes(report: Report) -> list[str]:
-    """Where it comes from: commits, devices, when."""
+    """Where it comes from: commits, devices, when; what is missing."""
     runs = report.runs
     notes = [f"{name}: {', '.join(found)}" for name, column in (("commit", "git_commit"), ("device", "device"),
                                                                ("site", "site"))
@@ -81,7 +90,7 @@ def _notes(report: Report) -> list[str]:
     if len(started):
         notes.append(f"started {_day(started.min())} to {_day(started.max())}" if len(started) > 1
                      else f"started {_day(started.min())}")
-    return notes
+    return [*notes, *filter(None, [report.missing()])]
 
 
 def _day(when: pd.Timestamp) -> str:

@@ -1,4 +1,5 @@
-"""What `holmes report` says: of one run its throughput, breakdown and bytes; of several, which wins, how much, why."""
+"""What `holmes report` says: of one run its throughput, step breakdown and bytes; of several, which is fastest and why.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
-from holmes_hpc.results.documents import read_blocks
 from holmes_hpc.results.loading.loader import load_runs, load_steps
+from holmes_hpc.results.plans import read_plan
+from holmes_hpc.results.sweep_tables import sweep_tables
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
@@ -51,13 +52,7 @@ class Report:
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
-        if self.single:
-            return tables.one_run(self.run, self.plan)
-        made = [compare.ended_table(self.comparison)]
-        if len(self.comparison.cells):
-            made = [compare.cell_table(self.comparison), compare.breakdown_table(self.comparison),
-                    compare.bytes_table(self.comparison), *made]
-        return [table for table in made if table is not None]
+        return tables.one_run(self.run, self.plan) if self.single else sweep_tables(self.comparison)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for scripts: numbers in seconds and bytes, null where unknown."""
@@ -70,14 +65,11 @@ class Report:
             data["cells"] = _records(self.comparison.cells.reset_index())
         return data
 
-    def write_html(self, path: str | os.PathLike[str]) -> None:
-        """One self-contained page: the answer first, figures, tables."""
-        from holmes_hpc.results.page import page
-
-        try:
-            Path(path).write_text(page(self), encoding="utf-8")
-        except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(path), hint="give a file that can be written") from e
+    def missing(self) -> str | None:
+        """What files of older releases lack, of all runs in one line; None where nothing is missing."""
+        counts = self.runs["missing"].dropna().value_counts(sort=False)
+        lacking = "; ".join(f"{what} ({count} run{'s' if count > 1 else ''})" for what, count in counts.items())
+        return f"read without what an older release did not record: {lacking}" if lacking else None
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The only run's measured timeline, for Perfetto. RecordError without a trace."""
@@ -87,7 +79,7 @@ class Report:
         write_perfetto(RunDirectory(self.run["path"]), path)
 
 
-def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None) -> Report:
+def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None) -> Report:
     """The report of runs, or of all runs below directories (sweeps). RecordError when there is nothing to report.
 
     `simulate`: gives the simulated timeline of a run's plan.yaml (events with stage, kind, start_s, end_s); asked for
@@ -110,7 +102,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
         wanted.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
-        raise RecordError("no runs there", where=", ".join(map(str, paths)) or "report",
+        raise RecordError("no runs there", where=", ".join(map(str, paths)) or "load_report",
                           hint="give run directories, their names, or directories that hold runs")
     runs = pd.concat(frames, ignore_index=True)
     whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
@@ -120,7 +112,7 @@ def report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = 
     run = RunDirectory(str(runs["path"].iloc[0]))
     trace = typical_step(read_trace(run))
     simulated = pd.DataFrame(simulate(run.plan_path)) if simulate and len(trace) else None
-    return Report(runs, whole, _plan(run), comparison, trace, simulated)
+    return Report(runs, whole, read_plan(run), comparison, trace, simulated)
 
 
 def _steps(path: str | os.PathLike[str], runs: set[str], names: dict[str, str]) -> pd.DataFrame:
@@ -137,14 +129,6 @@ def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
     kinds = [str(name) for frame in steps for name in frame["run"].cat.categories]
     made = pd.concat([frame.assign(run=frame["run"].astype("object")) for frame in steps], ignore_index=True)
     return made.assign(run=pd.Categorical(made["run"], categories=list(dict.fromkeys(kinds))))
-
-
-def _plan(run: RunDirectory) -> dict[str, Any]:
-    try:
-        data = read_blocks(run.plan_path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Statistics that hold for step times: warm-up left out, medians with their intervals, rates averaged harmonically,
+"""Statistics of step times and throughput: warm-up left out, medians with their intervals, rates averaged harmonically,
 speed-ups paired within a session of the machine. Arrays of numbers in, numbers out; NaN is a missing value."""
 
 from __future__ import annotations

@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from holmes_hpc.console import NONE, data_size
 from holmes_hpc.results.columns import PARTS
-from holmes_hpc.results.loading.run_reader import NIC_WORDS, nic_types
+from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
 PART_NAMES = {"compute_s": "compute", "pipeline_wait_s": "pipeline wait", "grad_sync_s": "gradient sync",
               "param_sync_s": "parameter sync", "optimizer_s": "optimizer", "other_s": "other"}
 GROUP_WORDS = {"world": "all ranks", "tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline",
                "mp": "model parallel", "embd": "embeddings", "intra_dp": "data parallel, inside",
-               "inter_dp": "data parallel, across", "edge": "edge between stages"}
+               "inter_dp": "data parallel, across", "edge": "edge between stages",
+               "control": "control, host memory"}
 MODES = {"single": "one transport for all groups, as plain Megatron-LM", "holmes": "the best transport of each group"}
-NONE = "–"
 
 
 class Table(NamedTuple):
@@ -58,16 +59,6 @@ def word(value: Any) -> str:
 
 def percent(value: Any) -> str:
     return f"{float(value):+.1f}%" if known(value) else NONE
-
-
-def data_size(value: Any) -> str:
-    """Bytes for people, with decimal units: 1 MB is 1e6 bytes."""
-    if not known(value):
-        return NONE
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(float(value)) >= scale:
-            return f"{float(value) / scale:.2f} {unit}"
-    return f"{float(value):.0f} B"
 
 
 def interval(low: Any, high: Any, digits: int = 3) -> str:

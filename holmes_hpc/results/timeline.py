@@ -84,13 +84,13 @@ def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dic
             lines.append(_name("process_name", places[place], 0, f"{name}: stage {place[0]}{of_rank}"))
         pid = places[place]
         kind = event["kind"]
-        lane = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else kind
-        if (pid, lane) not in threads:
-            threads[pid, lane] = len([t for t in threads if t[0] == pid])
-            lines.append(_name("thread_name", pid, threads[pid, lane], lane))
+        thread = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else kind
+        if (pid, thread) not in threads:
+            threads[pid, thread] = len([t for t in threads if t[0] == pid])
+            lines.append(_name("thread_name", pid, threads[pid, thread], thread))
         number = event.get("micro_batch")
         label = event["kind"] if number is None or pd.isna(number) else f"{event['kind']} {int(number)}"
-        lines.append({"ph": "X", "pid": pid, "tid": threads[pid, lane], "name": label, "cat": event["kind"],
+        lines.append({"ph": "X", "pid": pid, "tid": threads[pid, thread], "name": label, "cat": event["kind"],
                       "ts": round((event["start_s"] - first) * 1e6, 3),
                       "dur": round((event["end_s"] - event["start_s"]) * 1e6, 3)})
     return {"traceEvents": lines, "displayTimeUnit": "ms"}

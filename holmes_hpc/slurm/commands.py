@@ -1,4 +1,4 @@
-"""Running Slurm's client commands: the one place where this room starts them. Lists only; no shell ever reads one."""
+"""Running Slurm's client commands: the one place that starts them. Lists only; no shell reads one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holmes_hpc.errors import SubmissionError
+from holmes_hpc.errors import SiteError, SubmissionError
 
 AWAY = ("Socket timed out", "Unable to contact slurm controller", "Connection refused", "Connection timed out",
         "Communication connection failure", "Zero Bytes were transmitted", "backup controller", "slurm_persist_conn",
         "Problem talking to the database", "Connection reset", "Transport endpoint", "Slurm temporarily unable",
         "Unable to connect", "Message receive failure")
+OUTPUT_WAIT_S = 30
 # sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
 _COMPONENT_OPTIONS = ("PARTITION", "CONSTRAINT", "CLUSTER_CONSTRAINT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES",
                       "EXCLUSIVE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "ARRAY_INX", "CPUS_PER_GPU",
@@ -94,21 +95,24 @@ def interrupt_here() -> None:
         raise KeyboardInterrupt
 
 
-def slurm(*arguments: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
-    """Run one of Slurm's commands; its failure is an answer, its absence an error. It does not hear Ctrl-C."""
-    environment = clean_environment()
-    environment["LC_ALL"] = environment.get("LC_ALL", "C.UTF-8")
-    if seconds_as_epoch:
-        environment["SLURM_TIME_FORMAT"] = "%s"
+def _run(words: Sequence[str], timeout_s: float, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command in a clean environment, with `more` variables. It does not hear Ctrl-C."""
+    environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **more}
+    return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=environment,
+                          check=False, stdin=subprocess.DEVNULL,
+                          start_new_session=True)  # a terminal's Ctrl-C goes to all that was started in it
+
+
+def slurm(*words: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
+    """Run one of Slurm's commands; its failure is an answer, its absence a SubmissionError."""
+    more = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=timeout_s,
-                              env=environment, check=False, stdin=subprocess.DEVNULL,
-                              start_new_session=True)  # a terminal's Ctrl-C goes to all that was started in it
+        done = _run(words, timeout_s, **more)
     except FileNotFoundError as e:
-        raise SubmissionError(f"no {arguments[0]} on this machine", where="Slurm",
+        raise SubmissionError(f"no {words[0]} on this machine", where="Slurm",
                               hint="load Slurm's client commands, bring the testbed up, or use launcher=local") from e
     except subprocess.TimeoutExpired:
-        return Answer(124, "", f"{arguments[0]}: Socket timed out after {timeout_s:.0f} s")
+        return Answer(124, "", f"{words[0]}: Socket timed out after {timeout_s:.0f} s")
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
@@ -122,3 +126,37 @@ def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: floa
         interrupt_here()
         time.sleep(pause)
         pause = min(2 * pause, 10)
+
+
+def output(*words: str) -> str:
+    """What one of Slurm's commands prints; a SiteError where there is no such command, or it fails or does not
+    answer."""
+    try:
+        done = _run(words, OUTPUT_WAIT_S)
+    except FileNotFoundError as e:
+        raise SiteError(f"no command {words[0]}", where="Slurm",
+                        hint="load Slurm's client commands; `holmes plan --site FILE` needs none") from e
+    except subprocess.TimeoutExpired as e:
+        raise SiteError(f"no answer to {' '.join(words)} in {OUTPUT_WAIT_S} s", where="Slurm",
+                        hint="see that slurmctld runs (scontrol ping)") from e
+    if done.returncode:
+        text = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise SiteError(text, where=" ".join(words),
+                        hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right")
+    return done.stdout
+
+
+def partial_output(*words: str, timeout_s: float) -> tuple[str, str]:
+    """What a command printed, whatever became of it; and what went wrong, empty where nothing did. For an srun on many
+    nodes, of which some may fail."""
+    try:
+        done = _run(words, timeout_s)
+    except OSError as e:
+        return "", f"{words[0]}: {e.strerror}"
+    except subprocess.TimeoutExpired as e:
+        printed = e.stdout or b""
+        return printed if isinstance(printed, str) else printed.decode(errors="replace"), (
+            f"no answer in {timeout_s:.0f} s")
+    if not done.returncode:
+        return done.stdout, ""
+    return done.stdout, (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The text of `scontrol show` as data: nodes, partitions, configuration. Slurm 22.05 to 24.11 write it alike."""
+"""Nodes, partitions and configuration as `scontrol show` tells them. Slurm 22.05 to 24.11 write them alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
+from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import expand
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
@@ -38,7 +38,6 @@ class Node:
     cpus: int
     memory_mib: int
     gres: tuple[Gres, ...]
-    reading: Reading
     address: str = ""
     version: str = ""
     reason: str = ""
@@ -69,6 +68,11 @@ class Partition:
     max_nodes: str = ""
     priority: int = 1
 
+    @property
+    def limit_min(self) -> float | None:
+        """Its time limit in minutes, None where there is none."""
+        return minutes(self.max_time)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -93,6 +97,18 @@ class Config:
         """(22, 5) for Slurm 22.05."""
         match = re.match(r"(\d+)\.(\d+)", self.get("SLURM_VERSION"))
         return (int(match[1]), int(match[2])) if match else None
+
+    def against_hetjobs(self) -> list[tuple[str, str]]:
+        """What of the scheduler's settings lets no heterogeneous job run, each with what to do."""
+        found = []
+        scheduler = self.get("SchedulerType")
+        if scheduler != "sched/backfill":
+            found.append((f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
+                          "set SchedulerType=sched/backfill"))
+        if "disable_hetjob_steps" in self.options("SchedulerParameters"):
+            found.append(("SchedulerParameters has disable_hetjob_steps: no step can span the components of a job",
+                          "remove disable_hetjob_steps"))
+        return found
 
 
 def parse_record(line: str) -> dict[str, str]:
@@ -131,7 +147,7 @@ def parse_states(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(s for s in states if s))
 
 
-def parse_node(line: str, vocabulary_path: str | None = None) -> Node:
+def parse_node(line: str) -> Node:
     """A node from its line of `scontrol show node -o`."""
     record = parse_record(line)
     if "NodeName" not in record:
@@ -141,8 +157,8 @@ def parse_node(line: str, vocabulary_path: str | None = None) -> Node:
     active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
     return Node(record["NodeName"], _words(record.get("Partitions", "")), parse_states(record.get("State", "UNKNOWN")),
                 active, available, _int(record.get("CPUTot")), _int(record.get("RealMemory")),
-                parse_gres(record.get("Gres", "")), read_features(active, read_vocabulary(vocabulary_path)),
-                record.get("NodeAddr", ""), record.get("Version", ""), record.get("Reason", ""))
+                parse_gres(record.get("Gres", "")), record.get("NodeAddr", ""), record.get("Version", ""),
+                record.get("Reason", ""))
 
 
 def parse_partition(line: str) -> Partition:
@@ -162,7 +178,37 @@ def parse_config(text: str) -> Config:
     return Config({key.strip(): value.strip() for key, _, value in pairs})
 
 
-def lines(text: str, start: str) -> list[str]:
+def minutes(text: object) -> float | None:
+    """A time as Slurm reads and writes it (``90``, ``90:00``, ``1:30:00``, ``1-12``); None for ``infinite``."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text).strip(), re.ASCII)
+    if match is None:
+        return None
+    days, numbers = match.group(1), [int(n) for n in match.groups()[1:] if n is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, rest, seconds = [*numbers, 0, 0][:3]
+    return 1440 * int(days or 0) + 60 * hours + rest + seconds / 60
+
+
+def read_nodes() -> list[Node]:
+    """All nodes of this Slurm, usable or not, in its order."""
+    return [parse_node(line) for line in _records(output("scontrol", "show", "node", "-o"), "NodeName=")]
+
+
+def read_node(name: str) -> Node | None:
+    """One node, None where Slurm does not know it."""
+    return next((n for n in read_nodes() if n.name == name), None)
+
+
+def read_partitions() -> list[Partition]:
+    return [parse_partition(line) for line in _records(output("scontrol", "show", "partition", "-o"), "PartitionName=")]
+
+
+def read_config() -> Config:
+    return parse_config(output("scontrol", "show", "config"))
+
+
+def _records(text: str, start: str) -> list[str]:
     """The lines of a command's output that are records."""
     return [line.strip() for line in text.splitlines() if line.strip().startswith(start)]
 

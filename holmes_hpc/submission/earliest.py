@@ -16,9 +16,9 @@ from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.slurm.commands import patient
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.preflight import check_components, parse_test
-from holmes_hpc.submission.executor.script import JobRequest, script_text
+from holmes_hpc.submission.executor.preflight import check_components, parse_answer
 from holmes_hpc.submission.plan_job import plan_components
 
 SHORTEST_MIN = 5
@@ -26,7 +26,7 @@ START_UP_S = 60.0  # from a job's start to its first step: modules, imports, pro
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlannedStart:
     """A plan with its start (epoch seconds), training time and end; or `reason`, why it cannot run at all.
     `timeout_min`: the time limit that Slurm was asked with, and that a submission needs to start then."""
 
@@ -50,7 +50,7 @@ class Candidate:
                 "timeout_min": self.timeout_min, "why_not": self.reason or None}
 
 
-def candidates(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, most: int = 16) -> list[Plan]:
+def plans_to_try(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, most: int = 16) -> list[Plan]:
     """The best plan, and the best ones for parts of the site: every choice of fabrics, with all, half and a quarter of
     their nodes, largest first. `plan_for` plans for the given nodes (fabric -> nodes; None: free); what it finds
     impossible is left out."""
@@ -74,7 +74,7 @@ def training_time_s(plan: Plan, steps: int) -> float:
     return START_UP_S + steps * plan.predicted.step_time_s
 
 
-def start_of(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
+def slurm_start(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
     """When Slurm could start these components together (epoch seconds). Each is tested alone first: an infeasible one
     inside a heterogeneous job can crash an old controller."""
     check_components(requests, timeout_min=timeout_min)
@@ -83,7 +83,7 @@ def start_of(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
         path = Path(folder) / "job.sh"
         path.write_text(script_text(job, "true"), encoding="utf-8")
         answer = patient(["sbatch", "--test-only", str(path)])
-    found = parse_test(answer.code, answer.err, answer.reason)
+    found = parse_answer(answer.code, answer.err, answer.reason)
     if not found.ok or not found.start:
         raise SubmissionError(found.reason or answer.reason, where="sbatch --test-only", hint="ask for less")
     return _epoch(found.start)
@@ -97,7 +97,7 @@ def _epoch(text: str) -> float:
         raise SubmissionError(f"start time {text!r}", where="sbatch --test-only", hint="unset SLURM_TIME_FORMAT") from e
 
 
-def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> list[Candidate]:
+def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> list[PlannedStart]:
     """Candidates by end of training, those that cannot run last. A plan's own time limit is its predicted time with
     half as much again, at least five minutes and at most the settings' `timeout_min`: a short job can start in a gap
     that a long one cannot."""
@@ -108,23 +108,23 @@ def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> 
         try:
             if duration > 60 * int(settings.get("timeout_min") or 60):
                 raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it")
-            found.append(Candidate(plan, start_of(plan_components(plan, settings), minutes), duration, minutes))
+            found.append(PlannedStart(plan, slurm_start(plan_components(plan, settings), minutes), duration, minutes))
         except SubmissionError as e:
-            found.append(Candidate(plan, None, duration, minutes, str(e)))
+            found.append(PlannedStart(plan, None, duration, minutes, str(e)))
     return sorted(found, key=lambda c: (c.end is None, c.end or 0.0))
 
 
-def table_rows(candidates: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
+def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells of those that can run: what runs where, start, duration, end."""
     def clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
     rows = []
-    for candidate in candidates:
-        p = candidate.plan.parallel
-        if candidate.start is not None and candidate.end is not None:
-            rows.append([nodes_of(candidate.plan), f"TP {p.tp} PP {p.pp} DP {p.dp}", clock(candidate.start),
-                         f"{candidate.duration_s / 60:.1f} min", clock(candidate.end)])
+    for start in starts:
+        p = start.plan.parallel
+        if start.start is not None and start.end is not None:
+            rows.append([nodes_of(start.plan), f"TP {p.tp} PP {p.pp} DP {p.dp}", clock(start.start),
+                         f"{start.duration_s / 60:.1f} min", clock(start.end)])
     return ["nodes", "layout", "start", "duration", "end"], rows
 
 

@@ -18,6 +18,7 @@ from submitit.local.local import LocalExecutor
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.ports import first_ephemeral, free_port
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine
@@ -51,23 +52,14 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now, below those that connections of other programs are given."""
-    ports = list(range(10000, _ephemeral()))
+def _rendezvous_port() -> int:
+    """A TCP port for rank 0 to listen on, below those that connections of other programs are given."""
+    ports = list(range(10000, first_ephemeral()))
     random.shuffle(ports)
-    for port in ports:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise SubmissionError("no TCP port is free", where="127.0.0.1", hint="end what listens on so many")
-
-
-def _ephemeral() -> int:
-    """The first port that the system gives to connections."""
-    try:
-        return max(10001, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
-    except OSError:  # no Linux
-        return 32768
+    found = free_port(ports, "127.0.0.1")
+    if found is None:
+        raise SubmissionError("no TCP port is free", where="127.0.0.1", hint="end what listens on so many")
+    return found
 
 
 def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any],
@@ -80,7 +72,8 @@ def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str,
     executor.update_parameters(tasks_per_node=ranks, timeout_min=settings.get("timeout_min") or 60,
                                gpus_per_node=gpus, stderr_to_stdout=True)
     started = time.time()
-    task = LocalRankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}, free_port())
+    config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
+    task = LocalRankTask(function, config, _rendezvous_port())
     host = socket.gethostname()
     with uninterrupted():
         with deaf_to_ctrl_c():

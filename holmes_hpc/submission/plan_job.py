@@ -19,13 +19,13 @@ from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest, component
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.preflight import check_components
-from holmes_hpc.submission.executor.script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 from holmes_hpc.submission.executor.submit import cancelled_on_error
-from holmes_hpc.submission.lifecycle.outcome import START_MARK, gained, note_progress, start_of
+from holmes_hpc.submission.lifecycle.starts import START_MARK, gained, note_progress, start_of
 
 COMPONENT_SETTINGS = ("account", "qos", "reservation", "mem", "cpus_per_task", "gres", "exclusive", "additional",
                       "nodelist", "exclude")

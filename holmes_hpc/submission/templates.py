@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.executor.script import JobRequest, script_text
 
 RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # become variables of the script
 IB = ComponentRequest(2, 1, "ib", "nic_ib")

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
+from holmes_hpc.ports import free_port
 from holmes_hpc.testbed import daemons, network, packages, processes, topology, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, run, system_env
-from holmes_hpc.testbed.daemons import Setting
-from holmes_hpc.testbed.network import Layout
+from holmes_hpc.testbed.daemons import Bed
+from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
 from holmes_hpc.testbed.slurmconf import CLUSTER, Places
 from holmes_hpc.testbed.topology import Topology
@@ -51,18 +51,18 @@ def _down_error() -> TestbedError:
     return TestbedError("is not up", where=f"testbed in {state_dir()}", hint="holmes testbed up")
 
 
-def _setting(directory: Path, record: Record) -> Setting:
+def _bed(directory: Path, record: Record) -> Bed:
     shape = topology.parse(record.topology, f"{directory / FILE}: topology")
-    return Setting(Places(directory), Layout(shape, record.prefix, record.subnet), record.ports, record.password,
+    return Bed(Places(directory), Wiring(shape, record.prefix, record.subnet), record.ports, record.password,
                    userland.root_of(directory, record.release))
 
 
-def _current() -> tuple[Path, Record, Setting]:
+def _current() -> tuple[Path, Record, Bed]:
     directory = state_dir()
     record = Record.read(directory)
     if record is None or not record.ready:
         raise _down_error()
-    return directory, record, _setting(directory, record)
+    return directory, record, _bed(directory, record)
 
 
 # --- up ---------------------------------------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def up(topology_path: str | Path | None = None, release: str | None = None,
         if record is not None and record.ready:
             if (release is not None and record.release != release) or (
                     wanted is not None and record.topology != text):
-                raise TestbedError(f"another one is up ({_setting(directory, record).layout.topology.name}, "
+                raise TestbedError(f"another one is up ({_bed(directory, record).wiring.topology.name}, "
                                    f"{record.release})", where=f"testbed in {directory}", hint="holmes testbed down")
-            if _repair(_setting(directory, record), progress):
+            if _repair(_bed(directory, record), progress):
                 return
             progress("the testbed is broken: making it anew")
         if record is None and os.listdir(directory):
@@ -135,20 +135,20 @@ def _build(directory: Path, shape: Topology, text: str, release: str, made: bool
                      progress)
     record = _new_record(directory, shape, text, release, made)
     record.write(directory)
-    setting = _setting(directory, record)
-    if setting.userland is not None:
-        userland.make(setting.userland, release, setting.mark, progress)
-        userland.write_wrappers(setting.userland, directory / "bin")
-    daemons.write_files(setting)
+    bed = _bed(directory, record)
+    if bed.userland is not None:
+        userland.make(bed.userland, release, bed.mark, progress)
+        userland.write_wrappers(bed.userland, directory / "bin")
+    daemons.write_files(bed)
     progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
     with ThreadPoolExecutor(max_workers=1) as beside:
-        database = beside.submit(daemons.make_database, setting)
-        network.make(setting.layout)
+        database = beside.submit(daemons.make_database, bed)
+        network.make(bed.wiring)
         database.result()
     progress("starting Slurm's daemons")
-    _start_servers(setting, processes.SERVERS)
-    watch = daemons.start([daemons.slurmd(setting, node.name) for node in shape.nodes], setting, READY_S)
-    _wait_for_nodes(setting, progress, watch)
+    _start_servers(bed, processes.SERVERS)
+    watch = daemons.start([daemons.slurmd(bed, node.name) for node in shape.nodes], bed, READY_S)
+    _wait_for_nodes(bed, progress, watch)
     record.changed(ready=True).write(directory)
 
 
@@ -158,27 +158,26 @@ def _new_record(directory: Path, shape: Topology, text: str, release: str, made:
     prefixes = (f"hb{(start + step) % 65536:04x}" for step in range(65536))
     prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in taken))
     subnet = network.free_subnet(prefix)
-    layout = Layout(shape, prefix, subnet)
+    wiring = Wiring(shape, prefix, subnet)
     return Record(prefix=prefix, subnet=subnet, ports=_free_ports(start), password=secrets.token_hex(16),
-                  release=release, topology=text, namespaces=layout.namespaces, made_directory=made,
+                  release=release, topology=text, namespaces=wiring.namespaces, made_directory=made,
                   run_netns=network.run_netns_state())
 
 
 def _free_ports(start: int) -> dict[str, int]:
-    """Ports below the ephemeral range that nobody holds; where to look first differs between testbeds."""
-    found: dict[str, int] = {}
-    port = 20000 + start % 10000
+    """A port for each daemon, below the ephemeral range; where to look first differs between testbeds."""
+    ports = iter([*range(20001 + start % 10000, 32001), *range(20000, 20001 + start % 10000)])
+    found = {}
     for name in ("slurmctld", "slurmdbd", "slurmd", "database"):
-        while True:
-            port = port + 1 if port < 32000 else 20000
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("0.0.0.0", port))
-                found[name] = port
-                break
+        port = free_port(ports, "0.0.0.0")
+        if port is None:
+            raise TestbedError("no TCP port between 20000 and 32000 is free", where="testbed",
+                               hint="end what listens on so many")
+        found[name] = port
     return found
 
 
-def _start_servers(setting: Setting, programs: Sequence[str]) -> None:
+def _start_servers(bed: Bed, programs: Sequence[str]) -> None:
     """Start those of the servers, in the order in which they need each other."""
     makers = {"munged": daemons.munged, "mariadbd": daemons.mariadbd, "slurmdbd": daemons.slurmdbd,
               "slurmctld": daemons.slurmctld}
@@ -186,26 +185,26 @@ def _start_servers(setting: Setting, programs: Sequence[str]) -> None:
         if program not in programs:
             continue
         if program == "slurmctld":
-            _register_cluster(setting)
-        daemons.start([makers[program](setting)], setting, READY_S)
+            _register_cluster(bed)
+        daemons.start([makers[program](bed)], bed, READY_S)
 
 
-def _register_cluster(setting: Setting) -> None:
-    if CLUSTER not in setting.slurm(["sacctmgr", "-nP", "show", "cluster", "format=cluster"]).split():
-        setting.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER])
+def _register_cluster(bed: Bed) -> None:
+    if CLUSTER not in bed.slurm(["sacctmgr", "-nP", "show", "cluster", "format=cluster"]).split():
+        bed.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER])
 
 
-def _node_states(setting: Setting) -> dict[str, str]:
+def _node_states(bed: Bed) -> dict[str, str]:
     """Node -> Slurm's state, in lower case (``idle``, ``mixed``, ``down*``, …)."""
-    rows = setting.slurm(["sinfo", "-h", "-a", "-N", "-o", "%N %T"]).splitlines()
+    rows = bed.slurm(["sinfo", "-h", "-a", "-N", "-o", "%N %T"]).splitlines()
     return {name: state for name, state in (row.split() for row in rows)}
 
 
-def _wait_for_nodes(setting: Setting, progress: Callable[[str], None], watch: Callable[[], None],
+def _wait_for_nodes(bed: Bed, progress: Callable[[str], None], watch: Callable[[], None],
                     timeout_s: float = READY_S) -> None:
     deadline, told = time.monotonic() + timeout_s, time.monotonic()
     while True:
-        states = _node_states(setting)
+        states = _node_states(bed)
         waiting = [node for node, state in states.items() if state not in USABLE]
         watch()
         if not waiting:
@@ -213,7 +212,7 @@ def _wait_for_nodes(setting: Setting, progress: Callable[[str], None], watch: Ca
         if time.monotonic() > deadline:
             said = ", ".join(f"{node} is {states[node]}" for node in waiting[:5])
             raise TestbedError(f"{said} after {timeout_s:g} s", where="testbed",
-                               hint=f"see that no firewall drops traffic of {setting.layout.uplink}")
+                               hint=f"see that no firewall drops traffic of {bed.wiring.uplink}")
         if time.monotonic() - told > 5:
             told = time.monotonic()
             progress(f"waiting for {len(waiting)} nodes")
@@ -227,30 +226,30 @@ def _inodes(layout_namespaces: Sequence[str]) -> dict[int, str]:
     return {inode: name for inode, name in found.items() if inode is not None}
 
 
-def _living(setting: Setting) -> dict[str, bool]:
+def _living(bed: Bed) -> dict[str, bool]:
     """Daemon (``munged``, …, ``slurmd.ib1``) -> whether its process lives."""
-    inodes = _inodes(setting.layout.namespaces)
-    found = processes.find(setting.places.root, inodes)
+    inodes = _inodes(bed.wiring.namespaces)
+    found = processes.find(bed.places.root, inodes)
     servers = {f.program for f in found}
     nodes = {inodes.get(f.namespace) for f in found if f.program == "slurmd"}
     living = {program: program in servers for program in processes.SERVERS}
-    living.update({f"slurmd.{node.name}": setting.layout.namespace(node.name) in nodes
-                   for node in setting.layout.topology.nodes})
+    living.update({f"slurmd.{node.name}": bed.wiring.namespace(node.name) in nodes
+                   for node in bed.wiring.topology.nodes})
     return living
 
 
-def _repair(setting: Setting, progress: Callable[[str], None]) -> bool:
+def _repair(bed: Bed, progress: Callable[[str], None]) -> bool:
     """Start the daemons that have died; False where that is not enough and all must be made anew."""
-    if not network.complete(setting.layout):
+    if not network.complete(bed.wiring):
         return False
-    dead = [name for name, lives in _living(setting).items() if not lives]
+    dead = [name for name, lives in _living(bed).items() if not lives]
     try:
         if dead:
             progress(f"starting again: {', '.join(dead)}")
-            _start_servers(setting, dead)
-        watch = daemons.start([daemons.slurmd(setting, node.name) for node in setting.layout.topology.nodes
-                               if f"slurmd.{node.name}" in dead], setting, READY_S)
-        _wait_for_nodes(setting, progress, watch)
+            _start_servers(bed, dead)
+        watch = daemons.start([daemons.slurmd(bed, node.name) for node in bed.wiring.topology.nodes
+                               if f"slurmd.{node.name}" in dead], bed, READY_S)
+        _wait_for_nodes(bed, progress, watch)
     except TestbedError as error:
         progress(str(error))
         return False
@@ -264,25 +263,25 @@ def status() -> dict[str, Any]:
     record = Record.read(directory)
     if record is None:
         return {"up": False, "state_dir": str(directory)}
-    setting = _setting(directory, record)
-    living = _living(setting)
+    bed = _bed(directory, record)
+    living = _living(bed)
     states: dict[str, str] = {}
     version = ""
     if living["munged"] and living["slurmctld"]:  # without them the clients try for half a minute
         with contextlib.suppress(TestbedError):
-            version = setting.slurm(["sinfo", "-V"]).strip()
-            states = _node_states(setting)
-    shape = setting.layout.topology
+            version = bed.slurm(["sinfo", "-V"]).strip()
+            states = _node_states(bed)
+    shape = bed.wiring.topology
     nodes = [{"name": node.name, "partition": node.fabric.partition, "features": list(shape.features(node.fabric)),
               "state": states.get(node.name, "unknown"),
-              "nics": {nic.name: nic.mbit for nic in setting.layout.nics(node)}} for node in shape.nodes]
+              "nics": {nic.name: nic.mbit for nic in bed.wiring.nics(node)}} for node in shape.nodes]
     return {"up": record.ready and all(living.values()), "state_dir": str(directory), "topology": shape.name,
             "release": record.release, "slurm": version, "daemons": living, "nodes": nodes}
 
 
 def nodes() -> list[str]:
     """The names of the nodes of the testbed that is up."""
-    return [node.name for node in _current()[2].layout.topology.nodes]
+    return [node.name for node in _current()[2].wiring.topology.nodes]
 
 
 def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s: float | None = None,
@@ -292,25 +291,25 @@ def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s:
 
     :raises TestbedError: no testbed, no such node, nothing to run.
     """
-    _, _, setting = _current()
-    names = [n.name for n in setting.layout.topology.nodes]
+    _, _, bed = _current()
+    names = [n.name for n in bed.wiring.topology.nodes]
     if node not in names:
         raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
     if not argv:
         raise TestbedError("no command", where="testbed exec", hint="write it after --")
     _require_machine()
-    environment = {**system_env(), **os.environ, **_env(setting)}
+    environment = {**system_env(), **os.environ, **_env(bed)}
     try:
-        return subprocess.run(daemons.within(setting, node, argv), env=environment, check=False, text=True,
+        return subprocess.run(daemons.within(bed, node, argv), env=environment, check=False, text=True,
                               capture_output=capture, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
 
 
-def _env(setting: Setting) -> dict[str, str]:
-    made = {"HOLMES_TESTBED": str(setting.places.root), **setting.client_env}
-    if setting.userland is not None:
-        wrappers = str(setting.places.root / "bin")
+def _env(bed: Bed) -> dict[str, str]:
+    made = {"HOLMES_TESTBED": str(bed.places.root), **bed.client_env}
+    if bed.userland is not None:
+        wrappers = str(bed.places.root / "bin")
         rest = [part for part in os.environ.get("PATH", SYSTEM_PATH).split(":") if part != wrappers]
         made["PATH"] = ":".join([wrappers, *rest])
     return made

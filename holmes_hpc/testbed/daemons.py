@@ -16,7 +16,7 @@ from pathlib import Path
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import slurmconf, userland
 from holmes_hpc.testbed.commands import run, system_env
-from holmes_hpc.testbed.network import Layout
+from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.processes import MARK
 from holmes_hpc.testbed.slurmconf import Places
 
@@ -26,11 +26,11 @@ ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
 @dataclass(frozen=True)
-class Setting:
-    """All that starting a daemon needs to know."""
+class Bed:
+    """One testbed: its files, its network, its ports."""
 
     places: Places
-    layout: Layout
+    wiring: Wiring
     ports: dict[str, int]
     password: str
     userland: Path | None = None  # the root of another release's programs; None: the machine's own
@@ -50,11 +50,11 @@ class Setting:
         return run(userland.private(self.userland, argv), env=self.client_env, timeout_s=timeout_s)
 
 
-def within(setting: Setting, node: str, argv: Sequence[str]) -> list[str]:
+def within(bed: Bed, node: str, argv: Sequence[str]) -> list[str]:
     """`argv` as it runs on a node."""
-    inner = ["sh", "-c", ENTER, node, str(setting.places.hosts), *argv]
-    return ["ip", "netns", "exec", setting.layout.namespace(node), "unshare", "--uts",
-            *userland.entering(setting.userland, inner)]
+    inner = ["sh", "-c", ENTER, node, str(bed.places.hosts), *argv]
+    return ["ip", "netns", "exec", bed.wiring.namespace(node), "unshare", "--uts",
+            *userland.entering(bed.userland, inner)]
 
 
 def cgroup_plugin(version: str) -> str:
@@ -67,20 +67,20 @@ def cgroup_plugin(version: str) -> str:
     return "disabled" if found and (int(found[1]), int(found[2])) >= (23, 11) else "cgroup/v1"
 
 
-def write_files(setting: Setting) -> None:
+def write_files(bed: Bed) -> None:
     """Configuration, keys and folders."""
-    places = setting.places
-    plugin = cgroup_plugin(run(userland.private(setting.userland, ["slurmd", "-V"])))
+    places = bed.places
+    plugin = cgroup_plugin(run(userland.private(bed.userland, ["slurmd", "-V"])))
     for folder in (places.etc, places.run, places.log, places.spool, places.save):
         folder.mkdir(mode=0o755, exist_ok=True)
-    for node in setting.layout.topology.nodes:
+    for node in bed.wiring.topology.nodes:
         (places.spool / node.name).mkdir(mode=0o755, exist_ok=True)
-    places.slurm_conf.write_text(slurmconf.slurm_conf(places, setting.layout, setting.ports), encoding="utf-8")
+    places.slurm_conf.write_text(slurmconf.slurm_conf(places, bed.wiring, bed.ports), encoding="utf-8")
     (places.etc / "cgroup.conf").write_text(slurmconf.cgroup_conf(plugin), encoding="utf-8")
-    places.hosts.write_text(setting.layout.hosts(), encoding="utf-8")
+    places.hosts.write_text(bed.wiring.hosts(), encoding="utf-8")
     _write_secret(places.etc / "slurmdbd.conf", 0o600, slurmconf.slurmdbd_conf(
-        places, setting.layout, setting.ports, setting.password).encode())
-    _write_secret(places.etc / "database.sql", 0o600, slurmconf.database_sql(setting.password).encode())
+        places, bed.wiring, bed.ports, bed.password).encode())
+    _write_secret(places.etc / "database.sql", 0o600, slurmconf.database_sql(bed.password).encode())
     if not places.munge_key.exists():
         _write_secret(places.munge_key, 0o400, secrets.token_bytes(128))
 
@@ -91,12 +91,12 @@ def _write_secret(path: Path, mode: int, content: bytes) -> None:
         file.write(content)
 
 
-def make_database(setting: Setting) -> None:
+def make_database(bed: Bed) -> None:
     """MariaDB's own tables: about a second."""
-    places = setting.places
-    run(userland.private(setting.userland, [
+    places = bed.places
+    run(userland.private(bed.userland, [
         "mariadb-install-db", "--no-defaults", f"--datadir={places.database}", "--user=root", "--skip-test-db",
-        "--auth-root-authentication-method=socket", f"--tmpdir={places.run}"]), env=setting.mark)
+        "--auth-root-authentication-method=socket", f"--tmpdir={places.run}"]), env=bed.mark)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _accepts(path: Path) -> bool:
     return False
 
 
-def munged(setting: Setting) -> Daemon:
-    places = setting.places
+def munged(bed: Bed) -> Daemon:
+    places = bed.places
     # --force: the directory may lie below one that only root enters, such as a test's temporary one.
     argv = ("munged", "--foreground", "--force", f"--key-file={places.munge_key}", f"--socket={places.munge_socket}",
             f"--pid-file={places.run}/munged.pid", f"--log-file={places.log}/munged.log",
@@ -133,27 +133,27 @@ def munged(setting: Setting) -> Daemon:
     return Daemon("munged", argv, lambda: _accepts(places.munge_socket))
 
 
-def mariadbd(setting: Setting) -> Daemon:
-    places = setting.places
+def mariadbd(bed: Bed) -> Daemon:
+    places = bed.places
     argv = ("mariadbd", "--no-defaults", "--user=root", f"--datadir={places.database}",
-            f"--socket={places.database_socket}", f"--port={setting.ports['database']}", "--bind-address=127.0.0.1",
+            f"--socket={places.database_socket}", f"--port={bed.ports['database']}", "--bind-address=127.0.0.1",
             f"--pid-file={places.run}/mariadbd.pid", f"--tmpdir={places.run}", "--skip-name-resolve",
             f"--init-file={places.etc}/database.sql", "--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M",
             "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900", "--performance-schema=off")
-    return Daemon("mariadbd", argv, lambda: _listens("127.0.0.1", setting.ports["database"]))
+    return Daemon("mariadbd", argv, lambda: _listens("127.0.0.1", bed.ports["database"]))
 
 
-def slurmdbd(setting: Setting) -> Daemon:
-    return Daemon("slurmdbd", ("slurmdbd", "-D"), lambda: _listens(setting.layout.gateway, setting.ports["slurmdbd"]))
+def slurmdbd(bed: Bed) -> Daemon:
+    return Daemon("slurmdbd", ("slurmdbd", "-D"), lambda: _listens(bed.wiring.gateway, bed.ports["slurmdbd"]))
 
 
-def slurmctld(setting: Setting) -> Daemon:
-    return Daemon("slurmctld", ("slurmctld", "-D", "-f", str(setting.places.slurm_conf)),
-                  lambda: _listens(setting.layout.gateway, setting.ports["slurmctld"]))
+def slurmctld(bed: Bed) -> Daemon:
+    return Daemon("slurmctld", ("slurmctld", "-D", "-f", str(bed.places.slurm_conf)),
+                  lambda: _listens(bed.wiring.gateway, bed.ports["slurmctld"]))
 
 
-def slurmd(setting: Setting, node: str) -> Daemon:
-    argv = within(setting, node, ["slurmd", "-D", "-N", node, "-f", str(setting.places.slurm_conf)])
+def slurmd(bed: Bed, node: str) -> Daemon:
+    argv = within(bed, node, ["slurmd", "-D", "-N", node, "-f", str(bed.places.slurm_conf)])
     # That it answers is seen in the controller's list of nodes; a mere connection would be an error in its log.
     return Daemon(f"slurmd.{node}", tuple(argv), lambda: True, entered=True)
 
@@ -166,20 +166,20 @@ def reap() -> None:
     _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
 
 
-def start(daemons: Iterable[Daemon], setting: Setting, timeout_s: float) -> Callable[[], None]:
+def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float) -> Callable[[], None]:
     """Start all, then wait until each answers; the result, called later, raises when one has died since.
 
     :raises TestbedError: one died or stays silent; with the last line of what it said.
     """
-    places = setting.places
+    places = bed.places
     started = []
     for daemon in daemons:
-        argv = daemon.argv if daemon.entered else userland.private(setting.userland, daemon.argv)
+        argv = daemon.argv if daemon.entered else userland.private(bed.userland, daemon.argv)
         with (places.log / f"{daemon.name}.out").open("wb") as out:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=places.run,
                 start_new_session=True, umask=0o022,
-                env=system_env({**setting.client_env, **setting.mark}))
+                env=system_env({**bed.client_env, **bed.mark}))
         started.append((daemon, process))
         _CHILDREN.append(process)
     deadline = time.monotonic() + timeout_s

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed.commands import run, succeeds
-from holmes_hpc.testbed.topology import Node, Topology
+from holmes_hpc.testbed.topology import NodeSpec, Topology
 
 RUN_NETNS = Path("/run/netns")
 MTU = 1500
@@ -35,7 +35,7 @@ QUEUE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Nic:
+class NicSpec:
     """One veth pair: `name` inside the node, `port` inside the switch, `mbit` None where unshaped."""
 
     name: str
@@ -46,7 +46,7 @@ class Nic:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Wiring:
     """Names and addresses of a topology's network; a pure function of topology, prefix and subnet (a /16)."""
 
     topology: Topology
@@ -78,10 +78,10 @@ class Layout:
         """The machine's address on the management bridge."""
         return self._address(0, 1)
 
-    def management(self, node: Node) -> str:
+    def management(self, node: NodeSpec) -> str:
         return self._address(0, FIRST_HOST + node.index)
 
-    def ethernet(self, node: Node) -> str:
+    def ethernet(self, node: NodeSpec) -> str:
         return self._address(1, FIRST_HOST + node.index)
 
     @property
@@ -89,10 +89,10 @@ class Layout:
         fabrics = [f"br-fabric{i}" for i, f in enumerate(self.topology.fabrics) if f.interface]
         return ("br-mgmt", "br-eth", *fabrics)
 
-    def nics(self, node: Node) -> tuple[Nic, ...]:
+    def nics(self, node: NodeSpec) -> tuple[NicSpec, ...]:
         """The node's NICs, management first."""
-        def nic(name: str, bridge: str, address: str, mbit: float | None) -> Nic:
-            return Nic(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
+        def nic(name: str, bridge: str, address: str, mbit: float | None) -> NicSpec:
+            return NicSpec(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
 
         made = [nic("mgmt0", "br-mgmt", self.management(node), None),
                 nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit)]
@@ -176,45 +176,45 @@ _NODE_KERNEL = {"net/ipv6/conf/default/disable_ipv6": "1", "net/ipv4/tcp_slow_st
                 "net/ipv4/tcp_no_metrics_save": "1", "net/ipv4/tcp_congestion_control": "reno"}
 
 
-def make(layout: Layout) -> None:
+def make(wiring: Wiring) -> None:
     """Make everything; the caller has recorded the names.
 
     :raises TestbedError: the kernel or the container refuses; one line.
     """
-    _batch("ip", None, (f"netns add {name}" for name in layout.namespaces))
-    _set_kernel(layout.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
-    _batch("ip", layout.switch, (
-        f"link add {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0" for bridge in layout.bridges),
+    _batch("ip", None, (f"netns add {name}" for name in wiring.namespaces))
+    _set_kernel(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
+    _batch("ip", wiring.switch, (
+        f"link add {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0" for bridge in wiring.bridges),
         _NO_BRIDGE)
-    _batch("ip", None, [f"link add {layout.uplink} type veth peer name uplink netns {layout.switch}",
-                        f"addr add {layout.gateway}/24 dev {layout.uplink}", f"link set {layout.uplink} up"])
-    _batch("ip", layout.switch, ["link set lo up", "link set uplink master br-mgmt up",
-                                 *(f"link set {bridge} up" for bridge in layout.bridges)])
-    for node in layout.topology.nodes:
-        _make_node(layout, node)
-    ports = [nic for node in layout.topology.nodes for nic in layout.nics(node) if nic.mbit is not None]
-    _batch("tc", layout.switch, (shape(nic.port, nic.mbit) for nic in ports if nic.mbit is not None), _NO_TBF)
+    _batch("ip", None, [f"link add {wiring.uplink} type veth peer name uplink netns {wiring.switch}",
+                        f"addr add {wiring.gateway}/24 dev {wiring.uplink}", f"link set {wiring.uplink} up"])
+    _batch("ip", wiring.switch, ["link set lo up", "link set uplink master br-mgmt up",
+                                 *(f"link set {bridge} up" for bridge in wiring.bridges)])
+    for node in wiring.topology.nodes:
+        _make_node(wiring, node)
+    ports = [nic for node in wiring.topology.nodes for nic in wiring.nics(node) if nic.mbit is not None]
+    _batch("tc", wiring.switch, (shape(nic.port, nic.mbit) for nic in ports if nic.mbit is not None), _NO_TBF)
 
 
-def _make_node(layout: Layout, node: Node) -> None:
-    namespace = layout.namespace(node.name)
-    nics = layout.nics(node)
+def _make_node(wiring: Wiring, node: NodeSpec) -> None:
+    namespace = wiring.namespace(node.name)
+    nics = wiring.nics(node)
     _set_kernel(namespace, _NODE_KERNEL)
     lines = ["link set lo up"]
     for nic in nics:
-        lines += [f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {layout.switch}",
+        lines += [f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {wiring.switch}",
                   f"addr add {nic.address} dev {nic.name}",
                   f"link set {nic.name} gso_max_size {bundle_bytes(nic.mbit)} up"]
     _batch("ip", namespace, lines)
-    _batch("ip", layout.switch, (f"link set {nic.port} gso_max_size {bundle_bytes(nic.mbit)} master {nic.bridge} up"
+    _batch("ip", wiring.switch, (f"link set {nic.port} gso_max_size {bundle_bytes(nic.mbit)} master {nic.bridge} up"
                                  for nic in nics))
     _batch("tc", namespace, (shape(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
 
 
-def complete(layout: Layout) -> bool:
+def complete(wiring: Wiring) -> bool:
     """Whether all namespaces and the uplink are there (not after a reboot, or when somebody removed one)."""
     names = set(names_in_use())
-    return {*layout.namespaces, layout.uplink} <= names
+    return {*wiring.namespaces, wiring.uplink} <= names
 
 
 def run_netns_state() -> str:

@@ -72,7 +72,8 @@ class Record:
                                hint="restore it, or remove what it made by hand") from None
 
     def write(self, directory: Path) -> None:
-        """Replace the record atomically; only root may read it (it holds the database's password)."""
+        """Replace the record atomically; only root may ever read it (it holds the database's password), so it is made
+        with mode 0600, unlike what records/files.py writes."""
         path = directory / FILE
         new = path.with_suffix(".new")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:

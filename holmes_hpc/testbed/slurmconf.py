@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmes_hpc.testbed.network import Layout
+from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.topology import PRIORITY
 
 CLUSTER = "holmes"
@@ -68,12 +68,12 @@ def machine() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def slurm_conf(places: Places, layout: Layout, ports: dict[str, int]) -> str:
+def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int]) -> str:
     """slurm.conf. Nodes claim more CPUs than the machine has; one file serves all daemons and clients."""
-    topology = layout.topology
+    topology = wiring.topology
     settings = {
         "ClusterName": CLUSTER,
-        "SlurmctldHost": f"{machine()}({layout.gateway})",
+        "SlurmctldHost": f"{machine()}({wiring.gateway})",
         "SlurmctldPort": str(ports["slurmctld"]),
         "SlurmdPort": str(ports["slurmd"]),
         "SlurmUser": "root",
@@ -104,7 +104,7 @@ def slurm_conf(places: Places, layout: Layout, ports: dict[str, int]) -> str:
         "PreemptMode": "REQUEUE",
         "MailProg": "/bin/true",
         "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": layout.gateway,
+        "AccountingStorageHost": wiring.gateway,
         "AccountingStoragePort": str(ports["slurmdbd"]),
         # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
         "AccountingStoragePass": str(places.munge_socket),
@@ -114,33 +114,33 @@ def slurm_conf(places: Places, layout: Layout, ports: dict[str, int]) -> str:
     given = {key.lower() for key in topology.slurm}
     lines = [f"{key}={value}" for key, value in settings.items() if key.lower() not in given]
     lines += [f"{key}={value}" for key, value in topology.slurm.items()]
-    lines += [f"NodeName={node.name} NodeHostname={node.name} NodeAddr={layout.management(node)} "
+    lines += [f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
               f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
               f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN" for node in topology.nodes]
-    return "\n".join(lines + _partitions(layout)) + "\n"
+    return "\n".join(lines + _partitions(wiring)) + "\n"
 
 
-def _partitions(layout: Layout) -> list[str]:
+def _partitions(wiring: Wiring) -> list[str]:
     members: dict[str, list[str]] = {}
-    for node in layout.topology.nodes:
+    for node in wiring.topology.nodes:
         members.setdefault(node.fabric.partition, []).append(node.name)
     default = next(iter(members))
     lines = [f"PartitionName={name} Nodes={','.join(nodes)} Default={'YES' if name == default else 'NO'} "
              f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF" for name, nodes in members.items()]
-    for extra in layout.topology.partitions:
-        nodes = [node.name for node in layout.topology.nodes if node.fabric.name in extra.fabrics]
+    for extra in wiring.topology.partitions:
+        nodes = [node.name for node in wiring.topology.nodes if node.fabric.name in extra.fabrics]
         lines.append(f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
                      f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}")
     return lines
 
 
-def slurmdbd_conf(places: Places, layout: Layout, ports: dict[str, int], password: str) -> str:
+def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], password: str) -> str:
     """slurmdbd.conf; it must lie beside slurm.conf and be readable by root only."""
     return "\n".join([
         "AuthType=auth/munge",
         f"AuthInfo=socket={places.munge_socket}",
         f"DbdHost={machine()}",
-        f"DbdAddr={layout.gateway}",
+        f"DbdAddr={wiring.gateway}",
         f"DbdPort={ports['slurmdbd']}",
         "SlurmUser=root",
         "DebugLevel=info",

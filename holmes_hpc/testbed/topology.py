@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
 from holmes_hpc.errors import TestbedError, nearest
+from holmes_hpc.schema import check, key, make
 
 FOLDER = Path(__file__).resolve().parents[2] / "slurm" / "testbed"
 NICS = ("ib", "roce", "ethernet")
@@ -40,11 +41,6 @@ def _fail(what: str, where: str, hint: str) -> TestbedError:
     return TestbedError(what, where=where, hint=hint)
 
 
-def _positive(key: str, value: Any, where: str, whole: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 10**7:
-        raise _fail(f"{key} is {value!r}, must be a {'whole ' if whole else ''}number above 0", where, f"correct {key}")
-
-
 def _name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
         raise _fail(f"{key} is {value!r}, must match {pattern.pattern}", where, f"rename {key}")
@@ -52,29 +48,28 @@ def _name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class FabricSpec:
-    """Nodes on one bridge. `rdma_mbit`: rate of the RDMA NIC in Mbit/s, None where `nic` is ethernet."""
+    """Nodes on one bridge."""
 
-    name: str
-    nic: str
-    partition: str
-    nodes: int
-    prefix: str = ""
-    rdma_mbit: float | None = None
+    name: Annotated[str, key("of the fabric")]
+    nic: Annotated[str, key("what its fast NIC stands for", one_of=NICS)]
+    partition: Annotated[str, key("Slurm's partition of its nodes")]
+    nodes: Annotated[int, key("how many", ge=1, lt=10**7)]
+    prefix: Annotated[str, key("of its nodes' names; the partition's name unless said")] = ""
+    rdma_mbit: Annotated[float | None, key("rate of the RDMA NIC; none where nic is ethernet", unit="Mbit/s", gt=0,
+                                           lt=10**7)] = None
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
+        check(self, where, TestbedError)
         _name("name", self.name, _NAME, "a fabric")
-        if self.nic not in NICS:
-            raise _fail(f"nic is {self.nic!r}", where, nearest(str(self.nic), NICS))
         _name("partition", self.partition, _NAME, where)
-        _positive("nodes", self.nodes, where, whole=True)
         if not self.prefix:
             object.__setattr__(self, "prefix", self.partition.lower())
         _name("prefix", self.prefix, _PREFIX, where)
         if self.nic == "ethernet" and self.rdma_mbit is not None:
             raise _fail("an Ethernet-only fabric has rdma_mbit", where, "remove rdma_mbit, or set nic")
-        if self.nic != "ethernet":
-            _positive("rdma_mbit", self.rdma_mbit, where)
+        if self.nic != "ethernet" and self.rdma_mbit is None:
+            raise _fail("rdma_mbit is missing", where, "give the rate of its RDMA NIC in Mbit/s")
 
     @property
     def interface(self) -> str | None:
@@ -84,31 +79,24 @@ class FabricSpec:
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """A further partition over nodes that have their own; `preempt`: what happens to its jobs when those are needed."""
+    """A further partition over nodes that have their own."""
 
-    name: str
-    fabrics: tuple[str, ...]
-    priority: int = PRIORITY
-    preempt: str = "off"
-    grace_s: int = 0
+    name: Annotated[str, key("of the partition")]
+    fabrics: Annotated[tuple[str, ...], key("[ib-a]: whose nodes it has")]
+    priority: Annotated[int, key("a partition below another can be preempted by it", ge=1, lt=10**7)] = PRIORITY
+    preempt: Annotated[str, key("what happens to its jobs when their nodes are needed", one_of=PREEMPT)] = "off"
+    grace_s: Annotated[int, key("between telling a preempted job and ending it", unit="s", ge=0, le=3600)] = 0
 
     def __post_init__(self) -> None:
         where = f"partition {self.name}"
+        if self.preempt is False:
+            object.__setattr__(self, "preempt", "off")  # YAML reads a bare off as false
+        check(self, where, TestbedError)
         _name("name", self.name, _NAME, "a partition")
-        if not isinstance(self.fabrics, (list, tuple)) or not all(isinstance(f, str) for f in self.fabrics):
-            raise _fail("fabrics is not a list of names", where, "write fabrics: [ib-a]")
-        object.__setattr__(self, "fabrics", tuple(self.fabrics))
-        _positive("priority", self.priority, where, whole=True)
-        preempt = "off" if self.preempt is False else self.preempt  # YAML reads a bare off as false
-        if preempt not in PREEMPT:
-            raise _fail(f"preempt is {self.preempt!r}", where, nearest(str(self.preempt), PREEMPT))
-        object.__setattr__(self, "preempt", preempt)
-        if not isinstance(self.grace_s, int) or isinstance(self.grace_s, bool) or not 0 <= self.grace_s <= 3600:
-            raise _fail(f"grace_s is {self.grace_s!r}, must be whole seconds", where, "correct grace_s")
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSpec:
     """One node: its number over all fabrics (from 0) and its fabric (and the fabric's own number)."""
 
     name: str
@@ -119,26 +107,22 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """A whole testbed. `ethernet_mbit` is every node's Ethernet rate; `slurm` are further lines of slurm.conf."""
+    """A whole testbed."""
 
-    name: str
-    ethernet_mbit: float
-    fabrics: tuple[FabricSpec, ...]
-    partitions: tuple[PartitionSpec, ...] = ()
-    cpus_per_node: int = 8
-    memory_mib: int = 16384
-    slurm: Mapping[str, str] = field(default_factory=dict)
+    name: Annotated[str, key("of the topology")]
+    ethernet_mbit: Annotated[float, key("every node's Ethernet rate", unit="Mbit/s", gt=0, lt=10**7)]
+    fabrics: Annotated[tuple[FabricSpec, ...], key("list at least one")]
+    partitions: Annotated[tuple[PartitionSpec, ...], key("further ones, over the fabrics' nodes")] = ()
+    cpus_per_node: Annotated[int, key("that Slurm is told", ge=1, lt=10**7)] = 8
+    memory_mib: Annotated[int, key("of a node, that Slurm is told", unit="MiB", ge=1, lt=10**7)] = 16384
+    slurm: Annotated[Mapping[str, Any], key("further lines of slurm.conf: {KillWait: 5}")] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"topology {self.name}"
+        check(self, where, TestbedError)
         _name("name", self.name, _NAME, "topology")
-        _positive("ethernet_mbit", self.ethernet_mbit, where)
-        _positive("cpus_per_node", self.cpus_per_node, where, whole=True)
-        _positive("memory_mib", self.memory_mib, where, whole=True)
         if not self.fabrics:
             raise _fail("no fabric", where, "list at least one under fabrics")
-        object.__setattr__(self, "fabrics", tuple(self.fabrics))
-        object.__setattr__(self, "partitions", tuple(self.partitions))
         self._check_unique("fabric", [f.name for f in self.fabrics])
         self._check_unique("partition", [*dict.fromkeys(f.partition for f in self.fabrics),
                                          *(p.name for p in self.partitions)])
@@ -158,43 +142,26 @@ class Topology:
                 raise _fail(f"two {what}s are named {name!r}", f"topology {self.name}", "rename one")
 
     def _check_settings(self, where: str) -> None:
-        if not isinstance(self.slurm, Mapping):
-            raise _fail("slurm is not a map of settings", where, "write slurm: {KillWait: 5}")
-        for key, value in self.slurm.items():
-            if not isinstance(key, str) or not _SETTING.fullmatch(key):
-                raise _fail(f"{key!r} is not a setting of slurm.conf", where, "correct its name")
-            if key.lower() in RESERVED:
-                raise _fail(f"slurm.{key} is the testbed's own to decide", where, f"remove slurm.{key}")
+        for name, value in self.slurm.items():
+            if not isinstance(name, str) or not _SETTING.fullmatch(name):
+                raise _fail(f"{name!r} is not a setting of slurm.conf", where, "correct its name")
+            if name.lower() in RESERVED:
+                raise _fail(f"slurm.{name} is the testbed's own to decide", where, f"remove slurm.{name}")
             if isinstance(value, bool) or not _VALUE.fullmatch(str(value)):
-                raise _fail(f"slurm.{key} is {value!r}", where, "write one word, without blanks and quotes")
-        object.__setattr__(self, "slurm", {key: str(value) for key, value in self.slurm.items()})
+                raise _fail(f"slurm.{name} is {value!r}", where, "write one word, without blanks and quotes")
+        object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self) -> tuple[NodeSpec, ...]:
         """All nodes, fabric after fabric: ``ib1, ib2, …, roce1, …``."""
         names = [(f"{fabric.prefix}{number}", fabric, position)
                  for position, fabric in enumerate(self.fabrics) for number in range(1, fabric.nodes + 1)]
-        return tuple(Node(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
+        return tuple(NodeSpec(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
 
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
         """The features that Slurm shows for a node of this fabric."""
         fast = self.ethernet_mbit if fabric.rdma_mbit is None else fabric.rdma_mbit
         return (f"nic_{fabric.nic}", f"nic_{rate(fast)}", f"eth_{rate(self.ethernet_mbit)}", f"fabric_{fabric.name}")
-
-
-def _build(kind: type, data: Any, where: str) -> Any:
-    """`kind` from a map, with unknown and missing keys said by name."""
-    if not isinstance(data, dict):
-        raise _fail(f"{data!r:.40} is not a map", where, "see slurm/testbed/default.yaml")
-    known = [f.name for f in fields(kind)]
-    for key in data:
-        if key not in known:
-            raise _fail(f"unknown key {key!r}", where, nearest(str(key), known))
-    try:
-        return kind(**data)
-    except TypeError as error:
-        missing = re.findall(r"'(\w+)'", str(error))
-        raise _fail(f"missing: {', '.join(missing) or error}", where, "see slurm/testbed/default.yaml") from None
 
 
 def parse(text: str, where: str) -> Topology:
@@ -210,18 +177,10 @@ def parse(text: str, where: str) -> Topology:
         raise _fail(f"not YAML{at}", where, "correct it; see slurm/testbed/default.yaml") from None
     if not isinstance(data, dict):
         raise _fail("not a map", where, "see slurm/testbed/default.yaml")
-    for key in ("fabrics", "partitions"):
-        if not isinstance(data.get(key, []), list):
-            raise _fail(f"{key} is not a list", where, "see slurm/testbed/default.yaml")
     try:
-        data = {**data,
-                "fabrics": tuple(_build(FabricSpec, f, f"fabrics[{i}]") for i, f in enumerate(data.get("fabrics", []))),
-                "partitions": tuple(_build(PartitionSpec, p, f"partitions[{i}]")
-                                    for i, p in enumerate(data.get("partitions", [])))}
-        topology: Topology = _build(Topology, data, "topology")
+        return make(Topology, data, "topology", TestbedError)
     except TestbedError as error:
         raise _fail(f"{error.where}: {error.what}", where, error.hint) from None
-    return topology
 
 
 def find(path: str | Path | None) -> Path:

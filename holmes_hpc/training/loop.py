@@ -215,7 +215,7 @@ class Trainer:
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
         figures = {"grad_norm": norm, "learning_rate": rate, **({} if updated else {"skipped": True})}
         if self._pause_s:
-            figures["pause_before_s"], self._pause_s = round(self._pause_s, 6), 0.0
+            figures["pause_before_s"], self._pause_s = self._pause_s, 0.0
         return losses, figures
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:

@@ -86,7 +86,7 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
         exits.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        node = transports.decide(plan, own.rank, nics, own.node, own.one_host, cuda)
+        node = transports.node_transports(plan, own.rank, nics, own.node, own.one_host, cuda)
         warnings = transports.refuse(node)
     except HolmesError as e:
         _tell_the_others(own, run, exits, e)

@@ -2,7 +2,8 @@
 
 from hydra.core.config_store import ConfigStore
 
-from holmes_hpc.submission.sweeps.launcher import LocalLauncher, LocalLauncherConf, SlurmLauncher, SlurmLauncherConf
+from holmes_hpc.submission.sweeps.launcher import LocalLauncher, SlurmLauncher
+from holmes_hpc.submission.sweeps.launcher_settings import LocalLauncherConf, SlurmLauncherConf
 
 
 class HolmesSlurmLauncher(SlurmLauncher):

@@ -10,10 +10,10 @@ from trees import Tree
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, check_here, facts_of, gather, limit, propose
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, ask_nodes, check_here, facts_of, limit, propose
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
 
 HEALTHY = {"SchedulerType": "sched/backfill", "SLURM_VERSION": "24.11.5", "KillOnBadExit": "1", "ClusterName": "c",
@@ -140,7 +140,8 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     tree = Tree(tmp_path)
     trees.hdr_4_hcas(tree)
     nics = probe(tree.root, {}, tree.read)
-    monkeypatch.setattr(slurm, "read_node", lambda name, _: node(name, "nic_roce") if name == "n1" else None)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_node",
+                        lambda name: node(name, "nic_roce") if name == "n1" else None)
     assert "features say roce" in check_here(nics, name="n1")[0].what
     with pytest.raises(SiteError, match="Slurm knows no node 'n2'"):
         check_here(nics, name="n2")
@@ -150,8 +151,8 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("a1", "big,nic_roce", "ib"), node("a2", "", "ib")]
-    monkeypatch.setattr(slurm, "read_nodes", lambda vocabulary: nodes)
-    monkeypatch.setattr("holmes_hpc.fabric.node_facts.gather", lambda nodes, _: ([facts(n.name) for n in nodes], []))
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_nodes", lambda: nodes)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.ask_nodes", lambda nodes, _: ([facts(n.name) for n in nodes], []))
     wanted, _ = propose(["a[1-2]"], "x")
     assert {c.node: c.wanted for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
     with pytest.raises(SiteError, match="no node 'a3'"):
@@ -164,7 +165,7 @@ def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> N
 def srun(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """A site of which partition ib is open and old is closed; what srun does there is a shell script's body."""
     text = "\n".join((partition_line("old", "a[1-4]", state="DOWN"), partition_line("ib", "a[1-4]")))
-    monkeypatch.setattr(slurm, "command", lambda *words: text)
+    monkeypatch.setattr(scontrol, "output", lambda *words: text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def does(body: str) -> None:
@@ -185,7 +186,7 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN"),
              node("a5", IB, "old"), node("a6", IB, "ib", state="IDLE+CLOUD+POWERED_DOWN"),
              node("a7", IB, "ib", state="IDLE+RESERVED")]
-    found, silent = gather(nodes)
+    found, silent = ask_nodes(nodes)
     assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
     assert [(f.level, f.where) for f in silent] == [
         ("info", "nodes a[3,6-7]"), ("warning", "nodes a2"), ("info", "nodes a5")]
@@ -201,7 +202,7 @@ def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeyp
     does, asked = srun
     does(f"{answer('a1')}\n{ending}")
     monkeypatch.setattr("holmes_hpc.fabric.node_facts.limit", lambda nodes: 1)
-    found, silent = gather([node(n.name, IB, "old,ib") for n in NODES])
+    found, silent = ask_nodes([node(n.name, IB, "old,ib") for n in NODES])
     assert [f.node for f in found] == ["a1"] and "--partition=ib" in asked()
     assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_features, read_vocabulary
-from holmes_hpc.fabric.site import NicType
+from holmes_hpc.fabric.nic_types import NicType
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 

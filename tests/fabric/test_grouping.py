@@ -8,7 +8,7 @@ from slurm_text import node, partition
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings, constraint, group
-from holmes_hpc.fabric.site import NicType
+from holmes_hpc.fabric.nic_types import NicType
 
 VOCABULARY = read_vocabulary()
 

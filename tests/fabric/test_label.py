@@ -15,8 +15,8 @@ from holmes_hpc.fabric.label import (
     Change,
     apply,
     changes,
-    check,
     difference_lines,
+    differences,
     features_of,
     helper_script,
     merge,
@@ -25,7 +25,6 @@ from holmes_hpc.fabric.label import (
     update_commands,
 )
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.slurm import query as slurm
 
 VOCABULARY = read_vocabulary()
 
@@ -39,7 +38,7 @@ def nics(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", [n for n in trees.ALL if n not in ("virtio_only", "speed_unknown")])
 def test_a_node_labelled_with_what_it_deserves_passes_its_check(tmp_path: Path, name: str) -> None:
     found = nics(tmp_path, name)
-    assert [f for f in check(found, features_of(found), VOCABULARY) if f.level != "info"] == []
+    assert [f for f in differences(found, features_of(found), VOCABULARY) if f.level != "info"] == []
 
 
 @pytest.mark.parametrize(("name", "features", "says"), [
@@ -53,17 +52,17 @@ def test_a_node_labelled_with_what_it_deserves_passes_its_check(tmp_path: Path, 
     ("one_port_down", ["nic_ib", "nic_400g", "eth_25g"], "the kernel 200 Gb/s"),
 ])
 def test_features_that_lie(tmp_path: Path, name: str, features: list[str], says: str) -> None:
-    found = [f for f in check(nics(tmp_path, name), features, VOCABULARY, "n7") if f.level == "error"]
+    found = [f for f in differences(nics(tmp_path, name), features, VOCABULARY, "n7") if f.level == "error"]
     assert len(found) == 1 and says in str(found[0]) and "n7" in str(found[0]) and "holmes label" in found[0].hint
 
 
 def test_a_port_rate_alias_is_a_warning_only(tmp_path: Path) -> None:
-    found = check(nics(tmp_path, "hdr_4_hcas"), ["ib_hdr", "eth_25g"], VOCABULARY)
+    found = differences(nics(tmp_path, "hdr_4_hcas"), ["ib_hdr", "eth_25g"], VOCABULARY)
     assert [f.level for f in found] == ["warning"] and "kernel 800" in found[0].what
 
 
 def test_an_unknown_rate_is_not_compared_and_said(tmp_path: Path) -> None:
-    found = check(nics(tmp_path, "virtio_only"), ["nic_ethernet", "eth_25g"], VOCABULARY)
+    found = differences(nics(tmp_path, "virtio_only"), ["nic_ethernet", "eth_25g"], VOCABULARY)
     assert [f.level for f in found] == ["info"]
 
 
@@ -119,7 +118,7 @@ def test_unknown_nodes_are_refused() -> None:
 
 def test_apply_runs_exactly_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "command", lambda *words: ran.append(words) or "")
+    monkeypatch.setattr("holmes_hpc.fabric.label.output", lambda *words: ran.append(words) or "")
     apply(three())
     assert [list(r) for r in ran] == update_commands(three())
 

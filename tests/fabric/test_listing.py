@@ -8,9 +8,10 @@ from trees import Tree
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.listing import describe, findings_table, probe_dict, probe_tables
+from holmes_hpc.fabric.listing import findings_table, listing_of, probe_dict, probe_tables
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.fabric.site_slurm import read_site
+from holmes_hpc.slurm import scontrol
 
 
 def example():
@@ -18,7 +19,7 @@ def example():
     nodes = [node("ib1", ib, "ib"), node("ib2", ib, "ib"), node("x1", "ib,roce", "ib"),
              node("r1", "nic_roce,nic_100g,eth_25g,fabric_b,frobnicator", "ib"),
              node("d1", ib, "ib", state="IDLE+DRAIN", reason="bad NIC"), node("o1", "omnipath", "ib")]
-    return describe("c", nodes, [partition("ib", "ib[1-2],x1,r1,d1,o1", default=True)])
+    return listing_of("c", nodes, [partition("ib", "ib[1-2],x1,r1,d1,o1", default=True)])
 
 
 def test_every_node_is_in_the_table_with_what_must_be_said() -> None:
@@ -44,23 +45,23 @@ def test_json_holds_the_same_and_is_json() -> None:
 def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"node": node_line("ib1", "nic_ib,nic_200g,fabric_a") + "\n",
                "partition": partition_line("ib", "ib1") + "\n", "config": "ClusterName = cl\n"}
-    monkeypatch.setattr(slurm, "command", lambda *words: answers[words[2]])
+    monkeypatch.setattr(scontrol, "output", lambda *words: answers[words[2]])
     assert report.listing().cluster == "cl"
-    site = slurm.read_site()
+    site = read_site()
     assert site.name == "cl" and site.fabric("a").node_names == ("ib1",)
-    assert slurm.read_node("ib1") is not None and slurm.read_node("ib2") is None
+    assert scontrol.read_node("ib1") is not None and scontrol.read_node("ib2") is None
 
 
 @pytest.mark.integration
 def test_no_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SiteError, match="no command scontrol; load Slurm's client commands"):
-        slurm.read_site()
+        read_site()
     script = tmp_path / "scontrol"
     script.write_text("#!/bin/sh\necho 'slurm_load_node error: Unable to contact slurm controller' >&2\nexit 1\n")
     script.chmod(0o755)
     with pytest.raises(SiteError, match="Unable to contact slurm controller"):
-        slurm.read_site()
+        read_site()
 
 
 def test_probe_tables_and_json(tmp_path) -> None:

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from trees import Tree
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.nccl import conf_files, environment, net_name, read_conf, refusals
+from holmes_hpc.fabric.nccl import conf_files, environment, read_conf, refusals
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 TESTBED = NodeNics((Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24),
@@ -22,11 +21,6 @@ def nics(tmp_path: Path, name: str) -> NodeNics:
     tree = Tree(tmp_path)
     trees.ALL[name](tree)
     return probe(tree.root, {"eth0": ("10.0.0.2", 24)}, tree.read)
-
-
-def test_net_names() -> None:
-    assert [net_name(t) for t in (LOCAL, TCP, Transport("rdma", IB, "a"), Transport("rdma", ROCE, "a"))] == [
-        None, "Socket", "IB", "IB"]
 
 
 @pytest.mark.parametrize(("name", "nic", "hca"), [

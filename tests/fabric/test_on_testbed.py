@@ -9,9 +9,11 @@ import pytest
 from holmes_hpc.fabric import doctor
 from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.label import apply, changes
-from holmes_hpc.fabric.node_facts import MARK, gather
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.node_facts import MARK, ask_nodes
+from holmes_hpc.fabric.nodes import read_nodes
+from holmes_hpc.slurm import scontrol
+from holmes_hpc.slurm.commands import output
 
 pytestmark = pytest.mark.slurm
 
@@ -32,8 +34,8 @@ def test_slurms_nodes_become_the_topologys_fabrics(testbed) -> None:
 
 
 def test_every_node_deserves_its_features_and_the_doctor_finds_no_error(testbed) -> None:
-    nodes = slurm.read_nodes()
-    facts, silent = gather(nodes)
+    nodes = read_nodes()
+    facts, silent = ask_nodes(nodes)
     assert not silent and {f.node for f in facts} == {n.name for n in nodes}
     by_node = {n.name: n for n in nodes}
     for f in facts:
@@ -42,20 +44,20 @@ def test_every_node_deserves_its_features_and_the_doctor_finds_no_error(testbed)
 
 
 def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(testbed) -> None:
-    roce = next(n for n in slurm.read_nodes() if n.reading.nic is NicType.ROCE)
+    roce = next(n for n in read_nodes() if n.reading.nic is NicType.ROCE)
     lie = ["other", *("nic_ib" if f == "nic_roce" else f for f in roce.available)]
 
     def label(features: list[str]) -> None:
-        slurm.command("scontrol", "update", f"NodeName={roce.name}", f"AvailableFeatures={','.join(features)}",
-                      f"ActiveFeatures={','.join(features)}")
+        output("scontrol", "update", f"NodeName={roce.name}", f"AvailableFeatures={','.join(features)}",
+               f"ActiveFeatures={','.join(features)}")
 
     label(lie)
     try:
         errors = [str(x) for x in doctor.examine() if x.level == "error"]
         assert len(errors) == 1 and f"node {roce.name}: Slurm's features say ib, the kernel says roce" in errors[0]
-        facts, _ = gather([n for n in slurm.read_nodes() if n.name == roce.name])
-        apply(changes(slurm.read_nodes(), {roce.name: facts[0].deserves}))
-        cured = slurm.read_node(roce.name)
+        facts, _ = ask_nodes([n for n in read_nodes() if n.name == roce.name])
+        apply(changes(read_nodes(), {roce.name: facts[0].deserves}))
+        cured = scontrol.read_node(roce.name)
         assert cured is not None and set(cured.features) == {"other", *roce.available}
         assert set(cured.features) == set(cured.available)
         assert [x for x in doctor.examine() if x.level == "error"] == []
@@ -64,7 +66,7 @@ def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(te
 
 
 def test_an_interface_that_is_down_is_a_lie_of_the_features(testbed) -> None:
-    node = next(n for n in slurm.read_nodes() if n.reading.nic is NicType.IB)
+    node = next(n for n in read_nodes() if n.reading.nic is NicType.IB)
     testbed.exec(node.name, "ip", "link", "set", "ib0", "down")
     try:
         done = testbed.exec(node.name, "env", f"SLURMD_NODENAME={node.name}", f"SLURM_CONF={testbed.env['SLURM_CONF']}",

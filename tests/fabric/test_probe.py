@@ -6,9 +6,9 @@ from trees import Tree
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.label import features_of
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
 from holmes_hpc.fabric.probe import addresses, data_interface, probe
-from holmes_hpc.fabric.site import NicType
 from holmes_hpc.training.network.counters import by_kind, difference, read_counters
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET

@@ -39,7 +39,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new", "says"), [
     ("ethernet_gbps: 25", "ethernet_gbps: -25", "ethernet_gbps is -25"),
-    ("ethernet_gbps: 25", "ethernet_gbps: .nan", "must be a number above 0"),
+    ("ethernet_gbps: 25", "ethernet_gbps: .nan", "ethernet_gbps is nan; use a number above 0 (Gb/s)"),
     ("ethernet_gbps: 25", "", "fabric ib-a: ethernet_gbps is missing"),
     ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
     ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),

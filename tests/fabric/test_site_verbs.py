@@ -9,10 +9,10 @@ from slurm_text import node_line, partition_line
 from trees import ALL, Tree
 
 from holmes_hpc import console
-from holmes_hpc.fabric import node_facts as gather
+from holmes_hpc.fabric import node_facts
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_facts import Facts
-from holmes_hpc.fabric.site import NicType
-from holmes_hpc.slurm import query as slurm
+from holmes_hpc.slurm import scontrol
 
 IB = "nic_ib,nic_800g,eth_25g,fabric_cluster-a-of-two"
 CONFIG = "ClusterName = cl\nSchedulerType = sched/backfill\nSLURM_VERSION = 24.11.5\nKillOnBadExit = 1\n" \
@@ -32,9 +32,10 @@ def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     facts = [Facts(n, NicType.IB, ("nic_ib", "nic_800g", "eth_25g"), "eth0", "10.0.0.1", "10.0.0.0/24")
              for n in ("ib1", "ib2")]
-    monkeypatch.setattr(slurm, "command", answer)
-    monkeypatch.setattr(gather, "gather", lambda nodes, vocabulary: (facts, []))
-    monkeypatch.setattr("holmes_hpc.fabric.doctor.gather", lambda nodes, vocabulary: (facts, []))
+    monkeypatch.setattr(scontrol, "output", answer)
+    monkeypatch.setattr("holmes_hpc.fabric.label.output", answer)
+    monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, vocabulary: (facts, []))
+    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes", lambda nodes, vocabulary: (facts, []))
     return asked
 
 
@@ -68,7 +69,7 @@ def test_probe_of_a_copied_tree_against_slurm(holmes, site, tree) -> None:
 
 
 def test_probe_of_a_node_that_slurm_mislabels(holmes, site, tree, monkeypatch) -> None:
-    monkeypatch.setattr(slurm, "command", lambda *words: node_line("ib1", IB.replace("nic_ib", "nic_roce")))
+    monkeypatch.setattr(scontrol, "output", lambda *words: node_line("ib1", IB.replace("nic_ib", "nic_roce")))
     code, out, _ = holmes("probe", "--sysfs", tree, "--check", "--node", "ib1", "--json")
     assert code == 1
     found, = json.loads(out)["findings"]

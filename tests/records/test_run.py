@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import files
 from holmes_hpc.records.find import find_run, run_directories
-from holmes_hpc.records.logs import follow, tail
-from holmes_hpc.records.run import VERSION, RunDirectory, parse_run
+from holmes_hpc.records.logs import follow_logs, tail
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import VERSION, parse_run
 
 
 @pytest.fixture
@@ -295,7 +296,7 @@ def test_follow_gives_every_line_once(run: RunDirectory) -> None:
             file.write("c\n")
         return next(calls)
 
-    lines = list(follow(run, done, poll_s=0))
+    lines = list(follow_logs(run, done, poll_s=0))
     assert [line for rank, line in lines if rank == 0] == ["a", "bc", "c", "c"]
     assert [line for rank, line in lines if rank == 1] == ["late", "unfinished"]
 

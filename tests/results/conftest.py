@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from holmes_hpc.results import report
+from holmes_hpc.results.report import Report, load_report
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> report.Report:
-    return report.report([make_run(tmp_path / "a", steps=20).path])
+def one(tmp_path: Path) -> Report:
+    return load_report([make_run(tmp_path / "a", steps=20).path])
 
 
 @pytest.fixture(scope="session")

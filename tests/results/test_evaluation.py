@@ -9,7 +9,7 @@ import evaluation
 import pytest
 from made_runs import make_run
 
-from holmes_hpc.config import composition as config
+from holmes_hpc.config.composition import load
 from holmes_hpc.results import load_runs
 from holmes_hpc.testbed.topology import read
 
@@ -20,11 +20,11 @@ PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "h
 @pytest.mark.parametrize(("regime", "hop"), [("paper-like", 0.23), ("light", 0.05)])
 def test_a_hop_takes_the_share_of_a_stages_computing_that_the_regime_stands_for(regime: str, hop: float) -> None:
     for cell in {c for _, c in evaluation.parts()["full"] if c.regime == regime and c.system == "holmes"}:
-        settings = config.load(cell.overrides)
-        model, batch = settings["model"], settings["batch"]
-        sent = 4 * model["hidden"] * batch["sequence_length"] * batch["micro_size"] * HEADERS
+        settings = load(cell.overrides)
+        model, batch = settings.model, settings.batch
+        sent = 4 * model.hidden * batch.sequence_length * batch.micro_size * HEADERS
         transfer_s = sent * 8 / (read("evaluation").ethernet_mbit * 1e6)
-        stage_s = 3 * settings["train"]["pace_layer_ms"] / 1000 * model["layers"] / settings["plan"]["pp"]
+        stage_s = 3 * settings.train.pace_layer_ms / 1000 * model.layers / settings.plan.pp
         assert transfer_s / stage_s == pytest.approx(hop, rel=0.06)
         assert cell.hop_ratio == pytest.approx(transfer_s / stage_s, rel=0.01)
 
@@ -34,11 +34,11 @@ def test_runs_have_names_of_their_own_and_the_same_batch_per_pipeline() -> None:
     assert set(parts["headline"]) | set(parts["pairs"]) < set(parts["full"])
     assert len({c.run_name(repeat) for repeat, c in parts["full"]}) == len(parts["full"])
     for cell in {c for _, c in parts["full"]}:
-        settings = config.load(cell.overrides)
-        batch, dp = settings["batch"], cell.nodes // (settings["plan"]["pp"] or 2)
+        settings = load(cell.overrides)
+        batch, dp = settings.batch, cell.nodes // (settings.plan.pp or 2)
         micro_batches = evaluation.REGIMES[cell.regime].micro_batches
-        assert batch["global_size"] / batch["micro_size"] / dp == micro_batches
-        assert (settings["train"]["pace_layer_ms"] is None) == (cell.regime == "unpaced")
+        assert batch.global_size / batch.micro_size / dp == micro_batches
+        assert (settings.train.pace_layer_ms is None) == (cell.regime == "unpaced")
 
 
 def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> None:

@@ -16,25 +16,27 @@ from matplotlib.figure import Figure
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import figures, report, timeline
+from holmes_hpc.results import figures, timeline
+from holmes_hpc.results.page import write_page
+from holmes_hpc.results.report import Report, load_report
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> report.Report:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Two environments on two node counts, and one transport."""
     root = tmp_path_factory.mktemp("figures")
     for i, (placement, transport) in enumerate((({"ib-a": 4}, "holmes"), ({"ib-a": 8}, "holmes"),
                                                 ({"ib-a": 2, "roce-a": 2}, "holmes"),
                                                 ({"ib-a": 2, "roce-a": 2}, "single"))):
         make_run(root / str(i), placement, transport=transport, step_time_s=1 + 0.2 * i, spread=0.0)
-    return report.report([root])
+    return load_report([root])
 
 
 def bars(figure: Figure) -> list[float]:
     return [round(float(patch.get_width()), 3) for patch in figure.axes[0].patches]
 
 
-def all_figures(made: report.Report) -> dict[str, Figure]:
+def all_figures(made: Report) -> dict[str, Figure]:
     cells, entry = made.comparison.cells, {"kind": "ib-a", "planned_bytes": 8e6, "counted_bytes": 8.4e6}
     trace = pd.DataFrame({"stage": [0, 0], "kind": ["forward", "backward"], "start_s": [0.0, 1.0], "end_s": [1.0, 3.0]})
     return {"throughput": figures.throughput(cells), "ablation": figures.ablation(cells, cells.index[0]),
@@ -44,7 +46,7 @@ def all_figures(made: report.Report) -> dict[str, Figure]:
             "timeline": figures.timeline(trace, trace)}
 
 
-def test_every_axis_names_its_unit(made: report.Report) -> None:
+def test_every_axis_names_its_unit(made: Report) -> None:
     for name, figure in all_figures(made).items():
         axes = figure.axes[-1]  # the one that carries the shared axis
         labels = [axes.get_xlabel()] + ([axes.get_ylabel()] if axes.get_yticks().size else [])
@@ -52,21 +54,21 @@ def test_every_axis_names_its_unit(made: report.Report) -> None:
             name, labels)
 
 
-def test_every_figure_becomes_the_same_svg_again(made: report.Report) -> None:
+def test_every_figure_becomes_the_same_svg_again(made: Report) -> None:
     for name, figure in all_figures(made).items():
         text = figures.svg(figure)
         assert text.startswith("<svg") and text == figures.svg(all_figures(made)[name]), name
 
 
 def test_figures_of_nothing_do_not_fail(tmp_path: Path) -> None:
-    made = report.report([make_run(tmp_path / "a", steps=0, state="failed").path])
+    made = load_report([make_run(tmp_path / "a", steps=0, state="failed").path])
     for figure in (figures.throughput(made.comparison.cells), figures.scaling(made.comparison.cells),
                    figures.predicted_measured(made.runs), figures.loss(made.steps), figures.step_times(made.steps),
                    figures.nic_bytes([]), figures.breakdown([], [])):
         assert figures.svg(figure)
 
 
-def test_bars_are_as_long_as_their_figures(made: report.Report) -> None:
+def test_bars_are_as_long_as_their_figures(made: Report) -> None:
     cells = made.comparison.cells
     assert bars(figures.throughput(cells)) == [round(v, 3) for v in cells["samples_per_s"]]
     shares = bars(figures.ablation(cells, cells.index[-1]))
@@ -76,7 +78,7 @@ def test_bars_are_as_long_as_their_figures(made: report.Report) -> None:
     assert bars(figures.nic_bytes([{"kind": "ib-a", "planned_bytes": 8e6, "counted_bytes": 8.4e6}])) == [8.0, 8.4]
 
 
-def test_bars_that_are_left_out_are_said(made: report.Report, tmp_path: Path) -> None:
+def test_bars_that_are_left_out_are_said(made: Report, tmp_path: Path) -> None:
     cells = made.comparison.cells
     assert len(bars(figures.throughput(cells, most=3))) == 3
     assert "the fastest 3 of 4 settings" in figures.throughput(cells, most=3).axes[0].get_title()
@@ -84,12 +86,12 @@ def test_bars_that_are_left_out_are_said(made: report.Report, tmp_path: Path) ->
     for i in range(13):
         run = make_run(tmp_path / str(i), step_time_s=1 + 0.1 * i, steps=4)
         run.update_run(overrides=[f"train.lr={i}"])
-    report.report([tmp_path]).write_html(tmp_path / "page.html")
+    write_page(load_report([tmp_path]), tmp_path / "page.html")
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", (tmp_path / "page.html").read_text())
     assert len([c for c in captions if "the fastest 12 of 13 settings" in c]) == 2
 
 
-def test_scaling_shows_only_what_ran_on_several_node_counts(made: report.Report) -> None:
+def test_scaling_shows_only_what_ran_on_several_node_counts(made: Report) -> None:
     lines = figures.scaling(made.comparison.cells).axes[0].get_lines()
     assert len(lines) == 2 and list(lines[0].get_xdata()) == [4.0, 8.0]  # measured and linear
     assert lines[1].get_ydata()[1] == pytest.approx(2 * lines[0].get_ydata()[0])
@@ -98,7 +100,7 @@ def test_scaling_shows_only_what_ran_on_several_node_counts(made: report.Report)
 def test_scaling_joins_no_different_work(tmp_path: Path) -> None:
     for i, (nodes, hidden) in enumerate(((4, 64), (8, 128), (8, 64))):
         make_run(tmp_path / str(i), {"ib-a": nodes}, hidden=hidden, step_time_s=1 + 0.1 * i, spread=0.0)
-    first, *_ = lines = figures.scaling(report.report([tmp_path]).comparison.cells).axes[0].get_lines()
+    first, *_ = lines = figures.scaling(load_report([tmp_path]).comparison.cells).axes[0].get_lines()
     assert len(lines) == 2 and first.get_ydata()[1] == pytest.approx(32 / 1.2)  # of hidden=64, not the fastest
 
 
@@ -107,7 +109,7 @@ def test_lines_of_different_work_have_names_of_their_own(tmp_path: Path) -> None
         run = make_run(tmp_path / str(i), {"ib-a": nodes}, pace_layer_ms=pace, step_time_s=1 + 0.1 * i)
         if pace == 10.0:
             run.plan_path.unlink()  # nothing is known but the nodes
-    figure = figures.scaling(report.report([tmp_path]).comparison.cells)
+    figure = figures.scaling(load_report([tmp_path]).comparison.cells)
     names = [line.get_label() for line in figure.axes[0].get_lines()[::2]]
     assert len(set(names)) == 3 and "IB, holmes, model=gpt_tiny, sequence_length=64, pace_layer_ms=20" in names
 
@@ -115,7 +117,7 @@ def test_lines_of_different_work_have_names_of_their_own(tmp_path: Path) -> None
 def test_names_are_no_formulas_and_hide_from_no_legend(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, step_time_s=1.0 + i, labels={"system": label}).path
             for i, (name, label) in enumerate(((r"x$\y$", "a$_b_c$"), ("_under", "b")))]
-    made = report.report(runs)
+    made = load_report(runs)
     for figure in (figures.throughput(made.comparison.cells), figures.loss(made.steps)):
         assert "$" in figures.svg(figure)
     assert "_under" in figures.svg(figures.loss(made.steps))
@@ -134,7 +136,7 @@ def test_looks_differ_without_colour() -> None:
 def test_restarts_are_marked_in_the_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=6)
     run.append_metrics({"step": 5, "loss": 1.0, "time": 1.7e9 + 60, "attempt": 2})
-    axes = figures.loss(report.report([run.path]).steps).axes[0]
+    axes = figures.loss(load_report([run.path]).steps).axes[0]
     assert [line.get_xdata()[0] for line in axes.get_lines()][1:] == [pytest.approx(1.0)]
 
 

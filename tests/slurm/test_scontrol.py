@@ -1,9 +1,11 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slurm_text import node, node_line, partition_line
 
 from holmes_hpc.slurm.scontrol import (
     Gres,
+    minutes,
     parse_config,
     parse_gres,
     parse_node,
@@ -75,3 +77,10 @@ def test_any_feature_text_is_data(text: str) -> None:
     text = "".join(c for c in text if c.isprintable() and c not in " ,=")
     n = node("n1", text)
     assert n.name == "n1" and n.features in ((text,), ())
+
+
+@pytest.mark.parametrize("text, found", [
+    (90, 90), ("90", 90), ("5:30", 5.5), ("1:30:00", 90), ("1-12", 2160), ("1-00:30", 1470), ("2-01:00:30", 2940.5),
+    ("infinite", None), ("UNLIMITED", None), ("n/a", None), ("", None), ("1-", None)])
+def test_times_are_read_as_slurm_reads_them(text: object, found: float | None) -> None:
+    assert minutes(text) == found

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.submission.executor import preflight
-from holmes_hpc.submission.executor.states import WATCHER
+from holmes_hpc.submission.executor.watcher import WATCHER
 
 
 class FakeSlurm:

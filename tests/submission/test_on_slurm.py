@@ -33,7 +33,7 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.follow import follow
-from holmes_hpc.submission.lifecycle.status import cancel, job_of, status
+from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180), pytest.mark.usefixtures("testbed")]
 def where_am_i(word: str) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def test_a_plans_job_completes(folder: Path) -> None:
     assert [re.search(r"rank (\d) on (\w+)", log).groups() for log in logs] == [  # type: ignore[union-attr]
         ("0", "ib1"), ("1", "ib2"), ("2", "roce1"), ("3", "roce2")] or len({log.split()[3] for log in logs}) == 4
     assert all(NASTY in log for log in logs)
-    assert status(run).state == "completed"
+    assert run_status(run).state == "completed"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -257,15 +257,15 @@ def test_a_raised_error_is_named_not_its_echo(folder: Path) -> None:
 def test_a_cancelled_run_says_so(folder: Path) -> None:
     run = start(folder, plans.until_told)
     until(lambda: len(list((run.path / "here").glob("*"))) == 4, 120)
-    assert cancel(run).state == "RUNNING"
+    assert cancel_run(run).state == "RUNNING"
     until(lambda: (run.read_result() or {}).get("state") == "cancelled")
-    until(lambda: status(run).state == "cancelled")
+    until(lambda: run_status(run).state == "cancelled")
 
 
 def test_restarts_go_on_while_steps_are_gained(folder: Path) -> None:
     run = start(folder, plans.until_told, die={"1": "kill"}, steps_per_attempt=2, train={"steps": 9, "max_restarts": 2})
     assert follow(run, job_of(run)) == 1
-    assert run.attempt == 3 and status(run).failed_rank == 1
+    assert run.attempt == 3 and run_status(run).failed_rank == 1
     assert [m["step"] for m in run.metrics()] == [2, 4, 6]
 
 

@@ -30,9 +30,9 @@ from slurm_jobs import (  # noqa: F401 (fixtures)
 from holmes_hpc import testbed as beds
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
-from holmes_hpc.submission.executor.states import WATCHER
+from holmes_hpc.submission.executor.watcher import WATCHER
 from holmes_hpc.submission.lifecycle.follow import follow
-from holmes_hpc.submission.lifecycle.status import cancel, job_of, status
+from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.timeout(240),
@@ -65,16 +65,16 @@ def all_here(run: RunDirectory, ranks: int = 4) -> bool:
 
 def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:
     run = start(folder, plans.until_told, wait_s=12)
-    until(lambda: all_here(run) and status(run).state == "running")
+    until(lambda: all_here(run) and run_status(run).state == "running")
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
     threading.Timer(5, beds.up).start()
     seen = set()
     for _ in range(4):
-        seen.add(status(run).state)
+        seen.add(run_status(run).state)
         time.sleep(0.5)
     assert seen == {"running"}
     assert follow(run, job_of(run)) == 0
-    assert run.attempt == 1 and status(run).state == "completed"
+    assert run.attempt == 1 and run_status(run).state == "completed"
 
 
 def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:
         run = start(folder, plans.until_told, die={"2": "kill"})
         assert follow(run, job_of(run)) == 1
         assert job_of(run).state().source == "squeue"
-        found = status(run)
+        found = run_status(run)
         assert (found.state, found.failed_rank) == ("failed", 2)
         job = executor(folder, THREE[:2]).submit(sleeper, 0)
         assert job.results() == ["slept"] * 4
@@ -208,12 +208,12 @@ def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:
     """Nobody sends a signal but Slurm, some time before two minutes are over."""
     run = start(folder, plans.until_told, {"timeout_min": 2}, steps_per_attempt=3, wait_s=200)
     began = time.monotonic()
-    until(lambda: run.attempt == 2 and status(run).state == "running", 150)
+    until(lambda: run.attempt == 2 and run_status(run).state == "running", 150)
     assert time.monotonic() - began > 20
     assert [m["step"] for m in run.metrics()] == [3, 6]
-    cancel(run)
+    cancel_run(run)
     assert follow(run, job_of(run)) == 1
-    until(lambda: status(run).state == "cancelled")
+    until(lambda: run_status(run).state == "cancelled")
 
 
 def test_a_full_log_disk_is_named(folder: Path) -> None:
@@ -225,4 +225,4 @@ def test_a_full_log_disk_is_named(folder: Path) -> None:
     assert follow(run, job_of(run)) == 1
     found: Any = run.read_result()
     assert (found["state"], found["failed_rank"], found["failed_node"][:4]) == ("failed", 2, "roce")
-    until(lambda: status(run).state == "failed")
+    until(lambda: run_status(run).state == "failed")

@@ -13,8 +13,8 @@ import pytest
 
 from holmes_hpc import cli
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.executor.states import SEPARATOR
-from holmes_hpc.submission.sweeps.overview import SweepRow, worth_showing
+from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.submission.sweeps.table import SweepRow, worth_showing
 
 Holmes = Callable[..., tuple[int, str, str]]
 

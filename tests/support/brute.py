@@ -11,7 +11,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
@@ -29,10 +29,10 @@ def best_step_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> flo
         splits = _splits(model.layers, p.pp, p.virtual_stages)
         for recompute, schedule, bucket in product(("none", "selective", "full"), _schedules(p, m), BUCKETS):
             try:
-                setting = Setting(model, batch, p, recompute, schedule, components, site, costs, bucket_bytes=bucket)
-                fitting = splits[fits(setting, splits)]
+                layout = Layout(model, batch, p, recompute, schedule, components, site, costs, bucket_bytes=bucket)
+                fitting = splits[fits(layout, splits)]
                 if len(fitting):
-                    best = min(best, float(step_s(setting, fitting).min()))
+                    best = min(best, float(step_s(layout, fitting).min()))
             except PlanError:  # a schedule that locks up
                 continue
     return best
@@ -101,7 +101,7 @@ def _hierarchies(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]
 
 
 def _schedules(p: Parallel, micro_batches: int) -> list[Schedule]:
-    """Megatron-Core's, and the one that runs ahead at every depth up to DEEPER per hop, and deeper ones."""
+    """Megatron-Core's, and the one that runs ahead at every depth up to DEEPER per transfer, and deeper ones."""
     if p.virtual_stages == 1:
         base = [min(micro_batches, p.pp - s) for s in range(p.pp)]
         waiting = Schedule("1f1b", tuple(base))

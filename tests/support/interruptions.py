@@ -29,7 +29,7 @@ from typing import Any
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.status import cancel, status
+from holmes_hpc.submission.lifecycle.status import cancel_run, run_status
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 STEPS, INTERVAL, RANKS = 40, 8, 4
@@ -209,7 +209,7 @@ def interrupted(fault: Fault, root: Path, whole: dict[int, tuple[float, float]])
     began, directory = time.monotonic(), root / fault.name
     if directory.exists():  # of a driver that was stopped
         with contextlib.suppress(Exception):
-            cancel(RunDirectory(directory))
+            cancel_run(RunDirectory(directory))
         shutil.rmtree(directory)
     if fault.kind == "checkpoint disk full":
         disk = root / DISK / fault.name
@@ -246,7 +246,7 @@ def _state_of(node: str) -> str:
 def to_the_end(run: RunDirectory) -> str:
     """Wait for the run's end; a run that Slurm does not start again is resumed by hand. How it went on comes back."""
     def completed() -> str:
-        now = status(run)
+        now = run_status(run)
         return now.state if now.ended and (now.state == "completed" or not _queued(run)) else ""
 
     state = until(lambda: time.sleep(0.5) or completed(), "the run's end")  # type: ignore[func-returns-value]

@@ -1,8 +1,10 @@
-"""Text as `scontrol show` of Slurm 22.05 and 24.11 writes it, with what a test needs in it."""
+"""Text as sacct, squeue and `scontrol show` of Slurm 22.05 and 24.11 write it, with what a test needs in it."""
 
 from __future__ import annotations
 
-from holmes_hpc.slurm.scontrol import Node, Partition, parse_node, parse_partition
+from holmes_hpc.fabric.nodes import SiteNode, understood
+from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.slurm.scontrol import Partition, parse_node, parse_partition
 
 OS = "OS=Linux 6.1.0-18-amd64 #1 SMP PREEMPT_DYNAMIC Debian 6.1.76-1 (2024-02-01)"
 
@@ -20,17 +22,26 @@ def node_line(name: str, features: str = "", partitions: str = "ib", state: str 
             f"CfgTRES=cpu=8,mem=16G,billing=8 AllocTRES= CapWatts=n/a CurrentWatts=0 AveWatts=0{tail}")
 
 
-def node(name: str, features: str = "", partitions: str = "ib", **rest: str) -> Node:
-    return parse_node(node_line(name, features, partitions, **rest))
+def node(name: str, features: str = "", partitions: str = "ib", **rest: str) -> SiteNode:
+    return understood(parse_node(node_line(name, features, partitions, **rest)))
 
 
-def partition_line(name: str, nodes: str, default: bool = False, state: str = "UP", priority: int = 1) -> str:
+def partition_line(name: str, nodes: str, default: bool = False, state: str = "UP", priority: int = 1,
+                   max_time: str = "UNLIMITED") -> str:
     return (f"PartitionName={name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL "
             f"Default={'YES' if default else 'NO'} QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO "
-            f"GraceTime=0 Hidden=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
+            f"GraceTime=0 Hidden=NO MaxNodes=UNLIMITED MaxTime={max_time} MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
             f"Nodes={nodes} PriorityJobFactor=1 PriorityTier={priority} RootOnly=NO ReqResv=NO OverSubscribe=NO "
             f"State={state} TotalCPUs=32 TotalNodes=4 SelectTypeParameters=NONE DefMemPerNode=UNLIMITED")
 
 
 def partition(name: str, nodes: str, **rest: object) -> Partition:
     return parse_partition(partition_line(name, nodes, **rest))  # type: ignore[arg-type]
+
+
+def sacct_line(job: str, state: str, *, code: str = "0:0", submit: float = 1000, name: str = "a") -> str:
+    return SEPARATOR.join([job, state, code, str(int(submit)), "None", "ib1", name]) + "\n"
+
+
+def squeue_line(job: str, state: str, *, submit: float = 1000, reason: str = "None", name: str = "a") -> str:
+    return SEPARATOR.join([job, state, str(int(submit)), reason, "ib1", name]) + "\n"

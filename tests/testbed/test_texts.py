@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.testbed import daemons, network, slurmconf, userland
-from holmes_hpc.testbed.network import Layout, shape
+from holmes_hpc.testbed.network import Wiring, shape
 from holmes_hpc.testbed.slurmconf import Places
 from holmes_hpc.testbed.topology import FOLDER, parse, read
 
@@ -19,8 +19,8 @@ PLACES = Places(Path("/state"))
 NAMES = [path.stem for path in sorted(FOLDER.glob("*.yaml"))]
 
 
-def layout(name: str | None = None) -> Layout:
-    return Layout(read(name), "hb0123", "10.99.0.0/16")
+def wiring(name: str | None = None) -> Wiring:
+    return Wiring(read(name), "hb0123", "10.99.0.0/16")
 
 
 def settings(text: str) -> dict[str, str]:
@@ -34,7 +34,7 @@ def rows(text: str, kind: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_fit_the_kernel_and_addresses_are_unique(name: str) -> None:
-    made = layout(name)
+    made = wiring(name)
     nics = [nic for node in made.topology.nodes for nic in made.nics(node)]
     names = [nic.port for nic in nics] + [nic.name for nic in nics] + list(made.bridges) + [made.uplink]
     assert all(len(each) <= 15 for each in names)
@@ -45,7 +45,7 @@ def test_names_fit_the_kernel_and_addresses_are_unique(name: str) -> None:
 
 
 def test_each_fabric_has_a_bridge_and_a_network_of_its_own() -> None:
-    made = layout("two-ib")
+    made = wiring("two-ib")
     where = {}
     for node in made.topology.nodes:
         nic = made.nics(node)[2]
@@ -55,7 +55,7 @@ def test_each_fabric_has_a_bridge_and_a_network_of_its_own() -> None:
 
 
 def test_an_ethernet_only_node_has_no_rdma_nic_and_management_is_unshaped() -> None:
-    made = layout()
+    made = wiring()
     by_name = {node.name: {nic.name: nic.mbit for nic in made.nics(node)} for node in made.topology.nodes}
     assert by_name["eth1"] == {"mgmt0": None, "eth0": 50}
     assert by_name["ib1"] == {"mgmt0": None, "eth0": 50, "ib0": 400}
@@ -63,7 +63,7 @@ def test_an_ethernet_only_node_has_no_rdma_nic_and_management_is_unshaped() -> N
 
 
 def test_hosts_resolves_nodes_to_their_ethernet() -> None:
-    made = layout()
+    made = wiring()
     lines = dict(reversed(line.split(maxsplit=1)) for line in made.hosts().splitlines())
     for node in made.topology.nodes:
         assert lines[node.name] == made.ethernet(node) != made.management(node)
@@ -79,7 +79,7 @@ def test_a_bucket_holds_a_bundle_and_its_queue_holds_more(mbit: int) -> None:
 
 
 def test_slurm_conf_keeps_apart_from_another_slurm() -> None:
-    found = settings(slurmconf.slurm_conf(PLACES, layout(), PORTS))
+    found = settings(slurmconf.slurm_conf(PLACES, wiring(), PORTS))
     assert found["SlurmctldHost"].endswith("(10.99.0.1)")
     for key in ("StateSaveLocation", "SlurmdSpoolDir", "SlurmctldLogFile", "SlurmdLogFile", "SlurmctldPidFile",
                 "SlurmdPidFile", "AccountingStoragePass"):
@@ -91,7 +91,7 @@ def test_slurm_conf_keeps_apart_from_another_slurm() -> None:
 
 
 def test_slurm_conf_lists_every_node_once_with_its_features_and_partition() -> None:
-    made = layout()
+    made = wiring()
     text = slurmconf.slurm_conf(PLACES, made, PORTS)
     nodes = rows(text, "NodeName=")
     assert [row["NodeName"] for row in nodes] == [node.name for node in made.topology.nodes]
@@ -103,7 +103,7 @@ def test_slurm_conf_lists_every_node_once_with_its_features_and_partition() -> N
 
 
 def test_a_preemptable_partition_lies_below_the_fabrics_own() -> None:
-    text = slurmconf.slurm_conf(PLACES, layout("preemption"), PORTS)
+    text = slurmconf.slurm_conf(PLACES, wiring("preemption"), PORTS)
     by_name = {row["PartitionName"]: row for row in rows(text, "PartitionName=")}
     low, high = by_name["ib-low"], by_name["ib"]
     assert low["Nodes"] == high["Nodes"]
@@ -113,13 +113,13 @@ def test_a_preemptable_partition_lies_below_the_fabrics_own() -> None:
 
 def test_a_topology_replaces_a_setting_instead_of_repeating_it() -> None:
     text = (FOLDER / "default.yaml").read_text() + "slurm: {killwait: 9, Epilog: /bin/true}\n"
-    found = slurmconf.slurm_conf(PLACES, Layout(parse(text, "x"), "hb0123", "10.99.0.0/16"), PORTS)
+    found = slurmconf.slurm_conf(PLACES, Wiring(parse(text, "x"), "hb0123", "10.99.0.0/16"), PORTS)
     assert [line for line in found.splitlines() if line.lower().startswith("killwait=")] == ["killwait=9"]
     assert "Epilog=/bin/true" in found.splitlines()
 
 
 def test_slurmdbd_uses_the_testbeds_own_database() -> None:
-    found = settings(slurmconf.slurmdbd_conf(PLACES, layout(), PORTS, "secret"))
+    found = settings(slurmconf.slurmdbd_conf(PLACES, wiring(), PORTS, "secret"))
     assert (found["StorageHost"], found["StoragePort"], found["StoragePass"]) == ("127.0.0.1", "20004", "secret")
     assert found["DbdAddr"] == "10.99.0.1" and found["AuthInfo"] == "socket=/state/run/munge.socket"
 

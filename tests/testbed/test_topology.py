@@ -62,10 +62,10 @@ def test_features_of_both_kinds_of_node() -> None:
 @pytest.mark.parametrize(("text", "says"), [
     ("", "not a map"),
     ("fabrics: [", "not YAML"),
-    ("fabrics: 3", "fabrics is not a list"),
+    ("fabrics: 3\nname: x\nethernet_mbit: 5", "fabrics is 3"),
     ("name: x\nethernet_mbit: 5\nfabrics: []", "no fabric"),
-    ("ethernet_mbit: 5\nfabrics: [{name: a, nic: ib, partition: a, nodes: 1, rdma_mbit: 1}]", "missing: name"),
-    (changed("fabrics", 0, "nic", to="ibb"), "did you mean 'ib'"),
+    ("ethernet_mbit: 5\nfabrics: [{name: a, nic: ib, partition: a, nodes: 1, rdma_mbit: 1}]", "name is missing"),
+    (changed("fabrics", 0, "nic", to="ibb"), "nic is 'ibb'; use ib, roce, ethernet (did you mean 'ib'?)"),
     (changed("fabrics", 0, "nodes", to=0), "nodes is 0"),
     (changed("fabrics", 0, "nodes", to=True), "nodes is True"),
     (changed("fabrics", 0, "nodes", to=500), "at most 200"),
@@ -79,7 +79,7 @@ def test_features_of_both_kinds_of_node() -> None:
     (changed("fabrics", 0, "partition", to="ib;reboot"), "partition is 'ib;reboot'"),
     (changed("fabrics", 0, "prefix", to="toolong"), "prefix is 'toolong'"),
     (changed("fabrics", 0, "rate", to=3), "unknown key 'rate'"),
-    (changed("fabrics", 0, to="ib"), "is not a map"),
+    (changed("fabrics", 0, to="ib"), "is 'ib', not keys with values"),
     (changed("ethernet_mbits", to=3), "did you mean 'ethernet_mbit'"),
     (changed("partitions", to=[{"name": "low", "fabrics": ["ib-b"]}]), "did you mean 'ib-a'"),
     (changed("partitions", to=[{"name": "low", "fabrics": []}]), "names the fabric ''"),
@@ -89,7 +89,7 @@ def test_features_of_both_kinds_of_node() -> None:
     (changed("slurm", to={"slurmctldport": 6817}), "is the testbed's own"),
     (changed("slurm", to={"KillWait": "5\nNodeName=x"}), "slurm.KillWait"),
     (changed("slurm", to={"Kill Wait": 5}), "not a setting"),
-    (changed("slurm", to=[1]), "slurm is not a map"),
+    (changed("slurm", to=[1]), "slurm is [1]; use keys with values"),
 ])
 def test_bad_input_is_one_line_with_the_file_and_the_cure(text: str, says: str) -> None:
     with pytest.raises(TestbedError) as caught:

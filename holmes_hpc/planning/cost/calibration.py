@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
-from holmes_hpc.errors import ConfigError, HolmesError, nearest
+from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.hardware import Link
+from holmes_hpc.schema import check, key, make
 
 NETWORKS = ("local", "ib", "roce", "ethernet")
 COLLECTIVES = ("reduce_scatter", "all_gather")
@@ -19,25 +20,20 @@ class Measured:
     """Seconds of one part of a model for one micro-batch of `tokens` tokens, on one of `tp` ranks.
 
     `part`: layer, embedding or head. `flops`: the part's forward FLOPs (for the embedding: tokens * hidden), as
-    planning.counts gives them for the whole micro-batch; times scale with it to other sizes. Backward: without
+    cost/flops.py gives them for the whole micro-batch; times scale with it to other sizes. Backward: without
     recomputation.
     """
 
-    part: str
-    hidden: int
-    tokens: int
-    tp: int
-    flops: float
-    forward_s: float
-    backward_s: float
+    part: Annotated[str, key("of a model", one_of=("layer", "embedding", "head"))]
+    hidden: Annotated[int, key("width of the residual stream", ge=1)]
+    tokens: Annotated[int, key("of a micro-batch", ge=1)]
+    tp: Annotated[int, key("tensor parallel", ge=1)]
+    flops: Annotated[float, key("forward, of the whole micro-batch", gt=0)]
+    forward_s: Annotated[float, key("seconds of a forward pass", unit="s", ge=0)]
+    backward_s: Annotated[float, key("seconds of a backward pass", unit="s", ge=0)]
 
     def __post_init__(self) -> None:
-        if self.part not in ("layer", "embedding", "head"):
-            raise ConfigError(f"unknown part {self.part!r}", where="calibration.parts",
-                              hint=nearest(str(self.part), ("layer", "embedding", "head")))
-        if not (self.forward_s >= 0 and self.backward_s >= 0 and self.flops > 0):
-            raise ConfigError(f"{self.part}: {self.forward_s} s forward, {self.backward_s} s backward for {self.flops}"
-                              " FLOPs", where="calibration.parts", hint="make it again with `holmes calibrate`")
+        check(self, "calibration.parts")
 
 
 @dataclass(frozen=True)
@@ -48,33 +44,25 @@ class Calibration:
     parts; `step_s`: of every step."""
 
     device: str = ""
-    pace_layer_ms: float | None = None
+    pace_layer_ms: Annotated[float | None, key("layers waited that long", unit="ms", gt=0)] = None
     parts: tuple[Measured, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
-    optimizer_s: float | None = None
-    pass_s: float = 0.0
-    step_s: float = 0.0
-    dtype: str | None = None
+    optimizer_s: Annotated[float | None, key("of one parameter", unit="s", ge=0)] = None
+    pass_s: Annotated[float, key("of every pass", unit="s", ge=0)] = 0.0
+    step_s: Annotated[float, key("of every step", unit="s", ge=0)] = 0.0
+    dtype: Annotated[str | None, key("of weights", one_of=("fp32", "bf16", "fp16"))] = None
     made: str = ""  # when and where, for people
+
+    def __post_init__(self) -> None:
+        check(self, "calibration")
+        for name in self.links:
+            if name not in LINKS:
+                raise ConfigError(f"unknown link {name!r}", where="calibration.links", hint=nearest(str(name), LINKS))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
-        """From plain data (a file's content); unknown keys and links are named."""
-        known = [f.name for f in fields(cls)]
-        for key in data:
-            if key not in known:
-                raise ConfigError(f"unknown key {key!r}", where="calibration", hint=nearest(str(key), known))
-        try:
-            links = {str(k): Link(**v) for k, v in (data.get("links") or {}).items()}
-            parts = tuple(Measured(**v) for v in data.get("parts") or ())
-        except HolmesError:
-            raise
-        except (TypeError, AttributeError) as e:
-            raise ConfigError(str(e), where="calibration", hint="make it again with `holmes calibrate`") from e
-        for name in links:
-            if name not in LINKS:
-                raise ConfigError(f"unknown link {name!r}", where="calibration.links", hint=nearest(name, LINKS))
-        return cls(**{**data, "links": links, "parts": parts})
+        """From plain data (a file's content). ConfigError that names the key, its value and what is allowed."""
+        return make(cls, data, "calibration")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""

@@ -16,17 +16,22 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.calibration import Calibration, Measured
 from holmes_hpc.planning.cost.flops import (
-    hardware_flops_per_step,
     head_flops,
     head_parameters,
     layer_flops,
-    layer_matrix_flops,
     layer_parameters,
     layer_score_flops,
-    model_flops_per_step,
 )
-from holmes_hpc.planning.cost.hardware import FITTED, GLOO_LINKS, Collectives, Fitted, Link, collectives, memory_gbps
-from holmes_hpc.planning.cost.hardware import published_links as _published_links
+from holmes_hpc.planning.cost.hardware import (
+    FITTED,
+    GLOO_LINKS,
+    Collectives,
+    Fitted,
+    Link,
+    collectives,
+    memory_gbps,
+    published_links,
+)
 from holmes_hpc.planning.spec.transport import Transport
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -36,19 +41,19 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 class Software:
     """What a training program does, as of now by default. `flash`: attention is fused, so that scores never leave the
     chip. `overlap`: gradients' traffic is hidden behind computing where it can be, `overlap_gather`: parameters' too.
-    `overlap_hops`: interleaved stages compute while they exchange. `scatter_hops`: of what all TP ranks hold alike,
-    each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
+    `overlap_transfers`: interleaved stages compute while they exchange. `scatter_transfers`: of what all TP ranks hold
+    alike, each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
 
     flash: bool = True
     overlap: bool = True
     overlap_gather: bool = True
-    overlap_hops: bool = True
-    scatter_hops: bool = False
+    overlap_transfers: bool = True
+    scatter_transfers: bool = False
 
 
 CURRENT = Software()
 # SC'21's runs: before FlashAttention, the distributed optimizer's overlap, and overlap_p2p_comm.
-SC21 = Software(flash=False, overlap=False, overlap_hops=False, scatter_hops=True)
+SC21 = Software(flash=False, overlap=False, overlap_transfers=False, scatter_transfers=True)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Costs:
 
     def dtype_of(self, gpu: Gpu) -> str:
         return self.dtype or (self.calibration.dtype if self.calibration else None) or (
-            "fp32" if gpu.name == "cpu" else "bf16")
+            "fp32" if gpu.is_cpu else "bf16")
 
     def weight_bytes(self, gpu: Gpu) -> int:
         """Of one weight, and of one element of an activation."""
@@ -104,7 +109,7 @@ class Costs:
         return measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
-        return GLOO_LINKS if gpu.name == "cpu" else _published_links(self.fitted)
+        return GLOO_LINKS if gpu.is_cpu else published_links(self.fitted)
 
     def layer_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
                 recompute: str = "none") -> tuple[float, float]:
@@ -213,7 +218,3 @@ def _pace(layer_ms: float | None) -> str:
 def _scaled(measured: Measured, flops: float, tp: int) -> tuple[float, float]:
     ratio = flops / measured.flops * measured.tp / tp
     return measured.forward_s * ratio, measured.backward_s * ratio
-
-
-__all__ = ["BYTES", "Calibration", "Costs", "Link", "Measured", "hardware_flops_per_step", "head_flops", "layer_flops",
-           "layer_matrix_flops", "layer_score_flops", "model_flops_per_step"]

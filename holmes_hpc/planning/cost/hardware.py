@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
-from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.schema import check, key
 
 # Memory bandwidth in GB/s, from NVIDIA's data sheets: A100 40 GB and 80 GB SXM, H100 SXM, H200 SXM, B200.
 # A CPU rank: one core's share of a server's DDR4.
@@ -27,17 +28,14 @@ def memory_gbps(gpu: Gpu) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of transport. `latency_s`: before a message's first byte. `efficiency`: share of the nominal rate that
-    payload gets."""
+    """What one kind of transport costs."""
 
-    latency_s: float
-    efficiency: float
+    latency_s: Annotated[float, key("before a message's first byte", unit="s", ge=0)]
+    # above 1 where a burst is faster than the nominal rate
+    efficiency: Annotated[float, key("share of the nominal rate that payload gets", gt=0)]
 
     def __post_init__(self) -> None:
-        # above 1 where a burst is faster than the nominal rate
-        if not (self.latency_s >= 0 and 0 < self.efficiency < float("inf")):
-            raise ConfigError(f"latency_s {self.latency_s}, efficiency {self.efficiency}", where="link",
-                              hint="use a latency from 0 and an efficiency above 0")
+        check(self, "calibration.links")
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
 
 def collectives(gpu: Gpu) -> Collectives:
     """CPU ranks talk by gloo, GPUs by NCCL."""
-    return GLOO if gpu.name == "cpu" else NCCL
+    return GLOO if gpu.is_cpu else NCCL
 
 
 @dataclass(frozen=True)

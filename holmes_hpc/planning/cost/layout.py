@@ -1,5 +1,5 @@
-"""A placement without its layers: who runs where and which network each kind of traffic takes, derived without listing
-every rank's groups (a plan may have tens of thousands of ranks)."""
+"""A plan without its layers, as the cost model sees it: what runs where, and which network each kind of traffic takes,
+found without listing every rank's groups (a plan may have tens of thousands of ranks)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.planning.spec.transport import Transport, TransportRule
 
 
 @dataclass(frozen=True)
-class Setting:
+class Layout:
     """All of a Plan but its layers per stage, and the costs it is judged by."""
 
     model: ModelSpec
@@ -40,7 +40,7 @@ class Setting:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
 
     @classmethod
-    def of(cls, plan: Plan, costs: Costs) -> Setting:
+    def of(cls, plan: Plan, costs: Costs) -> Layout:
         return cls(plan.model, plan.batch, plan.parallel, plan.recompute, plan.schedule, plan.components, plan.site,
                    costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections, plan.bucket_bytes)
 
@@ -49,22 +49,23 @@ class Setting:
         p = self.parallel
         micro_batches = self.batch.micro_batches(p.dp)
         return Order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
-                     self.costs.software.overlap_hops, self.one_way)
+                     self.costs.software.overlap_transfers, self.one_way)
 
     @property
     def one_way(self) -> bool:
         """Gloo sends a message once the receiver has said that it is ready, over the connection of the two ranks: what
         says so waits there behind a message of the other direction (benchmarks/one_connection.py). Edges have
         connections of their own for each direction."""
-        return self.transport_mode == "single" and any(self.fabric(c).gpu.name == "cpu" for c in self.components)
+        return self.transport_mode == "single" and any(self.fabric(c).gpu.is_cpu for c in self.components)
 
     @property
     def hierarchical(self) -> bool:
         return self.parallel.order != PIPELINE_ORDER
 
     @cached_property
-    def lanes(self) -> tuple[tuple[Component, ...], ...]:
-        """Per kind of pipeline, the component of each of its stages: one lane, or one per component if hierarchical."""
+    def replicas(self) -> tuple[tuple[Component, ...], ...]:
+        """Per kind of pipeline replica, the component of each of its stages: there is one kind, or one per component if
+        hierarchical."""
         if self.hierarchical:
             return tuple((c,) * self.parallel.pp for c in self.components)
         at: dict[int, Component] = {s: c for c in self.components for s in c.stages}
@@ -86,29 +87,23 @@ class Setting:
         return self.fabrics[component.fabric]
 
     @cached_property
-    def shared(self) -> Transport:
-        """The best transport that all nodes share: what plain Megatron-LM uses for every group."""
-        names = {c.fabric for c in self.components}
-        nodes = sum(c.nodes for c in self.components)
-        return LOCAL if nodes == 1 else self._within(names)
+    def rule(self) -> TransportRule:
+        """As the Plan has it; here, where a group's members run is found out without listing them."""
+        return TransportRule(self.site, self.transport_mode, frozenset(c.fabric for c in self.components),
+                             sum(c.nodes for c in self.components) == 1)
 
-    def _within(self, names: set[str]) -> Transport:
-        fabric = self.fabrics[next(iter(names))]
-        return Transport("rdma", fabric.nic, fabric.name) if len(names) == 1 and fabric.nic.rdma else TCP
-
-    def _mode(self, own: Transport) -> Transport:
-        return own if own == LOCAL or self.transport_mode == "holmes" else self.shared
-
-    def edge(self, lane: int, stage: int) -> Transport:
-        """Of the hop from `stage` to the next (the last's: back to the first). Local if it never leaves a node."""
-        return self._edges[lane][stage]
+    def edge(self, replica: int, stage: int) -> Transport:
+        """Of the stage transfer from `stage` to the next (the last's: back to the first). Local if it never leaves a
+        node."""
+        return self._edges[replica][stage]
 
     @cached_property
     def _edges(self) -> tuple[tuple[Transport, ...], ...]:
-        return tuple(tuple(self._edge(lane, s) for s in range(self.parallel.pp)) for lane in range(len(self.lanes)))
+        return tuple(tuple(self._edge(replica, s) for s in range(self.parallel.pp))
+                     for replica in range(len(self.replicas)))
 
-    def _edge(self, lane: int, stage: int) -> Transport:
-        p, stages = self.parallel, self.lanes[lane]
+    def _edge(self, replica: int, stage: int) -> Transport:
+        p, stages = self.parallel, self.replicas[replica]
         here, there = stages[stage], stages[(stage + 1) % p.pp]
         if self.hierarchical:
             per_node = here.gpus_per_node // p.tp
@@ -120,11 +115,11 @@ class Setting:
             ahead = (stage + 1) % p.pp - stage
             span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
             local = here is there and (here.nodes == 1 or (ahead > 0 and span <= here.gpus_per_node))
-        return self._mode(LOCAL if local else self._within({here.fabric, there.fabric}))
+        return self.rule.of({here.fabric, there.fabric}, local)
 
-    def nodes_of_run(self, lane: int, stage: int) -> int:
+    def nodes_of_run(self, replica: int, stage: int) -> int:
         """Nodes that the ranks of one data-parallel run are spread over."""
-        p, here = self.parallel, self.lanes[lane][stage]
+        p, here = self.parallel, self.replicas[replica][stage]
         per_node = here.gpus_per_node // p.tp
         if self.hierarchical:
             per_node = max(1, per_node // p.pp)
@@ -132,22 +127,21 @@ class Setting:
             return 2  # a stage that straddles two nodes
         return max(1, -(-self.run // per_node))
 
-    def reduction(self, lane: int, stage: int) -> Transport:
+    def reduction(self, replica: int, stage: int) -> Transport:
         """Of one data-parallel run of `stage`."""
-        if self.run == 1 or self.nodes_of_run(lane, stage) == 1:
-            return LOCAL
-        return self._mode(self._within({self.lanes[lane][stage].fabric}))
+        one_node = self.run == 1 or self.nodes_of_run(replica, stage) == 1
+        return self.rule.of({self.replicas[replica][stage].fabric}, one_node)
 
     def across(self) -> Transport:
         """Between optimizer instances."""
-        return self._mode(self._within({c.fabric for c in self.components}))
+        return self.rule.of(self.rule.fabrics, self.rule.one_node)
 
-    def ends(self, lane: int = 0) -> Transport:
+    def ends(self, replica: int = 0) -> Transport:
         """Between the first and the last stage: a tied embedding's gradients."""
-        first, last = self.lanes[lane][0], self.lanes[lane][-1]
+        first, last = self.replicas[replica][0], self.replicas[replica][-1]
         whole = self.hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
         local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
-        return self._mode(LOCAL if local else self._within({first.fabric, last.fabric}))
+        return self.rule.of({first.fabric, last.fabric}, local)
 
     def rate(self, transport: Transport, component: Component, collective: str = "") -> float:
         """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective."""
@@ -176,7 +170,7 @@ class Setting:
             elif calibration is None or not calibration.parts:
                 said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
                             " fitted efficiency), not measured")
-            if gpu.name != "cpu" and self.costs.software.flash:
+            if not gpu.is_cpu and self.costs.software.flash:
                 said.append("attention is fused, as with Transformer Engine: without it scores take memory and time")
             if calibration is None or not calibration.links:
                 said.append("link latencies and efficiencies from published figures, not measured")

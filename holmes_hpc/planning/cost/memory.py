@@ -8,7 +8,7 @@ sharded over a data-parallel run by the distributed optimizer (Rajbhandari et al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import parameters
 from holmes_hpc.planning.schedule.orders import Order
 
@@ -26,7 +26,7 @@ SLACK = 0.96
 
 
 @dataclass(frozen=True)
-class Part:
+class StageMemory:
     """Bytes on one rank, arrays of shape (plans, S)."""
 
     weights: np.ndarray
@@ -72,40 +72,41 @@ def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int
     return everything, gradients
 
 
-def memory(setting: Setting, layers: np.ndarray) -> Part:
-    """Peak memory of a rank of each stage for layer splits of shape (plans, S, C), the most of all lanes."""
-    parts = [_lane(setting, lane, layers) for lane in range(len(setting.lanes))]
-    return Part(*(np.max([getattr(p, name) for p in parts], axis=0) for name in Part.__dataclass_fields__))
+def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
+    """Peak memory of a rank of each stage for layer splits of shape (plans, S, C), the most of all pipeline
+    replicas."""
+    parts = [_replica(layout, replica, layers) for replica in range(len(layout.replicas))]
+    return StageMemory(*(np.max([getattr(p, f.name) for p in parts], axis=0) for f in fields(StageMemory)))
 
 
-def _lane(setting: Setting, lane: int, layers: np.ndarray) -> Part:
-    p, m, costs = setting.parallel, setting.model, setting.costs
-    gpus = [setting.fabric(c).gpu for c in setting.lanes[lane]]
-    tokens, sequence = setting.batch.micro_size * setting.batch.sequence_length, setting.batch.sequence_length
-    count = parameters(setting, layers).sum(axis=2)
+def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
+    p, m, costs = layout.parallel, layout.model, layout.costs
+    gpus = [layout.fabric(c).gpu for c in layout.replicas[replica]]
+    tokens, sequence = layout.batch.micro_size * layout.batch.sequence_length, layout.batch.sequence_length
+    count = parameters(layout, layers).sum(axis=2)
     element = np.array([costs.weight_bytes(g) for g in gpus], dtype=np.float64)
     weights, gradients = count * element, count * np.array([costs.gradient_size(g) for g in gpus])
     moments = np.where(element < 4, 12.0, 8.0)
-    optimizer = count * moments / (setting.run if p.distributed_optimizer else 1)
+    optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
 
     held = np.zeros_like(count)
     beside = np.zeros_like(count)
     of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
-                                    setting.recompute, costs.software.flash and g.name != "cpu") for g in set(gpus)}
+                                    layout.recompute, costs.software.flash and not g.is_cpu) for g in set(gpus)}
     for s, gpu in enumerate(gpus):
         kept, more = of[gpu]
-        held[:, s] = (layers[:, s] @ held_passes(setting.order, s).T).max(axis=1) * kept
+        held[:, s] = (layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) * kept
         beside[:, s] = more
-    hop = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
-    held[:, 0] += hop[0] * setting.order.depth(0) * (1 if m.dropout else 0)
+    transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
+    held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / p.tp
-    held[:, -1] += 3 * hop[-1]  # the final norm
+    held[:, -1] += 3 * transfer[-1]  # the final norm
     copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
     matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
     beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy) + matrix)  # the softmax in fp32 becomes its gradient
-    buffers = beside + np.array([_posted(setting, s) for s in range(p.pp)]) * hop
-    buffers += np.array([0 if g.name == "cpu" else CUDA_BYTES for g in gpus])
-    return Part(weights, gradients, optimizer, held, buffers)
+    buffers = beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
+    buffers += np.array([0 if g.is_cpu else CUDA_BYTES for g in gpus])
+    return StageMemory(weights, gradients, optimizer, held, buffers)
 
 
 @lru_cache(maxsize=1024)
@@ -122,9 +123,9 @@ def held_passes(order: Order, stage: int) -> np.ndarray:
     return np.unique([gone[0][min(depth + k, len(chunk))] - gone[1][k] for k in moments], axis=0)
 
 
-def _posted(setting: Setting, stage: int) -> int:
-    """Hops that a stage holds buffers for: received and sent, ahead of need in this project's schedule."""
-    order, stages = setting.order, setting.parallel.pp
+def _posted(layout: Layout, stage: int) -> int:
+    """Stage transfers that a stage holds buffers for: received and sent, ahead of need in this project's schedule."""
+    order, stages = layout.order, layout.parallel.pp
     if stages == 1:
         return 0
     if order.kind != "ahead":
@@ -138,24 +139,24 @@ def capacity(gpu: Gpu, most_gib: float | None = None) -> float:
     return (most_gib or gpu.memory_gib) * 2**30 * SLACK
 
 
-def fits(setting: Setting, layers: np.ndarray, most_gib: float | None = None) -> np.ndarray:
+def fits(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> np.ndarray:
     """Which layer splits fit on every stage, (plans,)."""
-    return np.asarray((memory(setting, layers).total() <= room(setting, most_gib)).all(axis=1))
+    return np.asarray((memory(layout, layers).total() <= room(layout, most_gib)).all(axis=1))
 
 
-def room(setting: Setting, most_gib: float | None = None) -> np.ndarray:
-    """Bytes of a GPU of each stage that a plan may use, the least of all lanes, (S,)."""
-    return np.array([min(capacity(setting.fabric(lane[s]).gpu, most_gib) for lane in setting.lanes)
-                     for s in range(setting.parallel.pp)])
+def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
+    """Bytes of a GPU of each stage that a plan may use, the least of all pipeline replicas, (S,)."""
+    return np.array([min(capacity(layout.fabric(replica[s]).gpu, most_gib) for replica in layout.replicas)
+                     for s in range(layout.parallel.pp)])
 
 
-def refuse(setting: Setting, layers: np.ndarray, most_gib: float | None = None) -> None:
+def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> None:
     """Raise PlanError that names the stage and the shortfall if one layer split, (1, S, C), does not fit."""
-    need = memory(setting, layers).total()[0]
+    need = memory(layout, layers).total()[0]
     worst = None
     for s, needed in enumerate(need):
-        for lane in setting.lanes:
-            gpu = setting.fabric(lane[s]).gpu
+        for replica in layout.replicas:
+            gpu = layout.fabric(replica[s]).gpu
             short = needed - capacity(gpu, most_gib)
             if short > 0 and (worst is None or short > worst[0]):
                 worst = (short, s, needed, gpu)

@@ -1,8 +1,9 @@
 """What waits for what in a pipeline schedule, as arcs between numbered nodes.
 
 Nodes, with S stages, C chunks, T = micro-batches * C turns: pass (stage s, way w: 0 forward, 1 backward, turn t) is
-node (2s + w)*T + t; the hop that takes its result away is that + 2*S*T; then come ``ready``, ``tail`` and ``reduce`` of
-every stage and chunk. Numbers instead of objects, because a search builds hundreds of graphs of ten thousand nodes.
+node (2s + w)*T + t; the stage transfer that takes its result away is that + 2*S*T; then come ``ready``, ``tail`` and
+``reduce`` of every stage and chunk. Numbers instead of objects, because a search builds hundreds of graphs of ten
+thousand nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.orders import Exchange, Hop, Order, Pass
+from holmes_hpc.planning.schedule.orders import Exchange, Order, Pass, StageTransfer
 
 PARTS = ("forward", "backward", "down", "up", "last_up", "ready", "reduce", "tail")  # columns of Durations.table
 
@@ -46,8 +47,8 @@ class Numbers:
         self.order = order
         self.stages, self.chunks = order.stages, order.chunks
         self.turns = order.micro_batches * order.chunks
-        self.hops = 2 * self.stages * self.turns
-        self.around = 2 * self.hops  # ready, then tail, then reduce
+        self.transfers = 2 * self.stages * self.turns
+        self.around = 2 * self.transfers  # ready, then tail, then reduce
         self.count = self.around + 3 * self.stages * self.chunks
         turns = order.turns()
         self.micro_batch = np.array([m for m, _ in turns])
@@ -58,27 +59,28 @@ class Numbers:
         chunk = done.chunk if done.forward else self.chunks - 1 - done.chunk
         return (2 * stage + (not done.forward)) * self.turns + self.turn_of[done.micro_batch, chunk]
 
-    def hop(self, hop: Hop) -> int:
-        return self.hops + self.node(hop.source, hop.made)
+    def transfer(self, transfer: StageTransfer) -> int:
+        return self.transfers + self.node(transfer.source, transfer.made)
 
     def chunk_of(self, way: int) -> np.ndarray:
         return self.chunk if way == 0 else self.chunks - 1 - self.chunk
 
     def columns(self, moved: np.ndarray) -> np.ndarray:
-        """The column of each node; `moved`: which hops there are. What does not exist takes no time."""
+        """The column of each node; `moved`: which transfers there are. What does not exist takes no time."""
         s, c, t = self.stages, self.chunks, self.turns
         sizes = (s * c, s * c, s, s, s, s * c, s * c, s * c)
         starts = dict(zip(PARTS, np.concatenate([[0], np.cumsum(sizes)]).tolist(), strict=False))
         nothing = sum(sizes)
         column = np.full(self.count, nothing)
         stage = np.arange(s)[:, None]
-        passes = column[:self.hops].reshape(s, 2, t)
+        passes = column[:self.transfers].reshape(s, 2, t)
         passes[:, 0] = starts["forward"] + stage * c + self.chunk_of(0)
         passes[:, 1] = starts["backward"] + stage * c + self.chunk_of(1)
-        hops = column[self.hops:self.around].reshape(s, 2, t)
-        hops[:, 0] = starts["down"] + stage
-        hops[:, 1] = np.where(self.micro_batch == self.order.micro_batches - 1, starts["last_up"], starts["up"]) + stage
-        hops[~moved.reshape(s, 2, t)] = nothing
+        transfers = column[self.transfers:self.around].reshape(s, 2, t)
+        transfers[:, 0] = starts["down"] + stage
+        last = self.micro_batch == self.order.micro_batches - 1
+        transfers[:, 1] = np.where(last, starts["last_up"], starts["up"]) + stage
+        transfers[~moved.reshape(s, 2, t)] = nothing
         around = column[self.around:].reshape(3, s * c)
         for row, name in enumerate(("ready", "tail", "reduce")):
             around[row] = starts[name] + np.arange(s * c)
@@ -92,7 +94,7 @@ class Numbers:
             part, place = divmod(node - self.around, self.stages * self.chunks)
             return {"stage": place // self.chunks, "kind": ("param_sync", "grad_sync", "grad_sync")[part],
                     "chunk": place % self.chunks, "micro_batch": None}
-        sent, place = divmod(node, self.hops)
+        sent, place = divmod(node, self.transfers)
         way, turn = place // self.turns % 2, place % self.turns
         return {"stage": place // self.turns // 2, "kind": "send" if sent else ("forward", "backward")[way],
                 "chunk": int(self.chunk_of(way)[turn]), "micro_batch": int(self.micro_batch[turn])}
@@ -121,27 +123,27 @@ def _around(numbers: Numbers, before_first: dict[int, list[int]]) -> Arcs:
 
 
 def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Megatron-Core's schedules: a stage goes on when what it waits for is complete, and a hop starts when both of its
-    ends have come to it and the one before it on the same way has gone."""
+    """Megatron-Core's schedules: a stage goes on when what it waits for is complete, and a transfer starts when both
+    of its ends have come to it and the one before it on the same way has gone."""
     n, arcs = numbers, list[tuple[int, int]]()
-    moved = np.zeros(n.hops, dtype=bool)
+    moved = np.zeros(n.transfers, dtype=bool)
     for stage in range(n.stages):
         state: list[int] = []
         latest: dict[bool, int] = {}
         for item in n.order.program(stage):
             if isinstance(item, Exchange):
-                sends, receives = [n.hop(h) for h in item.sends], [n.hop(h) for h in item.receives]
-                arcs += [(hop, b) for hop in (*sends, *receives) for b in state]
-                for hop, node in zip(item.sends, sends, strict=True):
-                    way = hop.made.forward or shared[stage]
+                sends, receives = [n.transfer(h) for h in item.sends], [n.transfer(h) for h in item.receives]
+                arcs += [(transfer, b) for transfer in (*sends, *receives) for b in state]
+                for transfer, node in zip(item.sends, sends, strict=True):
+                    way = transfer.made.forward or shared[stage]
                     if way in latest:
                         arcs.append((node, latest[way]))
                     latest[way] = node
-                    moved[node - n.hops] = True
+                    moved[node - n.transfers] = True
                 if n.order.one_way and n.order.kind == "1f1b":
-                    arcs += [(n.hop(up), n.hop(down)) for down in item.sends for up in item.receives
+                    arcs += [(n.transfer(up), n.transfer(down)) for down in item.sends for up in item.receives
                              if down.made.forward and down.target == up.source]
-                waits = [*sends, *receives] if item.waits is None else [n.hop(h) for h in item.waits]
+                waits = [*sends, *receives] if item.waits is None else [n.transfer(h) for h in item.waits]
                 state = waits if item.waits is None else [*state, *waits]
             else:
                 node = n.node(stage, item)
@@ -153,13 +155,14 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
 
 def _ahead(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
     """This project's own: a stage waits only for what it computes on, and for a send that is more than a window behind;
-    a hop starts when its data is there, its receive is posted, and the one before it has gone."""
+    a transfer starts when its data is there, its receive is posted, and the one before it has gone."""
     n, order = numbers, numbers.order
     s_count, t_count = n.stages, n.turns
     turns = np.arange(t_count)
     moved = np.zeros((s_count, 2, t_count), dtype=bool)
     arcs: Arcs = []
-    sequence, left_before = [], []  # per stage: its passes in order; the hop that must have left before each, or -1
+    # per stage: its passes in order; the transfer that must have left before each, or -1
+    sequence, left_before = [], []
     windows = [order.window(s) if s_count > 1 else 1 for s in range(s_count)]
 
     for stage in range(s_count):
@@ -178,33 +181,33 @@ def _ahead(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray
         for way in (0, 1):
             leaves = _leaves(n, stage, way)
             moved[stage, way] = leaves
-            hops = n.hops + (2 * stage + way) * t_count + turns[leaves]
-            arcs.append((hops, hops - n.hops))
-            arcs.append((hops[1:], hops[:-1]))
+            transfers = n.transfers + (2 * stage + way) * t_count + turns[leaves]
+            arcs.append((transfers, transfers - n.transfers))
+            arcs.append((transfers[1:], transfers[:-1]))
             window = windows[stage if way == 0 else (stage - 1) % s_count]
             places = place[way * t_count + turns[leaves]]
-            if len(hops) > window:
-                settle[places[window:] + 1] = hops[:-window]
-            sent_at.append((places, hops))
+            if len(transfers) > window:
+                settle[places[window:] + 1] = transfers[:-window]
+            sent_at.append((places, transfers))
         left_before.append(settle)
         waits = settle[:-1] >= 0
         arcs.append((nodes[waits], settle[:-1][waits]))
         if shared[stage]:
-            places, hops = (np.concatenate(x) for x in zip(*sent_at, strict=True))
-            hops = hops[np.argsort(places)]
-            arcs.append((hops[1:], hops[:-1]))
+            places, transfers = (np.concatenate(x) for x in zip(*sent_at, strict=True))
+            transfers = transfers[np.argsort(places)]
+            arcs.append((transfers[1:], transfers[:-1]))
     for stage in range(s_count):
         place = np.empty(2 * t_count, dtype=int)
         place[sequence[stage] - 2 * stage * t_count] = np.arange(2 * t_count)
         for way in (0, 1):
-            hops, needed = _arrivals(n, stage, way)
-            if not len(hops):
+            transfers, needed = _arrivals(n, stage, way)
+            if not len(transfers):
                 continue
             consumers = (2 * stage + way) * t_count + needed
-            arcs.append((consumers, hops))
+            arcs.append((consumers, transfers))
             window = windows[(stage - 1) % s_count if way == 0 else stage]
             places = place[way * t_count + needed[:-window]]  # taking one posts the receive a window further
-            later = hops[window:]
+            later = transfers[window:]
             known = places > 0
             arcs.append((later[known], sequence[stage][places[known] - 1]))
             settle = left_before[stage][places]
@@ -226,12 +229,12 @@ def _leaves(n: Numbers, stage: int, way: int) -> np.ndarray:
 
 
 def _arrivals(n: Numbers, stage: int, way: int) -> tuple[np.ndarray, np.ndarray]:
-    """(hops that come to `stage`, the turns that need them), in order."""
+    """(transfers that come to `stage`, the turns that need them), in order."""
     source = (stage - 1 if way == 0 else stage + 1) % n.stages
     leaves = _leaves(n, source, way)
     sent = np.arange(n.turns)[leaves]
     around = source == (n.stages - 1 if way == 0 else 0)  # over the edge that closes the ring: the next chunk's turn
-    return n.hops + (2 * source + way) * n.turns + sent, sent + (n.order.group if around else 0)
+    return n.transfers + (2 * source + way) * n.turns + sent, sent + (n.order.group if around else 0)
 
 
 def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from holmes_hpc.errors import PlanError
@@ -21,7 +22,7 @@ class Pass(NamedTuple):
     chunk: int
 
 
-class Hop(NamedTuple):
+class StageTransfer(NamedTuple):
     """One transfer over a pipeline edge: the result of pass `made` of stage `source`, which stage `target` needs."""
 
     source: int
@@ -31,11 +32,11 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Hops that a stage posts together, and then those it waits for (None: just the ones it posted)."""
+    """Stage transfers that a stage posts together, and then those it waits for (None: just the ones it posted)."""
 
-    sends: tuple[Hop, ...] = ()
-    receives: tuple[Hop, ...] = ()
-    waits: tuple[Hop, ...] | None = None
+    sends: tuple[StageTransfer, ...] = ()
+    receives: tuple[StageTransfer, ...] = ()
+    waits: tuple[StageTransfer, ...] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives or self.waits)
@@ -94,23 +95,23 @@ class Order:
         paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
         return [*forward[:ahead], *paired, *backward[len(forward) - ahead:]]
 
-    def hop_to(self, stage: int, needed: Pass) -> Hop | None:
-        """The hop that brings `stage` what its pass `needed` works on; None: nothing comes over an edge."""
+    def transfer_to(self, stage: int, needed: Pass) -> StageTransfer | None:
+        """The transfer that brings `stage` what its pass `needed` works on; None: nothing comes over an edge."""
         back = -1 if needed.forward else 1
         if stage != (0 if needed.forward else self.stages - 1):
-            return Hop(stage + back, stage, needed) if self.stages > 1 else None
+            return StageTransfer(stage + back, stage, needed) if self.stages > 1 else None
         if needed.chunk == (0 if needed.forward else self.chunks - 1) or self.stages == 1:
             return None
-        return Hop((stage + back) % self.stages, stage, needed._replace(chunk=needed.chunk + back))
+        return StageTransfer((stage + back) % self.stages, stage, needed._replace(chunk=needed.chunk + back))
 
-    def hop_from(self, stage: int, made: Pass) -> Hop | None:
-        """The hop that takes away what pass `made` of `stage` gives; None: nothing goes over an edge."""
+    def transfer_from(self, stage: int, made: Pass) -> StageTransfer | None:
+        """The transfer that takes away what pass `made` of `stage` gives; None: nothing goes over an edge."""
         on = 1 if made.forward else -1
         if self.stages == 1:
             return None
         if stage == (self.stages - 1 if made.forward else 0) and made.chunk == (self.chunks - 1 if made.forward else 0):
             return None
-        return Hop(stage, (stage + on) % self.stages, made)
+        return StageTransfer(stage, (stage + on) % self.stages, made)
 
     def window(self, upstream: int) -> int:
         """Receives posted ahead of need (`ahead` only) on both directions of the edge below stage `upstream`."""
@@ -128,7 +129,7 @@ class Order:
         items: list[Pass | Exchange] = []
         m, warm = self.micro_batches, min(self.micro_batches, self.stages - stage - 1)
         f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
-        out, into = (lambda p: self._list(self.hop_from(stage, p))), (lambda p: self._list(self.hop_to(stage, p)))
+        out, into = partial(self._out, stage), partial(self._into, stage)
         for i in range(warm):
             items += [Exchange(receives=into(f(i))), f(i), Exchange(sends=out(f(i)))]
         if warm < m:
@@ -148,9 +149,9 @@ class Order:
         backward = [Pass(False, m, self.chunks - 1 - c) for m, c in self.turns()]
         total, last = len(forward), self.stages - 1
         warm = min(total, 2 * (last - stage) + (self.chunks - 1) * self.group)
-        into, out = (lambda p: self._list(self.hop_to(stage, p))), (lambda p: self._list(self.hop_from(stage, p)))
+        out, into = partial(self._out, stage), partial(self._into, stage)
 
-        def incoming(order: Sequence[Pass], k: int) -> tuple[Hop, ...]:
+        def incoming(order: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
             """What is received after `order[k]`: the next pass's input; over the ring's closing edge what the other
             end made `stages - 1` passes ago."""
             if k + 1 >= total:
@@ -158,14 +159,14 @@ class Order:
             if stage != (0 if order[k].forward else last):
                 return into(order[k + 1])
             made = order[k - last] if k >= last else None
-            return self._list(self.hop_from(last if order[k].forward else 0, made)) if made else ()
+            return self._out(last if order[k].forward else 0, made) if made else ()
 
         items: list[Pass | Exchange] = [Exchange(receives=into(forward[0]))]
         for k in range(warm):
             items += [forward[k], Exchange(out(forward[k]), incoming(forward, k))]
         early = into(backward[0])
         items.append(Exchange(receives=early, waits=early if warm == total else ()))
-        sent: dict[bool, tuple[Hop, ...]] = {True: (), False: ()}
+        sent: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}
         for k in range(total - warm):
             if not self.overlap:
                 f, b = forward[k + warm], backward[k]
@@ -181,9 +182,11 @@ class Order:
                       Exchange(out(backward[k]), incoming(backward, k))]
         return [item for item in items if item]
 
-    @staticmethod
-    def _list(hop: Hop | None) -> tuple[Hop, ...]:
-        return () if hop is None else (hop,)
+    def _out(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]:
+        return tuple(t for t in [self.transfer_from(stage, made)] if t)
+
+    def _into(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]:
+        return tuple(t for t in [self.transfer_to(stage, needed)] if t)
 
 
 def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:

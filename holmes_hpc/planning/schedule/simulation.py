@@ -1,9 +1,9 @@
-"""The time of a step: every pass and every hop of a pipeline, each starting when all that it really waits for is done.
+"""The time of a step: every pass and every stage transfer of a pipeline, each starting when what it waits for is done.
 
-A schedule is turned into a graph once (planning.graphs), whose nodes are passes, hops and gradient reductions, and
-whose arcs say what waits for what: the order of a stage's passes, the data, a waiting send's receiver, a full window of
-receives, one NIC that carries two directions. A step's time is the longest path. Durations are not part of the graph,
-so one graph evaluates many candidate plans at once.
+A schedule is turned into a graph once (schedule/graph.py), whose nodes are passes, stage transfers and gradient
+reductions, and whose arcs say what waits for what: the order of a stage's passes, the data, a waiting send's receiver,
+a full window of receives, one NIC that carries two directions. A step's time is the longest path. Durations are not
+part of the graph, so one graph evaluates many candidate plans at once.
 
 Past a few rounds a pipeline repeats itself with every micro-batch: :func:`step_seconds` goes through the
 first :func:`rounds` micro-batches and extends the rest by the period it has reached.
@@ -23,9 +23,9 @@ from holmes_hpc.planning.schedule.orders import Order
 class Durations:
     """Seconds, arrays of shape (plans, …): one row per candidate plan. S stages, C chunks of each.
 
-    `forward`, `backward`: one pass, (plans, S, C). `down`: one hop from stage s to s+1, `up`: from s to s-1 (both
-    around the ring), (plans, S). `last_up`: the same for the last micro-batch, beside the gradients' traffic, never
-    shorter. `ready`: what the gathering of a chunk's parameters adds to its first pass. `reduce`: its gradients'
+    `forward`, `backward`: one pass, (plans, S, C). `down`: one stage transfer from stage s to s+1, `up`: from s to s-1
+    (both around the ring), (plans, S). `last_up`: the same for the last micro-batch, beside the gradients' traffic,
+    never shorter. `ready`: what the gathering of a chunk's parameters adds to its first pass. `reduce`: its gradients'
     reduction, `tail`: what of it comes after the chunk's last backward pass at least; all (plans, S, C).
     """
 
@@ -39,7 +39,7 @@ class Durations:
     tail: np.ndarray
 
     def table(self) -> np.ndarray:
-        """All of them side by side, as planning.graphs counts, and a column of zeros."""
+        """All of them side by side, as schedule/graph.py counts, and a column of zeros."""
         plans = len(self.forward)
         parts = (self.forward, self.backward, self.down, self.up, self.last_up, self.ready, self.reduce, self.tail)
         return np.concatenate([*(p.reshape(plans, -1) for p in parts), np.zeros((plans, 1))], axis=1)
@@ -64,7 +64,7 @@ def step_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = 
     """Seconds from the start of a step until all gradients are reduced, (plans,).
 
     A period can still grow late, by as little as the slack that it uses up: what is extended is off by 0.5% at most
-    with WHOLE passes (tests/planning/test_simulate.py), by some percent with ROUGH ones.
+    with WHOLE passes (tests/planning/schedule/test_simulation.py), by some percent with ROUGH ones.
     """
     first, more = rounds(order, passes)
     table = durations.table()
@@ -77,8 +77,8 @@ def step_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = 
 def least_seconds(order: Order, durations: Durations) -> np.ndarray:
     """Less than :func:`step_seconds` under any schedule of this project, (plans,): each stage has all its passes to do,
     after the first micro-batch has come down to it (each stage gathers its parameters when it comes) and before the
-    last one's gradients have gone up from it. Stages that wait for their hops (1f1b) also have those to do for every
-    micro-batch of the steady state."""
+    last one's gradients have gone up from it. Stages that wait for their transfers (1f1b) also have those to do for
+    every micro-batch of the steady state."""
     d, stages, m = durations, order.stages, order.micro_batches
     work = m * (d.forward + d.backward).sum(axis=2)
     if order.kind == "1f1b" and stages > 1:

@@ -1,4 +1,4 @@
-"""Why this plan: its step broken down, what binds, what the runners-up lose, what would help, and a drawing."""
+"""A runner-up of the search as plain data: its sizes, its prediction, and what it loses against the best plan."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from holmes_hpc.planning.cost.layout import Setting
-from holmes_hpc.planning.cost.predict import predict_setting
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.predict import predict_layout
 
 PARTS = {"compute_s": "computes", "pipeline_wait_s": "waits in the pipeline", "grad_sync_s": "reduces gradients",
          "param_sync_s": "gathers parameters", "optimizer_s": "updates weights"}
 
 
-def alternative(best: Setting, best_layers: np.ndarray, strategy: str, other: Setting, layers: np.ndarray,
+def alternative(best: Layout, best_layers: np.ndarray, strategy: str, other: Layout, layers: np.ndarray,
                 ) -> dict[str, Any]:
     """A runner-up as plain data, with what it loses against the best."""
-    first, second = predict_setting(best, best_layers), predict_setting(other, layers)
+    first, second = predict_layout(best, best_layers), predict_layout(other, layers)
     slower = second.step_time_s / first.step_time_s - 1
     more = {name: second.breakdown[name] - first.breakdown[name] for name in PARTS}
     worst = max(PARTS, key=lambda n: more[n])

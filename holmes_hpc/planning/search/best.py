@@ -9,21 +9,21 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import refuse
-from holmes_hpc.planning.cost.predict import layer_array, predict_setting
+from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.alternatives import alternative
-from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Bench, Trial
+from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.space import Placement, Space
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
 ROUND = 24  # placements looked at together, in the order of estimates
-OVER = 1.1  # an estimate is at most so much too long: beyond that over the best trial nothing more is looked at
+OVER = 1.1  # an estimate is at most so much too long: beyond that over the best candidate nothing more is looked at
 PASSES = 30_000  # passes to simulate at most before the best are made better; bounds the time for long pipelines
 BETTER = 24
-NEAR = 1.05  # trials slower than the best by more than this are not made better
+NEAR = 1.05  # candidates slower than the best by more than this are not made better
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
 
@@ -33,8 +33,8 @@ def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
 
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
-    trials = search(model, batch, site, options, costs)
-    return to_plan(trials[0], site, trials[1:])
+    candidates = search(model, batch, site, options, costs)
+    return to_plan(candidates[0], site, candidates[1:])
 
 
 def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
@@ -57,89 +57,88 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         refusal.nothing_divides(model, batch, site, fixed)
     pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
     placements = pipelines or placements
-    bench = Bench(model, batch, site, fixed, costs)
-    ways = [bench.simulated(way) for placement in placements[:GIVEN] for way in bench.ways(placement)]
+    evaluator = Evaluator(model, batch, site, fixed, costs)
+    ways = [evaluator.simulated(way) for placement in placements[:GIVEN] for way in evaluator.ways(placement)]
     if not ways:
-        refusal.nothing_fits(bench, placements)
-    made = to_plan(min(ways, key=Trial.key), site, [])
+        refusal.nothing_fits(evaluator, placements)
+    made = to_plan(min(ways, key=Candidate.key), site, [])
     try:
-        refuse(Setting.of(made, costs), layer_array(made))
+        refuse(Layout.of(made, costs), layer_array(made))
     except PlanError as e:
         return replace(made, assumptions=(*made.assumptions, f"it does not fit: {e.what}"))
     return made
 
 
-def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Trial]:
-    """The best trial, and others from best to worst."""
+def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Candidate]:
+    """The best candidate, and others from best to worst."""
     space = Space(model, batch, site, options, costs)
     placements = space.placements()
-    bench = Bench(model, batch, site, options, costs)
+    evaluator = Evaluator(model, batch, site, options, costs)
     if not placements:
         unlimited = replace(options, max_memory_gib=float("inf"))
         too_large = Space(model, batch, site, unlimited, costs).placements()
         if too_large:
-            refusal.nothing_fits(bench, too_large)
+            refusal.nothing_fits(evaluator, too_large)
         refusal.nothing_divides(model, batch, site, options)
-    trials = _tried(bench, placements, space.small)
-    if not trials:
-        refusal.nothing_fits(bench, placements)
-    improved: list[Trial] = []
+    candidates = _tried(evaluator, placements, space.small)
+    if not candidates:
+        refusal.nothing_fits(evaluator, placements)
+    improved: list[Candidate] = []
     passes = 0
-    for trial in trials:
-        if improved and (trial.seconds > NEAR * trials[0].seconds or passes > PASSES or len(improved) == BETTER):
+    for candidate in candidates:
+        slower = candidate.seconds > NEAR * candidates[0].seconds
+        if improved and (slower or passes > PASSES or len(improved) == BETTER):
             break
-        passes += 8 * trial.passes
-        improved.append(bench.better(trial))
-    rest = trials[len(improved):]
-    improved.sort(key=Trial.key)
-    return [bench.plainer(bench.noted(improved[0])), *improved[1:], *rest]
+        passes += 8 * candidate.passes
+        improved.append(evaluator.better(candidate))
+    rest = candidates[len(improved):]
+    improved.sort(key=Candidate.key)
+    return [evaluator.plainer(evaluator.noted(improved[0])), *improved[1:], *rest]
 
 
-def _tried(bench: Bench, placements: list[Placement], small: bool) -> list[Trial]:
+def _tried(evaluator: Evaluator, placements: list[Placement], small: bool) -> list[Candidate]:
     """Simulate the ways to run placements, round after round in the order of estimates and within a round in that of
     bounds, but no way whose bound is beyond the best. From best to worst. `small`: go by bounds alone, to the end."""
-    done: list[Trial] = []
+    done: list[Candidate] = []
     least, passes = float("inf"), 0
     for first in range(0, len(placements), ROUND):
         if done and not small and (placements[first].estimate > OVER * least or passes > PASSES):
             break
-        ways = [way for placement in placements[first:first + ROUND] for way in bench.ways(placement)]
+        ways = [way for placement in placements[first:first + ROUND] for way in evaluator.ways(placement)]
         for way in sorted(ways, key=lambda t: (t.bound, t.key())):
             if way.bound < least and (small or passes <= PASSES or not done):
                 passes += way.passes
-                done.append(bench.simulated(way, ROUGH))
+                done.append(evaluator.simulated(way, ROUGH))
                 least = min(least, done[-1].seconds)
-    return sorted(done, key=Trial.key)
+    return sorted(done, key=Candidate.key)
 
 
-def to_plan(trial: Trial, site: Site, others: list[Trial]) -> Plan:
-    """A trial as the Plan that a run can be started from."""
-    setting = trial.setting
+def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
+    """A candidate as the Plan that a run can be started from."""
+    layout = candidate.layout
     stages = tuple(Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
-                   for c, chunks in zip(setting.lanes[0], trial.layers[0], strict=True))
-    used = {c.fabric: c.nodes for c in setting.components}
-    plan = Plan(trial.placement.strategy, setting.model, setting.batch, setting.parallel, setting.recompute,
-                setting.schedule, setting.components, stages, site, setting.bucket_bytes, setting.edge_dtype,
-                setting.edge_connections, setting.transport_mode, setting.costs.pace_layer_ms,
-                predict_setting(setting, trial.layers), (*site.assumptions, *setting.assumptions, *trial.notes),
+                   for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True))
+    used = {c.fabric: c.nodes for c in layout.components}
+    plan = Plan(candidate.placement.strategy, layout.model, layout.batch, layout.parallel, layout.recompute,
+                layout.schedule, layout.components, stages, site, layout.bucket_bytes, layout.edge_dtype,
+                layout.edge_connections, layout.transport_mode, layout.costs.pace_layer_ms,
+                predict_layout(layout, candidate.layers), (*site.assumptions, *layout.assumptions, *candidate.notes),
                 unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)})
-    return replace(plan, alternatives=_alternatives(trial, others))
+    return replace(plan, alternatives=_alternatives(candidate, others))
 
 
-def _alternatives(best: Trial, others: list[Trial]) -> tuple[dict[str, object], ...]:
+def _alternatives(best: Candidate, others: list[Candidate]) -> tuple[dict[str, object], ...]:
     """The best of each other kind of placement: strategy, fabrics, and parallel sizes."""
     seen = {_kind(best)}
     kept: list[dict[str, object]] = []
-    for trial in others:
-        if _kind(trial) not in seen and len(kept) < RUNNERS_UP:
-            seen.add(_kind(trial))
-            kept.append(alternative(best.setting, best.layers, trial.placement.strategy, trial.setting, trial.layers))
+    for candidate in others:
+        if _kind(candidate) not in seen and len(kept) < RUNNERS_UP:
+            seen.add(_kind(candidate))
+            kept.append(alternative(best.layout, best.layers, candidate.placement.strategy, candidate.layout,
+                                    candidate.layers))
     return tuple(kept)
 
 
-def _kind(trial: Trial) -> tuple[object, ...]:
-    p = trial.placement
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    p = candidate.placement
     return p.strategy, p.tp, p.pp, p.dp, tuple(sorted(b.fabric.name for b in p.blocks))
-
-
-__all__ = ["PlanOptions", "best_plan", "given_plan", "search", "to_plan"]

@@ -14,9 +14,9 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
-from holmes_hpc.planning.cost.timing import hops_s, least_s, step_s, timing
+from holmes_hpc.planning.cost.timing import least_s, step_s, timing, transfers_s
 from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
@@ -28,16 +28,16 @@ BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 PLAINER = 0.003  # what the schedule that runs ahead, and virtual stages, must each gain at least to be worth it
 MOST_ORDERS = 24
-DEEPER = (1, 2, 4, 8)  # passes in flight to try at every hop beyond those that hide it
+DEEPER = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One way to run a placement: its setting, layers of shape (1, S, C), a lower bound of its step's seconds and, once
+class Candidate:
+    """One way to run a placement: its layout, layers of shape (1, S, C), a lower bound of its step's seconds and, once
     simulated, the seconds."""
 
     placement: Placement
-    setting: Setting
+    layout: Layout
     layers: np.ndarray
     bound: float
     seconds: float = inf
@@ -46,27 +46,27 @@ class Trial:
     @property
     def score(self) -> float:
         """Seconds, a little longer for virtual stages and for more GPUs: ties go to the simpler plan."""
-        virtual = self.setting.parallel.virtual_stages > 1
+        virtual = self.layout.parallel.virtual_stages > 1
         return self.seconds * (1 + PLAINER * virtual + 1e-7 * self.placement.gpus)
 
     @property
     def passes(self) -> int:
         """How much there is to simulate."""
-        o = self.setting.order
+        o = self.layout.order
         return o.stages * o.chunks * min(o.micro_batches, 10 * o.stages)
 
     def key(self) -> tuple[object, ...]:
-        p = self.setting.parallel
-        return self.score, self.bound, self.placement.key(), p.virtual_stages, self.setting.recompute
+        p = self.layout.parallel
+        return self.score, self.bound, self.placement.key(), p.virtual_stages, self.layout.recompute
 
 
-class Bench:
+class Evaluator:
     """Tries placements of one model, batch and site under given options."""
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
 
-    def ways(self, placement: Placement) -> Iterator[Trial]:
+    def ways(self, placement: Placement) -> Iterator[Candidate]:
         """Every number of virtual stages, each with the least recomputation that fits in memory, and with more as long
         as memory keeps a stage from having more layers. Not yet simulated."""
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
@@ -79,11 +79,11 @@ class Bench:
                     if not self._full(made):
                         break
 
-    def _full(self, trial: Trial) -> bool:
+    def _full(self, candidate: Candidate) -> bool:
         """Whether a stage has as many layers as fit on it, where the planner divides them."""
         o = self.options
         return o.partition == "exact" and o.layers_per_stage is None and split.full(
-            trial.setting, trial.layers, o.max_memory_gib)
+            candidate.layout, candidate.layers, o.max_memory_gib)
 
     def _chunks(self, placement: Placement) -> list[int]:
         """Virtual stages to try. Megatron-Core deals micro-batches out to them in groups of PP."""
@@ -105,8 +105,8 @@ class Bench:
         free = self.options.schedule == "auto" and placement.pp > 1 and self.options.transport == "holmes"
         return ("ahead", own) if free else (own,)
 
-    def setting(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Setting:
-        """The setting with as many passes in flight as Megatron-Core's own schedule has."""
+    def layout(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Layout:
+        """The layout with as many passes in flight as Megatron-Core's own schedule has."""
         o, pp = self.options, placement.pp
         hierarchical = placement.strategy == "hierarchical-dp"
         components, at = [], 0
@@ -125,77 +125,77 @@ class Bench:
                             optimizer_instances=placement.instances, distributed_optimizer=o.distributed_optimizer,
                             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False)
         depths = in_flight(pp, batch.micro_batches(placement.dp), chunks)
-        return Setting(self.model, batch, parallel, recompute, Schedule(kind, depths), tuple(components), self.site,
+        return Layout(self.model, batch, parallel, recompute, Schedule(kind, depths), tuple(components), self.site,
                        self.costs, o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)
 
-    def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Trial | None:
+    def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Candidate | None:
         try:
-            setting = self.setting(placement, recompute, kind, chunks)
-            setting.order  # noqa: B018 (micro-batches that virtual stages cannot have are found out here)
+            layout = self.layout(placement, recompute, kind, chunks)
+            layout.order  # noqa: B018 (micro-batches that virtual stages cannot have are found out here)
         except PlanError:
             return None
-        layers = self._layers(setting)
+        layers = self._layers(layout)
         if layers is None:
             return None
         made = split.chunked(layers, chunks)
-        sizes = np.array([setting.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
-        bounds, whole = least_s(setting, np.repeat(made, len(sizes), axis=0), sizes)
+        sizes = np.array([layout.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
+        bounds, whole = least_s(layout, np.repeat(made, len(sizes), axis=0), sizes)
         at = int(np.argmin(whole))
-        return Trial(placement, replace(setting, bucket_bytes=int(sizes[at])), made, float(bounds[at]))
+        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), made, float(bounds[at]))
 
-    def _layers(self, setting: Setting) -> list[int] | None:
-        o, chunks, most = self.options, setting.parallel.virtual_stages, self.options.max_memory_gib
+    def _layers(self, layout: Layout) -> list[int] | None:
+        o, chunks, most = self.options, layout.parallel.virtual_stages, self.options.max_memory_gib
         if o.layers_per_stage is not None:
             made = list(o.layers_per_stage)
         elif o.partition == "exact":
-            return split.balanced(setting, most)
+            return split.balanced(layout, most)
         else:
-            made = split.uniform(setting) if o.partition == "uniform" else split.proportional(setting)
-        if len(made) != setting.parallel.pp or sum(made) != self.model.layers or min(made) < chunks:
+            made = split.uniform(layout) if o.partition == "uniform" else split.proportional(layout)
+        if len(made) != layout.parallel.pp or sum(made) != self.model.layers or min(made) < chunks:
             return None
-        return made if fits(setting, split.chunked(made, chunks), most)[0] else None
+        return made if fits(layout, split.chunked(made, chunks), most)[0] else None
 
-    def simulated(self, trial: Trial, passes: int = WHOLE) -> Trial:
-        """The trial with its seconds; the schedule that runs ahead gets its depth."""
-        kind = trial.setting.schedule.kind
-        return self._deepest(trial, passes) if kind == "ahead" else self._timed(trial, passes)
+    def simulated(self, candidate: Candidate, passes: int = WHOLE) -> Candidate:
+        """The candidate with its seconds; the schedule that runs ahead gets its depth."""
+        kind = candidate.layout.schedule.kind
+        return self._deepest(candidate, passes) if kind == "ahead" else self._timed(candidate, passes)
 
     @staticmethod
-    def _timed(trial: Trial, passes: int = WHOLE) -> Trial:
-        return replace(trial, seconds=float(step_s(trial.setting, trial.layers, passes)[0]))
+    def _timed(candidate: Candidate, passes: int = WHOLE) -> Candidate:
+        return replace(candidate, seconds=float(step_s(candidate.layout, candidate.layers, passes)[0]))
 
-    def _deepest(self, trial: Trial, passes: int) -> Trial:
-        """Deep enough to hide the hops, as far as memory allows: twice a hop's time, in passes of the slowest stage,
-        more than the stage below."""
-        for _, setting in self._depths(trial, extra_depth(trial.setting, trial.layers)):
+    def _deepest(self, candidate: Candidate, passes: int) -> Candidate:
+        """Deep enough to hide the transfers, as far as memory allows: twice a transfer's time, in passes of the slowest
+        stage, more than the stage below."""
+        for _, layout in self._depths(candidate, extra_depth(candidate.layout, candidate.layers)):
             try:
-                return self._timed(replace(trial, setting=setting), passes)
+                return self._timed(replace(candidate, layout=layout), passes)
             except PlanError:  # virtual stages that would lock up at this depth
                 continue
-        return trial
+        return candidate
 
-    def _depths(self, trial: Trial, wanted: list[int]) -> Iterator[tuple[int, Setting]]:
-        """(most passes more than at the stage below, the setting) for which there is memory, down from `wanted`."""
+    def _depths(self, candidate: Candidate, wanted: list[int]) -> Iterator[tuple[int, Layout]]:
+        """(most passes more than at the stage below, the layout) for which there is memory, down from `wanted`."""
         for most in sorted(set(wanted) | {*range(min(max(wanted), 8)), 0}, reverse=True):
-            setting = deepened(trial.setting, [min(e, most) for e in wanted])
-            if not most or fits(setting, trial.layers, self.options.max_memory_gib)[0]:
-                yield most, setting
+            layout = deepened(candidate.layout, [min(e, most) for e in wanted])
+            if not most or fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
+                yield most, layout
 
-    def noted(self, trial: Trial) -> Trial:
-        """The trial, saying which depth it lacks the memory for with the layers it has now."""
-        if "ahead" not in self._kinds(trial.placement, trial.setting.parallel.virtual_stages):
-            return trial
-        wanted = extra_depth(trial.setting, trial.layers)
-        most, _ = next(self._depths(trial, wanted))
-        return trial if most == max(wanted) else replace(trial, notes=(
+    def noted(self, candidate: Candidate) -> Candidate:
+        """The candidate, saying which depth it lacks the memory for with the layers it has now."""
+        if "ahead" not in self._kinds(candidate.placement, candidate.layout.parallel.virtual_stages):
+            return candidate
+        wanted = extra_depth(candidate.layout, candidate.layers)
+        most, _ = next(self._depths(candidate, wanted))
+        return candidate if most == max(wanted) else replace(candidate, notes=(
             f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",))
 
-    def better(self, trial: Trial) -> Trial:
+    def better(self, candidate: Candidate) -> Candidate:
         """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest."""
-        orders = [self._timed(trial)]
-        for blocks in self._orders(trial.placement):
-            s = trial.setting
-            other = self._way(replace(trial.placement, blocks=blocks), s.recompute, s.schedule.kind,
+        orders = [self._timed(candidate)]
+        for blocks in self._orders(candidate.placement):
+            s = candidate.layout
+            other = self._way(replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind,
                               s.parallel.virtual_stages)
             if other is not None and other.bound < min(o.seconds for o in orders):
                 orders.append(self.simulated(other))
@@ -205,46 +205,46 @@ class Bench:
             other = self._together(order)
             best = other if other.seconds < best.seconds * (1 - 1e-6) else best
         for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
-            other = self._timed(replace(best, setting=replace(best.setting, bucket_bytes=size)))
+            other = self._timed(replace(best, layout=replace(best.layout, bucket_bytes=size)))
             best = other if other.seconds < best.seconds * (1 - 1e-4) else best
         return best
 
-    def _together(self, trial: Trial) -> Trial:
-        """Layers, and passes in flight beyond those that hide the hops: a stage whose gradients take long gets fewer
-        layers, starts late and ends early, while the stages above it run ahead."""
-        best = trial = self._split(trial)
-        p = trial.setting.parallel
-        if trial.setting.schedule.kind != "ahead" or p.virtual_stages > 1 or p.pp == 1:
-            return trial
-        wanted = extra_depth(trial.setting, trial.layers)
+    def _together(self, candidate: Candidate) -> Candidate:
+        """Layers, and passes in flight beyond those that hide the transfers: a stage whose gradients take long gets
+        fewer layers, starts late and ends early, while the stages above it run ahead."""
+        best = candidate = self._split(candidate)
+        p = candidate.layout.parallel
+        if candidate.layout.schedule.kind != "ahead" or p.virtual_stages > 1 or p.pp == 1:
+            return candidate
+        wanted = extra_depth(candidate.layout, candidate.layers)
         for more in DEEPER:
-            setting = deepened(trial.setting, [e + more for e in wanted[:-1]] + [0])
-            if not fits(setting, trial.layers, self.options.max_memory_gib)[0]:
+            layout = deepened(candidate.layout, [e + more for e in wanted[:-1]] + [0])
+            if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
                 break
-            other = self._split(self._timed(replace(trial, setting=setting)))
+            other = self._split(self._timed(replace(candidate, layout=layout)))
             best = other if other.seconds < best.seconds * (1 - 1e-3) else best
         return best
 
-    def _split(self, trial: Trial) -> Trial:
-        """The trial with the layers that make its step shortest, if they may be chosen."""
+    def _split(self, candidate: Candidate) -> Candidate:
+        """The candidate with the layers that make its step shortest, if they may be chosen."""
         if self.options.layers_per_stage is not None or self.options.partition != "exact":
-            return trial
-        start = [int(n) for n in trial.layers[0].sum(axis=1)]
-        layers = split.chunked(split.exact(trial.setting, start, self.options.max_memory_gib),
-                               trial.setting.parallel.virtual_stages)
-        return trial if np.array_equal(layers, trial.layers) else self._timed(replace(trial, layers=layers))
+            return candidate
+        start = [int(n) for n in candidate.layers[0].sum(axis=1)]
+        layers = split.chunked(split.exact(candidate.layout, start, self.options.max_memory_gib),
+                               candidate.layout.parallel.virtual_stages)
+        return candidate if np.array_equal(layers, candidate.layers) else self._timed(replace(candidate, layers=layers))
 
-    def plainer(self, trial: Trial) -> Trial:
+    def plainer(self, candidate: Candidate) -> Candidate:
         """Megatron-Core's own schedule in place of the one that runs ahead, if that is hardly slower; what memory
         lacks for running ahead is still said."""
-        s = trial.setting
+        s = candidate.layout
         if self.options.schedule != "auto" or s.schedule.kind != "ahead":
-            return trial
-        chunks, p = s.parallel.virtual_stages, trial.placement
+            return candidate
+        chunks, p = s.parallel.virtual_stages, candidate.placement
         kind = "1f1b" if chunks == 1 else "interleaved"
         depths = in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(trial, setting=replace(s, schedule=Schedule(kind, depths))))
-        return other if other.seconds <= trial.seconds * (1 + PLAINER) else trial
+        other = self._timed(replace(candidate, layout=replace(s, schedule=Schedule(kind, depths))))
+        return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
         wanted = self.options.fabric_order
@@ -255,25 +255,25 @@ class Bench:
                 yield blocks
 
 
-def deepened(setting: Setting, extra: list[int]) -> Setting:
+def deepened(layout: Layout, extra: list[int]) -> Layout:
     """With `extra` passes in flight at each stage beyond one more than the stage below."""
-    p = setting.parallel
-    base, total = in_flight(p.pp, setting.order.micro_batches, p.virtual_stages), setting.order.micro_batches
+    p = layout.parallel
+    base, total = in_flight(p.pp, layout.order.micro_batches, p.virtual_stages), layout.order.micro_batches
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    made = replace(setting, schedule=Schedule("ahead", depths))
+    made = replace(layout, schedule=Schedule("ahead", depths))
     return replace(made, schedule=Schedule("ahead", tuple(made.order.depth(s) for s in range(p.pp))))
 
 
-def extra_depth(setting: Setting, layers: np.ndarray) -> list[int]:
-    """Per stage, passes in flight beyond one more than the stage below that hide the hop to it. None for virtual
+def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
+    """Per stage, passes in flight beyond one more than the stage below that hide the transfer to it. None for virtual
     stages: one further ahead of the last stage would wait for it all the longer, over the edge that closes the ring."""
-    p = setting.parallel
+    p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)
     if p.virtual_stages > 1:
         return [0] * p.pp
-    for lane, d in enumerate(timing(setting, layers).lanes):
+    for replica, d in enumerate(timing(layout, layers).replicas):
         longest = float((d.forward + d.backward)[0].sum(axis=1).max())
-        down, up = hops_s(setting, lane)
+        down, up = transfers_s(layout, replica)
         hidden = [ceil((a + b) / longest - 1e-3) for a, b in zip(down[:-1], up[1:], strict=True)]
         extra[:-1] = np.maximum(extra[:-1], hidden)
     return [int(e) for e in extra]

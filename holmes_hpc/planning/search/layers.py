@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory, room
 from holmes_hpc.planning.cost.timing import step_s, timing
 
@@ -27,34 +27,34 @@ def chunked(layers: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
     return made[None]
 
 
-def uniform(setting: Setting) -> list[int]:
+def uniform(layout: Layout) -> list[int]:
     """As equal as can be; the first stages get one more where it does not divide."""
-    stages = setting.parallel.pp
-    base, over = divmod(setting.model.layers, stages)
+    stages = layout.parallel.pp
+    base, over = divmod(layout.model.layers, stages)
     return [base + (s < over) for s in range(stages)]
 
 
-def proportional(setting: Setting) -> list[int]:
+def proportional(layout: Layout) -> list[int]:
     """The paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers, the last one the rest
     (which may be too few). S_i: speed of its fabric, here one over the predicted seconds that an equal share of the
     layers keeps it busy: computing, and its data-parallel traffic."""
-    layers = setting.model.layers
-    d = timing(setting, chunked(uniform(setting), setting.parallel.virtual_stages)).lanes[0]
-    busy = ((d.forward + d.backward).sum(axis=2) * setting.order.micro_batches + d.reduce.sum(axis=2))[0]
+    layers = layout.model.layers
+    d = timing(layout, chunked(uniform(layout), layout.parallel.virtual_stages)).replicas[0]
+    busy = ((d.forward + d.backward).sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
     busy += d.ready[0].max(axis=1)
     speed = 1 / busy
-    made = [max(setting.parallel.virtual_stages, int(layers * s / speed.sum())) for s in speed[:-1]]
+    made = [max(layout.parallel.virtual_stages, int(layers * s / speed.sum())) for s in speed[:-1]]
     return [*made, layers - sum(made)]
 
 
-def balanced(setting: Setting, most_gib: float | None = None) -> list[int] | None:
+def balanced(layout: Layout, most_gib: float | None = None) -> list[int] | None:
     """The split with the least of the largest (computing + gradient traffic) over stages, within the stages' memory;
     None if the layers do not fit. Adding layers one by one where the result is least is optimal for such a maximum."""
-    stages, layers, chunks = setting.parallel.pp, setting.model.layers, setting.parallel.virtual_stages
-    one, two = _load(setting, _one_and_two(setting))
+    stages, layers, chunks = layout.parallel.pp, layout.model.layers, layout.parallel.virtual_stages
+    one, two = _load(layout, _one_and_two(layout))
     each = (two - one) / chunks  # seconds of a further layer; what is left: embedding, head
     fixed = one - each * chunks
-    most = _most(setting, most_gib)
+    most = _most(layout, most_gib)
     made = np.full(stages, chunks)
     if (made > most).any() or most.sum() < layers or made.sum() > layers:
         return None
@@ -64,47 +64,47 @@ def balanced(setting: Setting, most_gib: float | None = None) -> list[int] | Non
     return [int(n) for n in made]
 
 
-def full(setting: Setting, layers: np.ndarray, most_gib: float | None = None) -> bool:
+def full(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> bool:
     """Whether any stage has as many of the `layers` ([stages, chunks]) as its memory holds."""
-    return bool((layers.sum(axis=-1) >= _most(setting, most_gib)).any())
+    return bool((layers.sum(axis=-1) >= _most(layout, most_gib)).any())
 
 
-def _load(setting: Setting, layers: np.ndarray) -> np.ndarray:
+def _load(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Seconds that each stage is busy in a step, and that its gradients take beyond their last backward pass."""
-    times = timing(setting, layers)
-    m = setting.order.micro_batches
-    busy = [(d.forward * m + d.backward * (m - 1) + d.reduce).sum(axis=2) for d in times.lanes]
+    times = timing(layout, layers)
+    m = layout.order.micro_batches
+    busy = [(d.forward * m + d.backward * (m - 1) + d.reduce).sum(axis=2) for d in times.replicas]
     return np.asarray(np.max(busy, axis=0))
 
 
-def _one_and_two(setting: Setting) -> np.ndarray:
+def _one_and_two(layout: Layout) -> np.ndarray:
     """One, and two, layers in every chunk, (2, S, C)."""
-    shape = setting.parallel.pp, setting.parallel.virtual_stages
+    shape = layout.parallel.pp, layout.parallel.virtual_stages
     return np.stack([np.full(shape, 1), np.full(shape, 2)])
 
 
-def _most(setting: Setting, most_gib: float | None) -> np.ndarray:
+def _most(layout: Layout, most_gib: float | None) -> np.ndarray:
     """Layers that fit on each stage (memory grows linearly with them, in steps of the largest chunk)."""
-    chunks = setting.parallel.virtual_stages
-    one, two = memory(setting, _one_and_two(setting)).total()
+    chunks = layout.parallel.virtual_stages
+    one, two = memory(layout, _one_and_two(layout)).total()
     each = (two - one) / chunks
-    left = room(setting, most_gib) - (one - each * chunks)
+    left = room(layout, most_gib) - (one - each * chunks)
     return np.floor(left / each).astype(int)
 
 
-def exact(setting: Setting, start: Sequence[int], most_gib: float | None = None, tries: int = 50) -> list[int]:
+def exact(layout: Layout, start: Sequence[int], most_gib: float | None = None, tries: int = 50) -> list[int]:
     """Move single layers between stages as long as the simulated step gets shorter, from `start`, within memory."""
-    stages, chunks = setting.parallel.pp, setting.parallel.virtual_stages
+    stages, chunks = layout.parallel.pp, layout.parallel.virtual_stages
     best = np.array(start)
     if stages == 1:
         return [int(n) for n in best]
-    most = _most(setting, most_gib)
-    least = float(step_s(setting, chunked(best, chunks))[0])
+    most = _most(layout, most_gib)
+    least = float(step_s(layout, chunked(best, chunks))[0])
     for _ in range(tries):
-        moves = _moves(setting, best, most)
+        moves = _moves(layout, best, most)
         if not len(moves):
             break
-        times = step_s(setting, np.concatenate([chunked(m, chunks) for m in moves]))
+        times = step_s(layout, np.concatenate([chunked(m, chunks) for m in moves]))
         at = int(np.argmin(times))
         if times[at] >= least * (1 - 1e-9):
             break
@@ -112,11 +112,11 @@ def exact(setting: Setting, start: Sequence[int], most_gib: float | None = None,
     return [int(n) for n in best]
 
 
-def _moves(setting: Setting, layers: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
-    stages, chunks = len(layers), setting.parallel.virtual_stages
+def _moves(layout: Layout, layers: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
+    stages, chunks = len(layers), layout.parallel.virtual_stages
     sources: Sequence[int] = range(stages)
     if stages > WIDE:
-        busy = _load(setting, chunked(layers, chunks))[0]
+        busy = _load(layout, chunked(layers, chunks))[0]
         sources = sorted(np.argsort(-busy, kind="stable")[:2].tolist())
     moves = []
     for source in sources:

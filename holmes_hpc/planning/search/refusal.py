@@ -11,7 +11,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import SLACK, memory, room
 from holmes_hpc.planning.search import layers as split
-from holmes_hpc.planning.search.candidate import Bench
+from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.space import Placement, divisors, offers
 
 
@@ -53,24 +53,24 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
                          " gpus_per_node")
 
 
-def nothing_fits(bench: Bench, placements: list[Placement]) -> NoReturn:
+def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
     """Raise PlanError with the least memory that any placement is short of."""
-    o = bench.options
+    o = evaluator.options
     recompute = "full" if o.recompute == "auto" else o.recompute
     best: tuple[float, float, int, Placement] | None = None
     said: PlanError | None = None
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:100]:
         kind = "interleaved" if (o.virtual_stages or 1) > 1 else "1f1b"
         try:
-            setting = bench.setting(placement, recompute, kind, o.virtual_stages or 1)
-            layers = list(o.layers_per_stage) if o.layers_per_stage else split.uniform(setting)
+            layout = evaluator.layout(placement, recompute, kind, o.virtual_stages or 1)
+            layers = list(o.layers_per_stage) if o.layers_per_stage else split.uniform(layout)
             if len(layers) != placement.pp:
                 continue
-            need = memory(setting, split.chunked(layers, setting.parallel.virtual_stages)).total()[0]
+            need = memory(layout, split.chunked(layers, layout.parallel.virtual_stages)).total()[0]
         except PlanError as e:
             said = e
             continue
-        short = need - room(setting, o.max_memory_gib)
+        short = need - room(layout, o.max_memory_gib)
         stage = int(short.argmax())
         if best is None or short[stage] < best[0]:
             best = float(short[stage]), float(need[stage]), stage, placement
@@ -83,7 +83,7 @@ def nothing_fits(bench: Bench, placements: list[Placement]) -> NoReturn:
                              " layers in each stage and a multiple of PP micro-batches")
     short_bytes, need_bytes, stage, p = best
     factor = -(-need_bytes // (need_bytes - short_bytes))
-    raise PlanError(f"{bench.model.name} fits nowhere here: at best (TP {p.tp}, PP {p.pp}, DP {p.dp}, recompute"
+    raise PlanError(f"{evaluator.model.name} fits nowhere here: at best (TP {p.tp}, PP {p.pp}, DP {p.dp}, recompute"
                     f" {recompute}) stage {stage} needs {need_bytes / 2**30:.1f} GiB a GPU,"
                     f" {short_bytes / 2**30:.1f} GiB more than there is", where="memory",
                     hint=f"use GPUs of {need_bytes / 2**30 / SLACK:.0f} GiB, or about {factor:.0f} times as many nodes,"

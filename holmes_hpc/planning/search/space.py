@@ -259,11 +259,11 @@ class _OneSize:
         most = self._most_chunks(stages, micro_batches)
         reduce, gather = self._sync_s(dp)
         here = tau[:, None] / self.each * (counts > 0)  # layers of a stage in each fabric
-        inside, across = self._hops_s(dp)
-        hops = 2 * ((counts * inside).sum(axis=1) + across * ((counts > 0).sum(axis=1) - 1))
+        inside, across = self._transfers_s(dp)
+        transfers = 2 * ((counts * inside).sum(axis=1) + across * ((counts > 0).sum(axis=1) - 1))
         least = np.full(len(counts), np.inf)
         for chunks in (np.minimum(most, max(1, self.space.options.virtual_stages or 1)), np.minimum(most, 3), most):
-            fill = (stages - 1) * tau / chunks + hops * chunks
+            fill = (stages - 1) * tau / chunks + transfers * chunks
             least = np.minimum(least, fill + np.maximum(0, (reduce * here).max(axis=1) - fill / 2))
         seconds = micro_batches * (tau + self.head / stages) + least + (gather * here * counts).sum(axis=1)
         shard = self.held + layer_parameters(self.space.model, self.tp) * 8 / (
@@ -284,8 +284,8 @@ class _OneSize:
             return 1
         return max(1, min(self.layers // stages, MOST_CHUNKS))
 
-    def _hops_s(self, dp: int) -> tuple[np.ndarray, float]:
-        """Seconds of a hop (inside each fabric, (F,); between fabrics)."""
+    def _transfers_s(self, dp: int) -> tuple[np.ndarray, float]:
+        """Seconds of a transfer (inside each fabric, (F,); between fabrics)."""
         s = self.space
         moved = self.micro * s.batch.sequence_length * s.model.hidden * max(
             s.costs.weight_bytes(o.fabric.gpu) for o in self.offers) * 8e-9
@@ -315,7 +315,7 @@ class _OneSize:
         wanted = options.pp or (len(options.layers_per_stage) if options.layers_per_stage else None)
         quickest = float(min(self.each))
         for pp in [wanted] if wanted else range(1, min(self.layers, 64) + 1):
-            if pp > self.layers or limit.beyond(self._lane_s(pp, dp, quickest)):
+            if pp > self.layers or limit.beyond(self._replica_s(pp, dp, quickest)):
                 continue
             units = [o.per_node // gcd(o.per_node, pp * self.tp) for o in self.offers]
             most = [o.nodes * o.per_node // (pp * self.tp) // u * u for o, u in zip(self.offers, units, strict=True)]
@@ -327,7 +327,7 @@ class _OneSize:
                 if limit.allows(made.estimate):
                     yield made
 
-    def _lane_s(self, pp: int, dp: int, each: float) -> float:
+    def _replica_s(self, pp: int, dp: int, each: float) -> float:
         """Seconds of the slowest pipeline, without what crosses fabrics."""
         tau, micro_batches = -(-self.layers // pp) * each, self.shares // dp
         chunks = self.most_chunks(pp, micro_batches)
@@ -367,7 +367,7 @@ class _OneSize:
         after = reducing + per_stage * stages * pp * float(max(gather[here]))
         blocks = tuple(Block(o.fabric, n * pp * self.tp // o.per_node, o.per_node, pp, n) for o, n, _ in used)
         return Placement("hierarchical-dp", self.micro, self.tp, dp, blocks,
-                         self._lane_s(pp, dp, max(e for _, _, e in used)) + after, dp // run)
+                         self._replica_s(pp, dp, max(e for _, _, e in used)) + after, dp // run)
 
 
 def _ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from holmes_hpc.errors import PlanError
+from holmes_hpc.schema import check, key
 
 # Megatron-Core's names: the first name varies fastest. Context and expert parallelism are 1 here.
 PIPELINE_ORDER = "tp-cp-ep-dp-pp"  # a stage is one block of ranks: stage boundaries can lie on fabric boundaries
@@ -24,21 +26,18 @@ class Parallel:
     across runs (Megatron-Core's num_distributed_optimizer_instances).
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
+    tp: Annotated[int, key("tensor parallel", ge=1)] = 1
+    pp: Annotated[int, key("pipeline stages", ge=1)] = 1
+    dp: Annotated[int, key("data parallel", ge=1)] = 1
+    cp: Annotated[int, key("context parallel", ge=1)] = 1
     order: str = PIPELINE_ORDER
-    virtual_stages: int = 1
-    optimizer_instances: int = 1
+    virtual_stages: Annotated[int, key("model chunks of a pipeline rank", ge=1)] = 1
+    optimizer_instances: Annotated[int, key("runs of ranks of a data-parallel group", ge=1)] = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "cp", "virtual_stages", "optimizer_instances"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name} is {value!r}", where="parallel", hint=f"{name} is a whole number above 0")
+        check(self, "parallel", PlanError)
         if self.cp != 1:
             raise PlanError("context parallelism is not supported", where="parallel.cp", hint="use cp=1")
         if self.order not in ORDERS:

@@ -5,36 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import yaml
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.errors import HolmesError, PlanError, nearest
+from holmes_hpc.config.plan_options import (
+    EDGE_DTYPES,
+    RECOMPUTE,
+    SCHEDULES,
+    STRATEGIES,
+    TRANSPORT_MODES,
+    edges_ignored,
+)
+from holmes_hpc.errors import HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.orders import Order
-from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Group, Parallel, groups
-from holmes_hpc.planning.spec.transport import LOCAL, Place, Transport, check, decide
+from holmes_hpc.planning.spec.parallel import Parallel, groups
+from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, refuse_unshared
+from holmes_hpc.records.files import write_whole
+from holmes_hpc.schema import check, key, make
 
 VERSION = 1
-STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
-RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved", "ahead")  # Megatron-Core's two, and this project's own
-TRANSPORT_MODES = ("holmes", "single")
-EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
-MODEL_TRAFFIC = ("tp", "dp", "intra_dp", "inter_dp")  # groups whose fabric decides the speed
-T = TypeVar("T")
-
-
-def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
-    """Why Megatron-Core's own exchange between stages would ignore what is said of edges; empty if nothing is."""
-    if transport != "single" or schedule == "ahead" or (edge_dtype == "same" and edge_connections == 1):
-        return ""
-    said = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
-    return f"{said} does nothing with transport=single under Megatron-Core's own schedules"
+CONTROL = "control"  # the kind of the one entry of transports that is no group of Megatron-Core's
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,11 @@ class Schedule:
     """`kind`: one of SCHEDULES. `in_flight`: per stage, the most micro-batches (chunk passes when interleaved) whose
     activations it holds."""
 
-    kind: str
+    kind: Annotated[str, key("who waits for what", one_of=SCHEDULES)]
     in_flight: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "in_flight", tuple(self.in_flight))
-        if self.kind not in SCHEDULES:
-            raise PlanError(f"unknown schedule {self.kind!r}", where="schedule.kind",
-                            hint=nearest(self.kind, SCHEDULES))
+        check(self, "schedule", PlanError)
         if any(n < 1 for n in self.in_flight):
             raise PlanError(f"in_flight is {self.in_flight}", where="schedule", hint="every stage holds at least one")
 
@@ -61,12 +55,12 @@ class Component:
     partition: str
     constraint: str
     fabric: str
-    nodes: int
-    gpus_per_node: int
-    stages: tuple[int, ...]
+    nodes: Annotated[int, key("of the fabric", ge=1)]
+    gpus_per_node: Annotated[int, key("ranks of a node", ge=1)]
+    stages: Annotated[tuple[int, ...], key("that it holds", ge=0)]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(self.stages))
+        check(self, f"component {self.fabric}", PlanError)
 
     @property
     def ranks(self) -> int:
@@ -79,24 +73,42 @@ class Stage:
     one's where a hierarchical plan has it in several."""
 
     fabric: str
-    layers: int
-    chunks: tuple[int, ...] = ()
+    layers: Annotated[int, key("transformer layers", ge=0)]
+    chunks: Annotated[tuple[int, ...], key("layers of each virtual stage", ge=0)] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chunks", tuple(self.chunks) or (self.layers,))
-        if sum(self.chunks) != self.layers or min(self.chunks) < 0:
+        check(self, "stages", PlanError)
+        object.__setattr__(self, "chunks", self.chunks or (self.layers,))
+        if sum(self.chunks) != self.layers:
             raise PlanError(f"chunks {self.chunks} do not make {self.layers} layers", where="stages",
                             hint="correct them")
 
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """The transport of one concrete group: Megatron-Core's `kind` of it (or `edge`), its global ranks, its stages."""
+    """The transport of one concrete group: Megatron-Core's `kind` of it, its global ranks, its stages. Beside those:
+    ``edge``, and, where ranks are GPUs, ``control``: what all ranks exchange from host memory (gloo groups of some of
+    the ranks follow the same rule)."""
 
     kind: str
     ranks: tuple[int, ...]
     transport: Transport
     stages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An entry of transports as plan.yaml has it."""
+
+    kind: str
+    ranks: Annotated[tuple[int, ...], key("global ranks", ge=0)]
+    stages: Annotated[tuple[int, ...], key("pipeline stages", ge=0)]
+    transport: Annotated[str, key("what its traffic uses", one_of=("local", "rdma", "tcp"))]
+    nic: Annotated[str | None, key("NIC type", one_of=tuple(str(nic) for nic in NicType))] = None
+    fabric: str | None = None
+
+    def __post_init__(self) -> None:
+        check(self, "transports", PlanError)
 
 
 @dataclass(frozen=True)
@@ -113,27 +125,29 @@ class Predicted:
     breakdown: dict[str, float]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory_bytes_per_gpu", tuple(self.memory_bytes_per_gpu))
+        check(self, "predicted", PlanError)
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything a run needs. Made by the planner, or by hand; checked here, so that inside no code asks again."""
 
-    strategy: str
+    strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
     model: ModelSpec
     batch: Batch
     parallel: Parallel
-    recompute: str
+    recompute: Annotated[str, key("what a backward pass computes again", one_of=RECOMPUTE)]
     schedule: Schedule
     components: tuple[Component, ...]
     stages: tuple[Stage, ...]
     site: Site
-    bucket_bytes: int = 40_000_000
-    edge_dtype: str = "same"
-    edge_connections: int = 1  # of each direction of an edge on TCP: a tensor is spread over them
-    transport_mode: str = "holmes"
-    pace_layer_ms: float | None = None  # layers take that long forward by waiting: what was predicted, and what runs
+    bucket_bytes: Annotated[int, key("of a gradient bucket", unit="bytes", ge=1)] = 40_000_000
+    edge_dtype: Annotated[str, key("of activations on TCP edges", one_of=EDGE_DTYPES)] = "same"
+    # a tensor is spread over them
+    edge_connections: Annotated[int, key("of each direction of an edge on TCP", ge=1)] = 1
+    transport_mode: Annotated[str, key("which network groups use", one_of=TRANSPORT_MODES)] = "holmes"
+    # what was predicted, and what runs
+    pace_layer_ms: Annotated[float | None, key("layers take that long forward by waiting", unit="ms", gt=0)] = None
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
@@ -141,18 +155,8 @@ class Plan:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        for name in ("components", "stages", "assumptions", "alternatives"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, known in (("strategy", STRATEGIES), ("recompute", RECOMPUTE), ("transport_mode", TRANSPORT_MODES),
-                            ("edge_dtype", EDGE_DTYPES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise PlanError(f"unknown {name} {value!r}", where="plan", hint=nearest(str(value), known))
-        if self.pace_layer_ms is not None and not self.pace_layer_ms > 0:
-            raise PlanError(f"pace_layer_ms is {self.pace_layer_ms}", where="plan", hint="use milliseconds above 0")
-        if self.version != VERSION:
-            raise PlanError(f"plan version {self.version}, this release reads {VERSION}", where="plan",
-                            hint="make the plan again with `holmes plan`")
+        _check_version(self.version)
+        check(self, "plan", PlanError)
         if ignored := edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections):
             raise PlanError(ignored, where="plan", hint="leave it out, or use transport_mode holmes or schedule ahead")
         self._check_sizes()
@@ -167,14 +171,8 @@ class Plan:
         if len(self.schedule.in_flight) != p.pp:
             raise PlanError(f"{len(self.schedule.in_flight)} values for PP {p.pp}", where="schedule.in_flight",
                             hint="give one per stage")
-        for name in ("bucket_bytes", "edge_connections"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)}", where="plan", hint="use a number above 0")
         for c in self.components:
             fabric = self.site.fabric(c.fabric)
-            if c.nodes < 1 or c.gpus_per_node < 1:
-                raise PlanError(f"{c.nodes} nodes x {c.gpus_per_node}", where=f"component {c.fabric}",
-                                hint="use 1 or more")
             if c.nodes > fabric.nodes:
                 raise PlanError(f"{c.nodes} nodes wanted, the site has {fabric.nodes}", where=f"component {c.fabric}",
                                 hint=f"use at most {fabric.nodes}")
@@ -255,15 +253,11 @@ class Plan:
         """Micro-batches per pipeline and step."""
         return self.batch.micro_batches(self.parallel.dp)
 
-    @property
+    @cached_property
     def places(self) -> list[Place]:
         """Where each global rank runs: components in order, nodes in order within, GPUs in order within a node."""
-        cached: list[Place] | None = self.__dict__.get("_places")
-        if cached is None:
-            cached = [Place(c.fabric, f"{c.fabric}[{n}]") for i, c in enumerate(self.components)
-                      for n in range(c.nodes) for _ in range(c.gpus_per_node)]
-            object.__setattr__(self, "_places", cached)
-        return cached
+        return [Place(c.fabric, f"{c.fabric}[{n}]") for c in self.components for n in range(c.nodes)
+                for _ in range(c.gpus_per_node)]
 
     def component_of(self, rank: int) -> int:
         for index, c in enumerate(self.components):
@@ -272,23 +266,31 @@ class Plan:
             rank -= c.ranks
         raise PlanError(f"rank {rank} is beyond the plan's {self.world_size}", where="plan", hint="use the plan's size")
 
-    def transport_of(self, group: Group) -> Transport:
-        """`holmes`: the best its members share; `single` (plain Megatron-LM): the best that all ranks share."""
-        own = decide(self.site, [self.places[r] for r in group.ranks])
-        if self.transport_mode == "holmes" or own == LOCAL:
-            return own
-        return decide(self.site, self.places)
+    @cached_property
+    def transport_rule(self) -> TransportRule:
+        return TransportRule(self.site, self.transport_mode, frozenset(c.fabric for c in self.components),
+                             sum(c.nodes for c in self.components) == 1)
+
+    def transport_of(self, ranks: Sequence[int], host_memory: bool = False) -> Transport:
+        """Of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
+        return self.transport_rule.of_members([self.places[r] for r in ranks], host_memory)
 
     def transports(self) -> Iterator[GroupTransport]:
         """One entry per concrete group and per pair of an edge, in a fixed order."""
+        if self.world_size > 1 and not all(self.site.fabric(c.fabric).gpu.is_cpu for c in self.components):
+            everyone = tuple(range(self.world_size))
+            yield GroupTransport(CONTROL, everyone, self.transport_of(everyone, host_memory=True),
+                                 tuple(range(self.parallel.pp)))
         for g in groups(self.parallel):
-            yield GroupTransport(g.kind, g.ranks, self.transport_of(g), g.stages)
+            yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property
     def id(self) -> str:
-        """Twelve hex digits of what the plan does (not of what was predicted or considered)."""
-        kept = replace(self, predicted=None, assumptions=(), alternatives=())
-        return hashlib.sha256(json.dumps(kept.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        """Twelve hex digits of what the plan does (not of what was predicted or considered). Without the control entry,
+        which older plans do not have."""
+        data = replace(self, predicted=None, assumptions=(), alternatives=()).to_dict()
+        data["transports"] = _without_control(data["transports"])
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the schema of plan.yaml. Only a paced plan has a pace."""
@@ -310,51 +312,44 @@ class Plan:
         return json.loads(json.dumps(data))
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = "plan") -> Plan:
-        """The inverse of :meth:`to_dict`. Transports are derived again and must equal the ones written."""
+    def from_dict(cls, data: Any, where: str = "plan") -> Plan:
+        """The inverse of :meth:`to_dict`. PlanError or SiteError names the key, its value and what is allowed. A key
+        that an older version did not write has its default. Transports are derived again and must be those written."""
         try:
-            known = {f.name for f in fields(cls)} | {"transports"}
-            for key in data:
-                if key not in known:
-                    raise PlanError(f"unknown key {key!r}", where=where, hint=nearest(key, known))
-            rest = {k: data[k] for k in known & data.keys() - {"transports"}}
-            rest.update(
-                model=ModelSpec(**data["model"]), batch=Batch(**data["batch"]), parallel=Parallel(**data["parallel"]),
-                schedule=Schedule(**data["schedule"]), components=[Component(**c) for c in data["components"]],
-                stages=[Stage(**s) for s in data["stages"]], site=Site.from_dict(data["site"]),
-                predicted=Predicted(**data["predicted"]) if data.get("predicted") else None)
-            plan = cls(**rest)
-            if "transports" in data:
-                plan._check_written_transports(data["transports"])
+            if isinstance(data, Mapping):
+                _check_version(data.get("version", VERSION))
+                plan = make(cls, {k: v for k, v in data.items() if k != "transports"}, "plan", PlanError)
+                if "transports" in data:
+                    plan._check_written_transports(data["transports"])
+                return plan
         except HolmesError as e:
-            if e.where.startswith(where):
-                raise
-            raise type(e)(e.what, where=f"{where}: {e.where}", hint=e.hint) from e
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise PlanError(f"not a plan: {type(e).__name__}: {e}", where=where,
-                            hint="make it again with `holmes plan`") from e
-        return plan
+            inside = e.where.removeprefix("plan").removeprefix(".")
+            raise type(e)(e.what, where=f"{where}: {inside}" if inside else where, hint=e.hint) from e
+        raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")
 
-    def _check_written_transports(self, written: list[dict[str, Any]]) -> None:
-        for entry in written:
-            nic = NicType(entry["nic"]) if entry.get("nic") else None
-            t = Transport(entry["transport"], nic, entry.get("fabric"))
-            check(self.site, f"{entry['kind']} {_short(entry['ranks'])}", [self.places[r] for r in entry["ranks"]], t)
+    def _check_written_transports(self, written: Any) -> None:
+        """They are derived: others are refused, with what is wrong with the first that could never be."""
         derived = self.to_dict()["transports"]
-        if written != derived:
-            raise PlanError("transports are not those of its groups", where="transports",
-                            hint="remove the key (it is derived), or set transport_mode")
+        if written in (derived, _without_control(derived)):
+            return
+        hint = "remove the key (it is derived), or set transport_mode"
+        if not isinstance(written, list):
+            raise PlanError(f"transports is {written!r:.60}", where="transports", hint=hint)
+        for i, entry in enumerate(written):
+            e = make(_Written, entry, f"transports[{i}]", PlanError)
+            if any(rank >= self.world_size for rank in e.ranks):
+                raise PlanError(f"ranks is {_short(e.ranks)}", where=f"transports[{i}]",
+                                hint=f"the plan has {self.world_size} ranks, from 0")
+            made = Transport(e.transport, NicType(e.nic) if e.nic else None, e.fabric)
+            refuse_unshared(self.site, f"{e.kind} {_short(e.ranks)}", [self.places[r] for r in e.ranks], made)
+        raise PlanError("transports are not those of its groups", where="transports", hint=hint)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write plan.yaml, atomically; equal plans give equal bytes."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            temporary.write_text(self.to_yaml(), encoding="utf-8")
-            os.replace(temporary, target)
-        except OSError as e:
-            temporary.unlink(missing_ok=True) if target.parent.is_dir() else None
-            raise PlanError(e.strerror or str(e), where=str(path), hint="give a file in a directory that exists") from e
+            write_whole(Path(path), self.to_yaml())
+        except RunFailed as e:
+            raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists") from e
 
     def to_yaml(self) -> str:
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -372,14 +367,19 @@ class Plan:
                             hint="make it with `holmes plan -o plan.yaml`") from e
         except (yaml.YAMLError, UnicodeDecodeError) as e:
             raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
-        if not isinstance(data, dict):
-            raise PlanError("not a plan", where=str(path), hint="make it with `holmes plan -o plan.yaml`")
         return cls.from_dict(data, where=str(path))
+
+
+def _check_version(version: Any) -> None:
+    if version != VERSION:
+        raise PlanError(f"plan version {version}, this release reads {VERSION}", where="plan",
+                        hint="make the plan again with `holmes plan`")
+
+
+def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in transports if entry["kind"] != CONTROL]
 
 
 def _short(ranks: tuple[int, ...] | list[int]) -> str:
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
-
-
-__all__ = ["PIPELINE_ORDER", "Component", "GroupTransport", "Parallel", "Plan", "Predicted", "Schedule", "Stage"]

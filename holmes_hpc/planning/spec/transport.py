@@ -1,8 +1,8 @@
-"""Which network a process group can use, from where its members run: the one place where that is decided."""
+"""Which network a process group uses (the node itself, RDMA or TCP): the one place where that is decided."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from holmes_hpc.errors import PlanError
@@ -41,19 +41,44 @@ class Place:
     node: str
 
 
-def decide(site: Site, members: Sequence[Place]) -> Transport:
-    """The best transport all `members` share: none on one node, RDMA inside one fabric, else TCP over Ethernet."""
-    if len({(m.fabric, m.node) for m in members}) <= 1:
-        return LOCAL
-    fabrics = {m.fabric for m in members}
-    if len(fabrics) == 1:
-        fabric = site.fabric(next(iter(fabrics)))
-        if fabric.nic.rdma:
-            return Transport("rdma", fabric.nic, fabric.name)
-    return TCP
+@dataclass(frozen=True)
+class TransportRule:
+    """The rule of one job, which the plan, its cost model and through the plan training go by.
+
+    `mode`: ``holmes`` (each group has the best that its own members share) or ``single`` (plain Megatron-LM: groups
+    that leave their node have the best that all ranks share). `fabrics`, `one_node`: where the whole job runs.
+    """
+
+    site: Site
+    mode: str
+    fabrics: frozenset[str]
+    one_node: bool
+
+    def of(self, fabrics: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
+        """Of a group whose members run in `fabrics`, all on one node or not. `host_memory`: its tensors lie there while
+        those of training lie on GPUs. Such groups never have RDMA, as its ports need no kernel interface, which gloo
+        would connect through."""
+        if one_node:
+            return LOCAL
+        best = self._best(fabrics) if self.mode == "holmes" else self.shared
+        return TCP if host_memory and best.kind == "rdma" else best
+
+    def of_members(self, members: Sequence[Place], host_memory: bool = False) -> Transport:
+        """:meth:`of`, for members that are listed."""
+        return self.of({m.fabric for m in members}, len(set(members)) <= 1, host_memory)
+
+    @property
+    def shared(self) -> Transport:
+        """The best transport that all ranks of the job share."""
+        return LOCAL if self.one_node else self._best(self.fabrics)
+
+    def _best(self, fabrics: Collection[str]) -> Transport:
+        """Between nodes: RDMA inside one fabric that has it, else TCP over Ethernet."""
+        fabric = self.site.fabric(next(iter(fabrics)))
+        return Transport("rdma", fabric.nic, fabric.name) if len(fabrics) == 1 and fabric.nic.rdma else TCP
 
 
-def check(site: Site, group: str, members: Sequence[Place], transport: Transport) -> None:
+def refuse_unshared(site: Site, group: str, members: Sequence[Place], transport: Transport) -> None:
     """Refuse a forced transport that two members do not share; the error names the group and the two nodes."""
     nodes = list(dict.fromkeys(members))
     if transport.kind == "tcp" or len(nodes) <= 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +11,13 @@ from typing import Any
 
 from submitit.core import core
 
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.files import write_whole
 from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.executor.environment import exit_record_path
-from holmes_hpc.submission.executor.script import USER_SIGNAL
-from holmes_hpc.submission.executor.states import WATCHER, Expected, JobState
+from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 
 
 def ticket_path(folder: Path, job_id: str) -> Path:
@@ -47,11 +48,8 @@ class SlurmHetJob(core.Job[Any]):
 
     def write_ticket(self, name: str, submitted: float, **more: Any) -> None:
         """Note name and time (and `more`), for this process and for whoever looks at the folder later."""
-        path = ticket_path(self.paths.folder, self.job_id)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"job_id": self.job_id, "name": name, "submitted": submitted,
-                                         "tasks": self.num_tasks, **more}), encoding="utf-8")
-        os.replace(temporary, path)
+        ticket = {"job_id": self.job_id, "name": name, "submitted": submitted, "tasks": self.num_tasks, **more}
+        write_whole(ticket_path(self.paths.folder, self.job_id), json.dumps(ticket))
         self.expected()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -64,10 +62,11 @@ class SlurmHetJob(core.Job[Any]):
         return self.watcher.state_of(self.job_id, mode)
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel all components: the id is the leader's."""
+        """Cancel all components: the id is the leader's. SubmissionError where Slurm does not, and `check` is set."""
         answer = patient([self._cancel_command, self.job_id], patience_s=60 if check else 0)
         if check and not answer.ok and "Invalid job id" not in answer.err:
-            raise subprocess.CalledProcessError(answer.code, ["scancel", self.job_id], answer.out, answer.err)
+            raise SubmissionError(answer.reason, where=f"scancel {self.job_id}",
+                                  hint="see that slurmctld runs (`scontrol ping`), then cancel again")
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """As submitit's, but the time for results to appear runs once for the job, not once per missing task."""
@@ -90,6 +89,8 @@ class SlurmHetJob(core.Job[Any]):
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send what preemption or a time-out sends (for tests), to all components."""
-        if not timeout:
-            subprocess.check_call(["scancel", self.job_id, "--signal", "TERM"])
-        subprocess.check_call(["scancel", self.job_id, "--signal", USER_SIGNAL])
+        for name in ([] if timeout else ["TERM"]) + [USER_SIGNAL]:
+            answer = patient([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
+            if not answer.ok:
+                raise SubmissionError(answer.reason, where=f"scancel {self.job_id} --signal {name}",
+                                      hint="see that the job runs")

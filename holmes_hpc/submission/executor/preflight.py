@@ -5,6 +5,7 @@ An infeasible component never reaches a controller as part of a heterogeneous jo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -12,29 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.errors import SiteError, SubmissionError, nearest
+from holmes_hpc.slurm.accounting import read_job_limits
 from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.scontrol import Config, Node, Partition, read_config, read_nodes, read_partitions
 from holmes_hpc.submission.executor.component import ComponentRequest, with_options
-from holmes_hpc.submission.executor.fit import (
-    SiteNode,
-    beyond_limit,
-    check_fit,
-    read_config,
-    read_limits,
-    read_nodes,
-    read_time_limits,
-    warnings,
-)
+from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, warnings
 
 CACHE_S = 300
-_cache: dict[tuple[str, ...], tuple[float, Test]] = {}
+_cache: dict[tuple[str, ...], tuple[float, Feasibility]] = {}
 _facts: dict[str, tuple[float, Any]] = {}
 _said: set[str] = set()
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Test:
+class Feasibility:
     """What ``sbatch --test-only`` said. `start`: when it could start, as Slurm writes it (local time)."""
 
     ok: bool
@@ -42,21 +36,19 @@ class Test:
     start: str = ""
     nodes: str = ""
 
-    __test__ = False  # not a pytest class
-
 
 _STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S+)")
 
 
-def parse_test(code: int, err: str, reason: str = "") -> Test:
+def parse_answer(code: int, err: str, reason: str = "") -> Feasibility:
     """Read the answer of ``sbatch --test-only`` (it comes on stderr)."""
     match = _STARTS.search(err)
     if code == 0 and match:
-        return Test(True, "", match.group(1), match.group(3))
-    return Test(code == 0, reason if code else "")
+        return Feasibility(True, "", match.group(1), match.group(3))
+    return Feasibility(code == 0, reason if code else "")
 
 
-def test_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Test:
+def try_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Feasibility:
     """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
     SubmissionError: there is no answer."""
     arguments = request.arguments()
@@ -70,26 +62,23 @@ def test_component(request: ComponentRequest, *, timeout_min: object = None, use
     if answer.away:  # says nothing about the component
         raise SubmissionError(answer.reason, where="sbatch --test-only",
                               hint="wait until the controller answers (`scontrol ping`), then submit again")
-    found = _cache[key] = (time.monotonic(), parse_test(answer.code, answer.err, answer.reason))
+    found = _cache[key] = (time.monotonic(), parse_answer(answer.code, answer.err, answer.reason))
     return found[1]
-
-
-test_component.__test__ = False  # type: ignore[attr-defined]
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
     """Raise SubmissionError for the first component that cannot be, with Slurm's reason and what could be instead."""
     for index, request in enumerate(requests):
-        found = test_component(request, timeout_min=timeout_min)
+        found = try_component(request, timeout_min=timeout_min)
         if not found.ok:
-            raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({describe(request)})",
+            raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({in_words(request)})",
                                   hint=feasible_instead(request, timeout_min=timeout_min))
-        beyond = beyond_limit(request, timeout_min, _kept("time limits", read_time_limits))
+        beyond = beyond_limit(request, timeout_min, _partitions())
         if beyond:
-            raise SubmissionError(beyond, where=f"component {index} ({describe(request)})",
+            raise SubmissionError(beyond, where=f"component {index} ({in_words(request)})",
                                   hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
-        check_fit(requests, _site_nodes())
+        check_fit(requests, _nodes())
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> list[str]:
@@ -97,7 +86,8 @@ def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = Non
     check_components(requests, timeout_min=timeout_min)
     if len(requests) < 2:
         return []
-    return warnings(requests, _site_nodes(), _kept("config", read_config), _kept("limits", read_limits))
+    config: Config | None = _kept("config", read_config)
+    return warnings(requests, _nodes(), config, _kept("job limits", read_job_limits) or {})
 
 
 def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -109,16 +99,22 @@ def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object
 
 
 def _kept(what: str, read: Callable[[], Any]) -> Any:
-    """A fact about the site, kept as long as the tests of components."""
+    """A fact about the site, kept as long as the tests of components; None where Slurm does not tell it."""
     known = _facts.get(what)
     if known is None or time.monotonic() - known[0] > CACHE_S:
-        known = _facts[what] = (time.monotonic(), read())
+        fact = None
+        with contextlib.suppress(SiteError):
+            fact = read()
+        known = _facts[what] = (time.monotonic(), fact)
     return known[1]
 
 
-def _site_nodes() -> list[SiteNode]:
-    found: list[SiteNode] = _kept("nodes", read_nodes)
-    return found
+def _nodes() -> list[Node]:
+    return _kept("nodes", read_nodes) or []
+
+
+def _partitions() -> list[Partition]:
+    return _kept("partitions", read_partitions) or []
 
 
 def forget() -> None:
@@ -128,7 +124,7 @@ def forget() -> None:
     _said.clear()
 
 
-def describe(request: ComponentRequest) -> str:
+def in_words(request: ComponentRequest) -> str:
     """A component in a few words: ``4 nodes of ib [nic_ib]``."""
     place = f" of {request.partition}" if request.partition else ""
     features = f" [{request.constraint}]" if request.constraint else ""
@@ -138,9 +134,9 @@ def describe(request: ComponentRequest) -> str:
 def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -> str:
     """The nearest request that Slurm would take, in words: fewer nodes, else without one of its conditions."""
     def works(candidate: ComponentRequest) -> bool:
-        return test_component(candidate, timeout_min=timeout_min).ok
+        return try_component(candidate, timeout_min=timeout_min).ok
 
-    if timeout_min is not None and test_component(request).ok:
+    if timeout_min is not None and try_component(request).ok:
         return f"it would be possible with a shorter time limit than {timeout_min}"
     low, high = 0, request.nodes
     while high - low > 1:
@@ -149,7 +145,7 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
     if low:
         return f"at most {low} node{'s' * (low > 1)} can be had like this"
     one = replace(request, nodes=1)
-    known = partitions()
+    known = [p.name for p in _partitions()]
     if request.partition and known and not set(request.partition.split(",")) <= set(known):
         return f"no such partition: {nearest(request.partition, known)}"
     for key in ("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive",
@@ -157,9 +153,3 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
         if getattr(request, key) is not None and works(with_options(one, **{key: None})):
             return f"it would be possible without {key}={getattr(request, key)}"
     return "look at `sinfo -o '%P %a %l %D %t %f %G'`"
-
-
-def partitions() -> list[str]:
-    """The names of the site's partitions."""
-    answer = patient(["sinfo", "--noheader", "--format=%R"], patience_s=5)
-    return sorted({line.strip() for line in answer.out.splitlines() if line.strip()}) if answer.ok else []

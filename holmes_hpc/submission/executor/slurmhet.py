@@ -24,6 +24,7 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import (
     ALIASES,
     COMPONENT_KEYS,
@@ -32,12 +33,10 @@ from holmes_hpc.submission.executor.component import (
     components,
     memory,
     option,
-    shell_word,
 )
 from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.preflight import preflight_aloud
-from holmes_hpc.submission.executor.script import JobRequest, note_exit, script_text, words
 from holmes_hpc.submission.executor.submit import cancelled_on_error, submit_file
 
 # name here -> name in JobRequest, with submitit's default
@@ -154,7 +153,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
             components=parts, output=str(batch), error=None if error is None else str(error),
             rank_output=str(paths.stdout), rank_error=str(paths.stderr) if apart else None,
             directories=(str(self.folder),), exit_record=str(self.folder / "%j_exit"),
-            environment=tuple(environment), **{"timeout_min": 5, "requeue": None, **whole})
+            max_requeues=int(given.get("max_requeues") or 0), environment=tuple(environment),
+            **{"timeout_min": 5, "requeue": None, **whole})
 
     @property
     def _submitit_command_str(self) -> str:
@@ -164,20 +164,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return self.request().ranks
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        request = self._request(self.parameters, token=f"holmes-{uid}")
-        return script_text(request, command, begin=self._capped(request))
+        return script_text(self._request(self.parameters, token=f"holmes-{uid}"), command)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["sbatch", "--parsable", str(submission_file_path)]
-
-    def _capped(self, request: JobRequest) -> list[str]:
-        """Shell for the start of the batch script: what Slurm itself requeued (preemption, a node's failure) counts."""
-        most = int(self.parameters.get("max_requeues") or 0)
-        if not most:
-            return []
-        record = note_exit(shell_word(str(request.exit_record)), "1")
-        why = f'echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2'
-        return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", f"  {record}", "  exit 1", "fi"]
 
     @staticmethod
     def _get_job_id_from_submission_command(string: str | bytes) -> str:
@@ -233,7 +223,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
 def _dropped_by_auto_executor(function: str) -> dict[str, Any]:
     """The ``slurm_*`` parameters that submitit's AutoExecutor holds while it calls us, and would drop.
 
-    There is no hook for them, so this reads the caller's ``kwargs``; outside AutoExecutor nothing is found.
+    AutoExecutor hands on only what bears the executor's own name and has no hook for the rest, so this reads its
+    ``kwargs``; outside AutoExecutor nothing is found. pyproject.toml bounds submitit's version for this, and
+    tests/submission/executor/test_slurmhet.py fails where AutoExecutor is another.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != function or frame.f_globals.get("__name__") != "submitit.auto.auto":

@@ -12,7 +12,7 @@ from submitit.core.utils import FailedSubmissionError
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import Answer, interrupt_here, slurm
-from holmes_hpc.submission.executor.states import SEPARATOR
+from holmes_hpc.slurm.job_queries import SEPARATOR
 
 _BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavailable", "try again later",
          "maximum number of jobs")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from holmes_hpc.config import composition as config
+from holmes_hpc.config.composition import check_overrides, load
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.finish import again
+from holmes_hpc.submission.lifecycle.new_run import new_run
 
 
 def begin(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
@@ -25,9 +27,9 @@ def begin(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequen
     RecordError for a bad directory."""
     run = RunDirectory(directory)
     if not run.exists():
-        config.check_overrides(overrides)
+        check_overrides(overrides)
         words = [f"train.max_restarts={restarts}", *overrides]
-        config.new_run({**config.load(words), "run_dir": str(directory)}, Plan.read(plan_path), words)
+        new_run(replace(load(words), run_dir=str(directory)), Plan.read(plan_path), words)
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if job_id.isdigit():
         run.update_run(slurm={"job_id": int(job_id), "components": int(os.environ.get("SLURM_HET_SIZE") or 1),

@@ -17,21 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
-from holmes_hpc.submission.executor.states import JobState, join, parse_scontrol
-from holmes_hpc.submission.lifecycle.outcome import (
-    START_MARK,
-    complaints,
-    failures,
-    gained,
-    judge,
-    note_progress,
-    noted,
-    parts_of,
-    tail,
-    told_to_end,
-)
+from holmes_hpc.slurm.job_queries import parse_scontrol
+from holmes_hpc.slurm.job_states import JobState, join
+from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
+from holmes_hpc.submission.lifecycle.outcome import judge, told_to_end
+from holmes_hpc.submission.lifecycle.starts import START_MARK, failures, gained, note_progress, noted
 
 
 def own_state(job_id: str) -> JobState | None:
@@ -68,7 +61,7 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
     """Requeue or write result.json; the exit code for the job comes back."""
     text = notices(run)
     state = (told_to_end(text) or own_state(job_id)) if status or signalled else None
-    said = complaints(text, parts_of(os.environ))
+    said = complaints(text, ranks_of_job(os.environ))
     result: dict[str, Any] = judge(run, status, signalled=signalled, slurm=state, srun=said)
     start = f"{job_id}/{restarts}"
     if result["state"] == "failed" and noted(run, start):  # rank 0 has asked for the requeue that ended the others

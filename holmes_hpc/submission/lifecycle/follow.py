@@ -5,40 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from holmes_hpc import console
+from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.executor.states import UNKNOWN, JobState
-from holmes_hpc.submission.lifecycle.outcome import last_step
+from holmes_hpc.slurm.job_states import UNKNOWN, JobState
+from holmes_hpc.submission.lifecycle.starts import last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 
 SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine
-
-
-class Tail:
-    """New lines of a growing file. A file that got shorter was begun anew."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset, self._rest = path, 0, b""
-
-    def skip(self) -> None:
-        """Leave out what is there now."""
-        self._offset = self.path.stat().st_size if self.path.exists() else 0
-
-    def lines(self) -> list[str]:
-        try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._offset:
-                    self._offset, self._rest = 0, b""
-                file.seek(self._offset)
-                data = self._rest + file.read(1 << 20)
-                self._offset = file.tell()
-        except OSError:
-            return []
-        *whole, self._rest = data.split(b"\n")
-        return [line.decode("utf-8", errors="replace") for line in whole]
 
 
 def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, slurm_every_s: float = 10.0,
@@ -50,10 +25,8 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
     there is none. When the batch script could not write result.json, this does. `show` gets the lines of the rank's
     log.
     """
-    log = Tail(run.log_path(rank))
-    log.skip()
-    batch = Tail(run.logs / "batch.txt")
-    batch.skip()
+    log = GrowingFile(run.log_path(rank), from_now=True)
+    batch = GrowingFile(run.logs / "batch.txt", from_now=True)
     shown = JobState("")
     asked, pause = 0.0, 1.0
     state = JobState()
@@ -69,7 +42,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
                 if state.state != shown.state:
                     pause = 1.0
                 shown, silent = state, time.monotonic()
-            lines = log.lines()
+            lines = list(log.lines())
             for line in lines:
                 show(line)
             for line in batch.lines():

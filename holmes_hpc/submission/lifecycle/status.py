@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,10 +17,13 @@ import psutil
 
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.executor.states import CONTROLLER, UNKNOWN, JobState
-from holmes_hpc.submission.lifecycle.outcome import Complaint, complaints, judge, parts_of_plan, tail
+from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
+from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 
@@ -49,12 +51,7 @@ class OnSlurm:
         return self._job.slurm_state("force" if another and mode == "cache" else mode)
 
     def cancel(self) -> None:
-        try:
-            self._job.cancel()
-        except subprocess.CalledProcessError as e:
-            said = (e.stderr or e.stdout or "").strip().splitlines() or [f"exit code {e.returncode}"]
-            raise SubmissionError(said[-1], where=f"scancel {self.id}",
-                                  hint="see that slurmctld runs (`scontrol ping`), then cancel again") from e
+        self._job.cancel()
 
 
 class OnThisMachine:
@@ -156,18 +153,18 @@ class Status:
 
     @property
     def ended(self) -> bool:
-        return self.state in ("completed", "failed", "cancelled", "timeout", "preempted")
+        return is_end(self.state)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def status(run: RunDirectory, mode: str = "force") -> Status:
+def run_status(run: RunDirectory, mode: str = "force") -> Status:
     """The state of a run, from its job and its records. A run that ended without a result gets one."""
-    return statuses([run], mode)[0]
+    return run_statuses([run], mode)[0]
 
 
-def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
+def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
     """The states of runs, with one Slurm query for all of them, and none for those whose end is recorded."""
     found: list[tuple[RunDirectory, dict[str, Any], dict[str, Any] | None, Job | None]] = []
     made: dict[RunDirectory, Status] = {}
@@ -183,9 +180,9 @@ def statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Status]:
             state = job.state(mode)
             mode = "cache" if isinstance(job, OnSlurm) and mode == "force" else mode  # that query was about all
         elif result is not None:
-            state = JobState("COMPLETED" if result["state"] == "completed" else "FAILED", source="result.json")
+            state = JobState(job_state(result["state"]), source="result.json")
         else:
-            state = JobState("NOT_SUBMITTED")
+            state = JobState(NOT_SUBMITTED)
         try:
             made[run] = _status(run, record, job, state, result)
         except (RecordError, TypeError, ValueError) as e:
@@ -236,23 +233,23 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     said: list[Complaint] = []
     with contextlib.suppress(HolmesError, OSError):
         text = "\n".join(tail(run.logs / "srun.txt", 200))
-        said = complaints(text, parts_of_plan(Plan.read(run.plan_path), state.component_nodes))
+        said = complaints(text, ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
     result = judge(run, code, slurm=state, srun=said)
     with contextlib.suppress(HolmesError):
         run.write_result(result, writer="follower")
     return run.read_result() or {**result, "writer": "follower"}
 
 
-def cancel(run: RunDirectory) -> JobState:
+def cancel_run(run: RunDirectory) -> JobState:
     """Cancel the run's job, all components; its state just before comes back. A run whose end is recorded is let be:
     its job id may be another job's by now. So is one that the controller does not know. SubmissionError: Slurm
     refused."""
     result = run.read_result()
     if result is not None and last_word(result):
-        return JobState(str(result["state"]).upper(), source="result.json")
+        return JobState(job_state(result["state"]), source="result.json")
     job = job_of(run)
     before = job.state("force")
-    if not before.ended and not (before.state == UNKNOWN and before.source in CONTROLLER):
+    if not before.ended and not before.forgotten:
         job.cancel()
     return before
 
@@ -279,6 +276,6 @@ def ended(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
         if time.monotonic() - asked < slurm_every_s:
             return False
         asked = time.monotonic()
-        return status(run, "standard").ended
+        return run_status(run, "standard").ended
 
     return over

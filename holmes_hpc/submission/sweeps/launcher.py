@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, filter_overrides
-from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from holmes_hpc.errors import ConfigError, HolmesError, SubmissionError
+from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
+from holmes_hpc.submission.sweeps.launcher_settings import OWN, settings_of_plan
 from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, task_config, wait
 
 if TYPE_CHECKING:
@@ -34,33 +35,7 @@ if TYPE_CHECKING:
     from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 log = logging.getLogger(__name__)
-OWN = ("detach", "submitit_folder", "max_num_timeout", "array_parallelism")
 WAITING_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-
-
-@dataclass
-class SlurmLauncherConf(SlurmQueueConf):
-    """hydra/launcher=holmes_slurm: hydra-submitit-launcher's keys, and the components of a job."""
-
-    _target_: str = "hydra_plugins.holmes_launcher.HolmesSlurmLauncher"
-    # one mapping per component: {partition, constraint, nodes, tasks_per_node, gpus_per_node, gres, cpus_per_task, …};
-    # null: one component from the plain keys. A job with a Plan has the Plan's components instead.
-    components: list[Any] | None = None
-    # submit, write sweep.json and return; `holmes sweep status DIR` shows the jobs
-    detach: bool = False
-    container: str | None = None
-    dependency: str | None = None
-    teardown: list[str] | None = None
-    srun_args: list[str] | None = None
-
-
-@dataclass
-class LocalLauncherConf(LocalQueueConf):
-    """hydra/launcher=holmes_local: processes of this machine. Jobs with a Plan run one after another."""
-
-    _target_: str = "hydra_plugins.holmes_launcher.HolmesLocalLauncher"
-    detach: bool = False
-    array_parallelism: int = field(default=0)  # 0: of jobs with a Plan one at a time, of others all
 
 
 @dataclass(frozen=True)
@@ -136,8 +111,8 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched]) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
-        from holmes_hpc.submission.executor.states import CONTROLLER, UNKNOWN
-        from holmes_hpc.submission.sweeps.overview import UNREAD, states, unread
+        from holmes_hpc.slurm.job_states import UNKNOWN
+        from holmes_hpc.submission.sweeps.jobs import UNREAD, states, unread
 
         if others := unread(manifest):
             raise SubmissionError(f"job {others[0].num}: {UNREAD}", where=str(manifest.path),
@@ -147,7 +122,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             if job.where == "local" and state.state == UNKNOWN:  # it may still run
                 raise SubmissionError(f"job {job.num} {state.reason}", where=str(manifest.path),
                                       hint="launch again there, or use another hydra.sweep.dir")
-        if any(j.where == "slurm" and s.state == UNKNOWN and s.source not in CONTROLLER for j, s in found.items()):
+        if any(j.where == "slurm" and s.state == UNKNOWN and not s.forgotten for j, s in found.items()):
             raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
                                   where=str(manifest.path), hint="wait for it (`scontrol ping`), then launch again")
         known = {j.key: s for j, s in found.items()}
@@ -185,7 +160,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                            wanted: Sequence[_Wanted]) -> None:
         """Nothing may go on in the directory of a run that another configuration made."""
         from holmes_hpc.records.run import RunDirectory
-        from holmes_hpc.submission.sweeps.overview import finished
+        from holmes_hpc.submission.sweeps.jobs import finished
 
         for job in wanted:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
@@ -203,7 +178,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         """Submit a job, unless an earlier launch into this directory did and it runs or completed; add it to those
         that were `launched`."""
         from holmes_hpc.slurm.commands import uninterrupted
-        from holmes_hpc.submission.sweeps.overview import cancel_sweep, finished
+        from holmes_hpc.submission.sweeps.jobs import cancel_sweep, finished
 
         old = manifest.find(job.key, job.digest)
         if old is not None:
@@ -227,7 +202,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 launched.append(Launched(entry, job.config, held=held))
             try:
                 manifest.put(entry)
-            except OSError:  # nobody would know of it
+            except RunFailed:  # nobody would know of it
                 cancel_sweep(manifest, [entry])
                 raise
 
@@ -290,7 +265,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         from holmes_hpc.submission.sweeps.manifest import SweepJob
 
         plan, directory = planned.plan, job.directory
-        settings = self._settings(job.config, planned.settings)
+        settings = settings_of_plan(job.config, planned.settings, self.WHERE)
         run = RunDirectory(directory)
         config = {**planned.config, "run_dir": str(directory), "plan_file": str(run.plan_path)}
         if run.exists():  # of an earlier launch: it goes on from its last checkpoint
@@ -318,21 +293,6 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
         """Keep at most `array_parallelism` jobs running: a dependency for the next one, or (locally) waiting."""
         raise TypeError("use SlurmLauncher or LocalLauncher")
-
-    def _settings(self, config: DictConfig, settings: dict[str, Any]) -> dict[str, Any]:
-        """The site's settings of a job with a Plan; launcher keys that were changed are taken over or refused."""
-        default = OmegaConf.structured(SlurmLauncherConf if self.WHERE == "slurm" else LocalLauncherConf)
-        changed = {str(k): v for k, v in config.hydra.launcher.items()
-                   if k in default and k not in (*OWN, "name", "_target_", "components") and v != default[k]}
-        merged = dict(settings)
-        for key, value in changed.items():
-            if key not in ("timeout_min", "account", "qos", "gres", "cpus_per_task", "setup", "container"):
-                raise ConfigError(f"{key} is the Plan's to say", where=f"hydra.launcher.{key}",
-                                  hint="use the configuration groups plan and slurm")
-            merged[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if config.hydra.launcher.get("components"):
-            raise ConfigError("components are the Plan's to say", where="hydra.launcher.components", hint="drop it")
-        return merged
 
     def _save_hydra(self, config: DictConfig, directory: Path) -> None:
         """Hydra's own files of a job, which Hydra writes in a task; here the ranks are not Hydra's tasks."""
@@ -391,7 +351,9 @@ class LocalLauncher(HolmesLauncher):
 
 def _goes_on(state: Any) -> bool:
     """Whether a job that was submitted has not ended."""
-    return state is not None and not state.ended and state.state != "UNKNOWN"
+    from holmes_hpc.slurm.job_states import UNKNOWN
+
+    return state is not None and not state.ended and state.state != UNKNOWN
 
 
 def _relative(path: Path, manifest: Manifest) -> str:

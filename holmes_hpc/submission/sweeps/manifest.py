@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import RecordError
+from holmes_hpc.records.files import write_whole
 
 VERSION = 1
 NAME = "sweep.json"
@@ -66,9 +67,7 @@ class Manifest:
         """Add or replace, and write at once."""
         self.jobs = [*(j for j in self.jobs if j.key != job.key), job]
         data = {"version": VERSION, "created": self.created, "jobs": [asdict(j) for j in self.jobs]}
-        temporary = self.path.with_name(f".{NAME}.{os.getpid()}")
-        temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
         """The job that an earlier launch made of the same overrides, configuration and program."""

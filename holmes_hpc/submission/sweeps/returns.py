@@ -37,7 +37,7 @@ def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.submission.executor.job import SlurmHetJob
     from holmes_hpc.submission.lifecycle.status import job_of
-    from holmes_hpc.submission.sweeps.overview import on_this_machine
+    from holmes_hpc.submission.sweeps.jobs import on_this_machine
 
     if entry.kind == "plan":
         return None, job_of(RunDirectory(manifest.place(entry.directory)))
@@ -51,7 +51,7 @@ def wait(manifest: Manifest, job: Launched) -> JobReturn:
     from submitit.core import utils
     from submitit.local.local import LocalJob
 
-    from holmes_hpc.submission.sweeps.overview import _pickle
+    from holmes_hpc.submission.sweeps.jobs import result_pickle
 
     returned: JobReturn
     if job.entry.kind == "plan":
@@ -65,14 +65,14 @@ def wait(manifest: Manifest, job: Launched) -> JobReturn:
         entry = job.entry
         returned = LocalJob(manifest.place(entry.folder), entry.job_id, list(range(entry.tasks))).results()[0]
         return returned
-    returned = utils.pickle_load(_pickle(manifest, job.entry))[1]
+    returned = utils.pickle_load(result_pickle(manifest, job.entry))[1]
     return returned
 
 
 def _planned_return(manifest: Manifest, job: Launched) -> JobReturn:
     """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
     from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.submission.executor.states import JobState
+    from holmes_hpc.slurm.job_states import JobState
     from holmes_hpc.submission.lifecycle.status import record_end
 
     run = RunDirectory(manifest.place(job.entry.directory))
@@ -103,7 +103,7 @@ def _planned_return(manifest: Manifest, job: Launched) -> JobReturn:
 
 def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
     """Ctrl-C: ask whether to cancel what was submitted, and say how to come back."""
-    from holmes_hpc.submission.sweeps.overview import cancel_sweep
+    from holmes_hpc.submission.sweeps.jobs import cancel_sweep
 
     answer = ""
     if sys.stdin.isatty():

@@ -22,7 +22,7 @@ from holmes_hpc.errors import RunFailed
 from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, Measured
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.cost.timing import parameters
 from holmes_hpc.planning.spec.plan import Plan
@@ -206,7 +206,7 @@ def calibration(plan: Plan, times: Times, found: links.Links, steps: Sequence[di
              "head": counts.head_flops(m, tokens, tp)}
     parts = tuple(Measured(name, m.hidden, tokens, tp, flops[name], *times[name]) for name in flops if name in times)
     pass_s = max(0.0, sum(times.get("pass", (0.0, 0.0))) / 2)
-    held = float(parameters(Setting.of(plan, Costs()), layer_array(plan)).sum(axis=2).max())
+    held = float(parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2).max())
     updated = held / (plan.parallel.dp // plan.parallel.optimizer_instances
                       if plan.parallel.distributed_optimizer else 1)
     optimizer = statistics.median(max(s["optimizer_s"] for s in line["breakdown"]) for line in steps)

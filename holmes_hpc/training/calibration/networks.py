@@ -71,7 +71,7 @@ def pairs(plan: Plan, one_host: bool) -> dict[str, tuple[Transport, tuple[int, i
         return {"local": (LOCAL, (0, 1))} if plan.world_size > 1 else {}
     found: dict[str, tuple[Transport, tuple[int, int]]] = {}
     for ranks in combinations(range(plan.world_size), 2):
-        own = transports.of_ranks(plan, ranks)
+        own = plan.transport_of(ranks)
         if own.kind != "rdma" or all("rdma" in transports.kinds_of(plan, r) for r in ranks):
             found.setdefault(link_name(own), (own, ranks))
         if "ethernet" not in found and plan.places[ranks[0]] != plan.places[ranks[1]]:
@@ -148,7 +148,7 @@ def _collectives(here: Session) -> list[Sample]:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1 or p.optimizer_instances > 1:
         return []
-    transport = LOCAL if here.nodes[0].one_host else transports.of_ranks(plan, ranks)
+    transport = LOCAL if here.nodes[0].one_host else plan.transport_of(ranks)
     nodes = 1 if transport == LOCAL else len({plan.places[r] for r in ranks})
     if 1 < nodes < len(ranks):
         return []  # time inside the nodes would count as the network's

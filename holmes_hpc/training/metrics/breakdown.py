@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-PARTS = ("compute_s", "pipeline_wait_s", "grad_sync_s", "param_sync_s", "optimizer_s", "other_s")
+from holmes_hpc.records.metrics import PARTS
+
 # The names of Megatron-Core's timers, by how they begin. forward-backward is the loop's own span.
 _TIMERS = (("forward-compute", "compute_s"), ("backward-compute", "compute_s"), ("params-all-gather", "param_sync_s"),
            ("optimizer", "optimizer_s"))

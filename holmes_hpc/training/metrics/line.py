@@ -1,4 +1,4 @@
-"""What a step was like, from all ranks, in one line: gathered to rank 0 beside the next step, never waited for."""
+"""One line of metrics per step, from all ranks' figures: gathered to rank 0 beside the next step, never waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.metrics.breakdown import PARTS
+from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 _LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
@@ -38,22 +38,22 @@ def row(loss_sum: float, loss_count: int, step_time_s: float, parts: Mapping[str
 def stage_breakdown(plan: Plan, rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
     """Per stage the mean over its ranks, in seconds; the parts add up to the step's time."""
     stages = plan.parallel.grid().reshape(plan.parallel.pp, -1).tolist()
-    return [{part: round(sum(rows[r][_PARTS + i] for r in ranks) / len(ranks), 6) for i, part in enumerate(PARTS)}
+    return [{part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
             for ranks in stages]
 
 
 def line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float,
          more: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl from every rank's row."""
+    """A line of metrics.jsonl (its fields: holmes_hpc/records/metrics.py) from every rank's row; not rounded."""
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
     step_time_s = rows[0][_STEP]
     samples_per_s = plan.batch.global_size / step_time_s
     per_gpu = 1e12 * plan.world_size * step_time_s
     return {
-        "step": step, "time": when, "step_time_s": round(step_time_s, 6),
+        "step": step, "time": when, "step_time_s": step_time_s,
         "loss": losses / count if count else math.nan, **more,
-        "tokens_per_s": round(samples_per_s * plan.batch.sequence_length, 3), "samples_per_s": round(samples_per_s, 4),
+        "tokens_per_s": samples_per_s * plan.batch.sequence_length, "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
         "hardware_tflops_per_gpu":
             hardware_flops_per_step(plan.model, plan.batch, plan.parallel.tp, plan.recompute) / per_gpu,

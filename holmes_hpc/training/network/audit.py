@@ -8,7 +8,7 @@ from typing import Any
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import activation_bytes, parameters
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
@@ -24,41 +24,41 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
     are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.
     """
-    setting = Setting.of(plan, Costs(dtype=dtype))
-    count = parameters(setting, layer_array(plan))[0].sum(axis=1)
+    layout = Layout.of(plan, Costs(dtype=dtype))
+    count = parameters(layout, layer_array(plan))[0].sum(axis=1)
     found = []
     for group in plan.transports():
         if group.transport.kind == "local":
             continue
         kind = str(group.transport.nic)
         label = f"{group.kind} of ranks {short(group.ranks)}"
-        for rank, amount in _sent(setting, plan, group, count, nodes):
+        for rank, amount in _sent(layout, plan, group, count, nodes):
             found.append(Load(nodes[rank], kind, label, amount))
     return found
 
 
-def _sent(setting: Setting, plan: Plan, group: GroupTransport, count: Any, nodes: Sequence[str],
+def _sent(layout: Layout, plan: Plan, group: GroupTransport, count: Any, nodes: Sequence[str],
           ) -> Iterator[tuple[int, float]]:
     """Ranks whose node sends for this group, and how many bytes."""
     p, ranks = plan.parallel, group.ranks
     component = plan.components[plan.component_of(ranks[0])]
-    gpu = setting.fabric(component).gpu
-    how = setting.costs.collectives(gpu)
+    gpu = layout.fabric(component).gpu
+    how = layout.costs.collectives(gpu)
     if group.kind == "edge":
         chunks, micro_batches = p.virtual_stages, plan.micro_batches
-        hops = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
+        transfers = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
         if p.pp == 2:  # the way back to the first stage is between the same two ranks
-            hops += micro_batches * (chunks - 1)
+            transfers += micro_batches * (chunks - 1)
         for rank in ranks:
-            yield rank, hops * activation_bytes(setting, group.transport, component)
+            yield rank, transfers * activation_bytes(layout, group.transport, component)
     elif group.kind == "embd" and plan.model.tied:
-        whole = plan.model.padded_vocab(p.tp) / p.tp * plan.model.hidden * setting.costs.gradient_size(gpu)
+        whole = plan.model.padded_vocab(p.tp) / p.tp * plan.model.hidden * layout.costs.gradient_size(gpu)
         for rank in ranks:
             yield rank, how.all_reduce / 2 * whole
     elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
         n, parameters_here = len(ranks), float(count[group.stages[0]])
-        gradients = parameters_here * setting.costs.gradient_size(gpu)
-        weights = parameters_here * setting.costs.weight_bytes(gpu)
+        gradients = parameters_here * layout.costs.gradient_size(gpu)
+        weights = parameters_here * layout.costs.weight_bytes(gpu)
         amount = (how.reduce_scatter * gradients + how.all_gather * weights if p.distributed_optimizer
                   else how.all_reduce * gradients)
         first_ranks = {nodes[rank]: rank for rank in reversed(ranks)}  # a ring leaves each of its nodes once
@@ -66,9 +66,9 @@ def _sent(setting: Setting, plan: Plan, group: GroupTransport, count: Any, nodes
             yield rank, amount * (n - 1) / n
     elif group.kind == "inter_dp":
         k = p.optimizer_instances
-        gradients = float(count[group.stages[0]]) * setting.costs.gradient_size(gpu)
+        gradients = float(count[group.stages[0]]) * layout.costs.gradient_size(gpu)
         for rank in ranks:
-            yield rank, how.all_reduce * (k - 1) / k * gradients / setting.run
+            yield rank, how.all_reduce * (k - 1) / k * gradients / layout.run
 
 
 class Audit:

@@ -1,4 +1,4 @@
-"""Which network each process group of this node uses: one decision, without torch, for gloo and NCCL alike.
+"""Which network interfaces of this node carry the plan's transports, found without torch, for gloo and NCCL alike.
 
 The Plan says what a group's members share (``local``, ``rdma``, ``tcp``); here that becomes a kernel interface of this
 node (gloo connects through it), a network name for NCCL's communicator, and the environment that NCCL reads once per
@@ -18,11 +18,10 @@ from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.parallel import Group
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import Transport
-from holmes_hpc.training.network import link_check as linkcheck
-from holmes_hpc.training.network.link_diagnosis import Talk
+from holmes_hpc.training.network import link_check
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup
 
 LOOPBACK = "lo"
 # Groups that carry the model's own traffic: their links are measured at start.
@@ -31,8 +30,8 @@ MEASURED = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 
 @dataclass(frozen=True)
 class NodeTransports:
-    """This node's decision. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix);
-    `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
+    """This node's share of the plan's transports. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4
+    address, prefix); `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
 
     node: str
     fabric: str
@@ -73,17 +72,12 @@ class NodeTransports:
                    dict(data["environment"]), data["one_host"])
 
 
-def of_ranks(plan: Plan, ranks: Sequence[int]) -> Transport:
-    """The transport of whatever group these ranks form, under the plan's transport mode."""
-    return plan.transport_of(Group("group", tuple(sorted(ranks))))
-
-
 def kinds_of(plan: Plan, rank: int) -> set[str]:
     """The transport kinds that the groups of `rank` use."""
     return {g.transport.kind for g in plan.transports() if rank in g.ranks}
 
 
-def decide(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
+def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
     """This node's interfaces and environment. Raises NetworkError when one that the plan needs is missing, down or
     without an address. With `cuda`, RDMA ports need no kernel interface: NCCL speaks to them directly."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
@@ -133,9 +127,9 @@ def refuse(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
     return found
 
 
-def talks(plan: Plan, nodes: Sequence[NodeTransports]) -> list[Talk]:
+def communication_groups(plan: Plan, nodes: Sequence[NodeTransports]) -> list[CommunicationGroup]:
     """The plan's groups as the check of links sees them: those that leave their node, over NICs with an address."""
-    return [Talk(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
+    return [CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
             for g in plan.transports()
             if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)]
 
@@ -148,14 +142,14 @@ def check_links(plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[Node
     if own.one_host:
         return []
     if not first_on_node:
-        linkcheck.await_links(store)
+        link_check.await_links(store)
         return []
     fabric = plan.site.fabric(own.fabric)
     rates = {"tcp": fabric.ethernet_gbps, "rdma": fabric.rdma_gbps or fabric.ethernet_gbps}
     nics = {k: (i, a, rates[k]) for k, (i, a, _) in own.interfaces.items() if k in rates}
     ranks = [r for r, n in enumerate(nodes) if n.node == own.node]
-    return linkcheck.check_links(store, own.node, list(dict.fromkeys(n.node for n in nodes)), own.fabric, ranks, nics,
-                                 talks(plan, nodes), token)
+    return link_check.prove_links(store, own.node, list(dict.fromkeys(n.node for n in nodes)), own.fabric, ranks, nics,
+                                 communication_groups(plan, nodes), token)
 
 
 def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:

@@ -13,14 +13,14 @@ from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network.link_diagnosis import (
-    Card,
+    CommunicationGroup,
     Endpoint,
-    Link,
-    Report,
-    Talk,
+    LinkReport,
+    NodeInformation,
+    NodeLink,
     audit,
     declared,
-    judge,
+    grade,
     peers,
     rounds,
     skewed,
@@ -79,7 +79,7 @@ def give_up(store: KeyValue, error: HolmesError) -> None:
     """A node that cannot take part tells the others why, so that they need not wait for it."""
     told = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
-        for key, value in ((f"{_BASE}/cards/all", {_GIVEN_UP: told}), (_DONE, told)):
+        for key, value in ((f"{_BASE}/nodes/all", {_GIVEN_UP: told}), (_DONE, told)):
             if not store.check([key]):
                 store.set(key, json.dumps(value))
 
@@ -88,21 +88,21 @@ def _as_error(told: Mapping[str, str]) -> NetworkError:
     return NetworkError(told["what"], where=told["where"], hint=told["hint"])
 
 
-def check_links(store: KeyValue, node: str, nodes: Sequence[str], fabric: str, ranks: Sequence[int],
-                nics: Mapping[str, tuple[str, str, float]], talks: Sequence[Talk], token: str,
+def prove_links(store: KeyValue, node: str, nodes: Sequence[str], fabric: str, ranks: Sequence[int],
+                nics: Mapping[str, tuple[str, str, float]], groups: Sequence[CommunicationGroup], token: str,
                 limits: Limits | None = None) -> list[Finding]:
     """One rank of each node calls this at the same time. Returns warnings; raises NetworkError on an error.
 
     `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> (interface, IPv4 address, declared Gb/s) of this node;
-    `talks`: the groups of all ranks; `token`: any text that only this run knows. The outcome is the same on all nodes,
+    `groups`: the groups of all ranks; `token`: any text that only this run knows. The outcome is the same on all nodes,
     and is left in the store for :func:`await_links`.
     """
     limits = limits or Limits()
     try:
         with LinkServer(node, token, {k: (i, a) for k, (i, a, _) in nics.items()}) as server:
-            card = Card(node, fabric, tuple(ranks), {k: Endpoint(i, a, server.ports[k], gbps)
-                                                    for k, (i, a, gbps) in nics.items()})
-            found = _Check(store, card, nodes, talks, token, limits).run()
+            info = NodeInformation(node, fabric, tuple(ranks), {
+                k: Endpoint(i, a, server.ports[k], gbps) for k, (i, a, gbps) in nics.items()})
+            found = _Check(store, info, nodes, groups, token, limits).run()
     except NetworkError as e:
         give_up(store, e)
         raise
@@ -124,21 +124,21 @@ def await_links(store: KeyValue, timeout_s: float = 60.0) -> None:
 
 
 class _Check:
-    def __init__(self, store: KeyValue, card: Card, nodes: Sequence[str], talks: Sequence[Talk], token: str,
-                 limits: Limits) -> None:
-        self.store, self.card, self.nodes, self.talks = store, card, nodes, talks
+    def __init__(self, store: KeyValue, own: NodeInformation, nodes: Sequence[str],
+                 groups: Sequence[CommunicationGroup], token: str, limits: Limits) -> None:
+        self.store, self.own, self.nodes, self.groups = store, own, nodes, groups
         self.token, self.limits = token, limits
-        self.node = card.node
+        self.node = own.node
 
     def run(self) -> list[Finding]:
-        cards = [Card.from_dict(c) for c in self._gather("cards", self.card.to_dict()).values()]
-        odd = audit(cards, self.talks)
+        infos = [NodeInformation.from_dict(c) for c in self._gather("nodes", self.own.to_dict()).values()]
+        odd = audit(infos, self.groups)
         raise_errors(odd)
-        by_node = {c.node: c for c in cards}
-        reports = self._reports("reached", self._connect(cards, by_node))
-        raise_errors(unreachable(cards, reports))
-        samples = self._reports("sampled", self._measure(cards, by_node))
-        found = odd + slow(cards, samples) + skewed(reports)
+        by_node = {c.node: c for c in infos}
+        reports = self._reports("reached", self._connect(infos, by_node))
+        raise_errors(unreachable(infos, reports))
+        samples = self._reports("sampled", self._measure(infos, by_node))
+        found = odd + slow(infos, samples) + skewed(reports)
         raise_errors(found)
         return found
 
@@ -147,16 +147,16 @@ class _Check:
         slack = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.again_s)
         return gather(self.store, name, self.node, self.nodes, value, self.limits.meet_s + slack)
 
-    def _reports(self, name: str, own: Report) -> list[Report]:
-        return [Report.from_dict(r) for r in self._gather(name, own.to_dict()).values()]
+    def _reports(self, name: str, own: LinkReport) -> list[LinkReport]:
+        return [LinkReport.from_dict(r) for r in self._gather(name, own.to_dict()).values()]
 
     def _source(self, kind: str) -> tuple[str, str]:
-        nic = self.card.nics[kind]
+        nic = self.own.nics[kind]
         return nic.interface, nic.address
 
-    def _connect(self, cards: Sequence[Card], by_node: Mapping[str, Card]) -> Report:
-        links = peers(cards, self.talks, self.node)
-        failed: list[tuple[Link, str]] = []
+    def _connect(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
+        links = peers(infos, self.groups, self.node)
+        failed: list[tuple[NodeLink, str]] = []
         skew: dict[str, float] = {}
         for kind in sorted({link.kind for link in links}):
             mine = {link.receiver: link for link in links if link.kind == kind}
@@ -166,33 +166,34 @@ class _Check:
                     failed.append((mine[other], reply.failure))
                 else:
                     skew[other] = round(reply.skew_s, 3)
-        return Report(self.node, tuple(failed), (), {n: s for n, s in skew.items() if abs(s) > 1})
+        return LinkReport(self.node, tuple(failed), (), {n: s for n, s in skew.items() if abs(s) > 1})
 
-    def _measure(self, cards: Sequence[Card], by_node: Mapping[str, Card]) -> Report:
-        measured: list[tuple[Link, float | None]] = []
-        order = rounds(cards, self.talks)
+    def _measure(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
+        measured: list[tuple[NodeLink, float | None]] = []
+        order = rounds(infos, self.groups)
         for number, links in enumerate(order):
             for link in links:
                 if link.sender == self.node:
                     measured += self._sample(link, by_node, _third(link, links))
             if number + 1 < len(order):
                 self._gather(f"round-{number}", None)
-        return Report(self.node, (), tuple(measured))
+        return LinkReport(self.node, (), tuple(measured))
 
-    def _sample(self, link: Link, by_node: Mapping[str, Card], third: str | None) -> list[tuple[Link, float | None]]:
+    def _sample(self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None,
+                ) -> list[tuple[NodeLink, float | None]]:
         """One link; where it is slow, once more, and a third node's, to tell the sender's fault from the receiver's."""
         def measure(to: str, seconds: float) -> float | None:
             return sample(self._source(link.kind), by_node[to].nics[link.kind], self.token, seconds)
 
         first = measure(link.receiver, self.limits.sample_s)
         found = [(link, first)]
-        if judge(first, declared(by_node, link)) != "ok":
+        if grade(first, declared(by_node, link)) != "ok":
             found.append((link, measure(link.receiver, self.limits.again_s)))
             if third is not None:
-                found.append((Link(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s)))
+                found.append((NodeLink(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s)))
         return found
 
 
-def _third(link: Link, links: Iterable[Link]) -> str | None:
+def _third(link: NodeLink, links: Iterable[NodeLink]) -> str | None:
     """The node that the receiver sends to in the same ring, unless that is the sender."""
     return next((x.receiver for x in links if x.sender == link.receiver and x.receiver != link.sender), None)

@@ -1,7 +1,7 @@
 """Which nodes must reach each other over which NIC, what was measured, and whose fault it is; pure functions.
 
-A *talk* is one process group as the network sees it. Nodes publish *cards*; every node tries all its peers and samples
-some links; from all nodes' *reports* every node derives the same findings.
+Nodes publish what they are (NodeInformation); every node tries to reach all its peers and measures some links; from all
+nodes' LinkReports every node derives the same findings.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.finding import MOST_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
 
 WARN_BELOW, STOP_BELOW = 0.5, 0.1  # of the declared rate
 # What one TCP stream of a Python process proves on any machine; a faster NIC is judged as if it had this rate.
 PROVABLE_GBPS = 5.0
-MOST_SKEW_S = 60.0  # credentials of munge are refused at 300 s
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Card:
+class NodeInformation:
     """What a node publishes. `nics`: transport kind (``rdma``, ``tcp``) -> Endpoint; `ranks`: its global ranks."""
 
     node: str
@@ -47,13 +46,13 @@ class Card:
                 "nics": {k: asdict(e) for k, e in self.nics.items()}}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Card:
+    def from_dict(cls, data: Mapping[str, Any]) -> NodeInformation:
         return cls(data["node"], data["fabric"], tuple(data["ranks"]),
                    {k: Endpoint(**e) for k, e in data["nics"].items()})
 
 
 @dataclass(frozen=True)
-class Talk:
+class CommunicationGroup:
     """A process group: `kind` of its transport, its global ranks. `sampled`: it carries the model's traffic, so its
     links are measured (a ring over its nodes)."""
 
@@ -64,7 +63,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """One direction between two nodes over one kind of NIC; `label`: a group that uses it."""
 
     kind: str
@@ -74,13 +73,13 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Report:
+class LinkReport:
     """One node's results. `failed`: peers it could not reach and why; `measured`: Gb/s received by the other side
     (None: the sample did not come through); `skew_s`: others' clocks less its own, where over a second."""
 
     node: str
-    failed: tuple[tuple[Link, str], ...] = ()
-    measured: tuple[tuple[Link, float | None], ...] = ()
+    failed: tuple[tuple[NodeLink, str], ...] = ()
+    measured: tuple[tuple[NodeLink, float | None], ...] = ()
     skew_s: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,42 +87,42 @@ class Report:
                 "measured": [[asdict(link), gbps] for link, gbps in self.measured], "skew_s": dict(self.skew_s)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        return cls(data["node"], tuple((Link(**link), why) for link, why in data["failed"]),
-                   tuple((Link(**link), gbps) for link, gbps in data["measured"]), dict(data["skew_s"]))
+    def from_dict(cls, data: Mapping[str, Any]) -> LinkReport:
+        return cls(data["node"], tuple((NodeLink(**link), why) for link, why in data["failed"]),
+                   tuple((NodeLink(**link), gbps) for link, gbps in data["measured"]), dict(data["skew_s"]))
 
 
-def _node_of(cards: Iterable[Card]) -> dict[int, str]:
-    return {rank: card.node for card in cards for rank in card.ranks}
+def _node_of(infos: Iterable[NodeInformation]) -> dict[int, str]:
+    return {rank: info.node for info in infos for rank in info.ranks}
 
 
-def peers(cards: Sequence[Card], talks: Iterable[Talk], node: str) -> list[Link]:
+def peers(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup], node: str) -> list[NodeLink]:
     """The links from `node` that must work: to every other node of its groups, over the group's kind of NIC."""
-    node_of = _node_of(cards)
-    own = {rank for card in cards if card.node == node for rank in card.ranks}
-    found: dict[tuple[str, str], Link] = {}
-    for talk in talks:
-        if talk.kind == "local" or own.isdisjoint(talk.ranks):
+    node_of = _node_of(infos)
+    own = {rank for info in infos if info.node == node for rank in info.ranks}
+    found: dict[tuple[str, str], NodeLink] = {}
+    for group in groups:
+        if group.kind == "local" or own.isdisjoint(group.ranks):
             continue
-        for rank in talk.ranks:
+        for rank in group.ranks:
             other = node_of[rank]
             if other != node:
-                found.setdefault((talk.kind, other), Link(talk.kind, node, other, talk.label))
+                found.setdefault((group.kind, other), NodeLink(group.kind, node, other, group.label))
     return list(found.values())
 
 
-def rounds(cards: Sequence[Card], talks: Iterable[Talk]) -> list[list[Link]]:
+def rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[list[NodeLink]]:
     """The links to measure, in rounds: in one round all are of one kind, and a node sends once and receives once at
     most, so that no two samples share a NIC's direction. Each sampled group's nodes form a ring, in rank order."""
-    node_of = _node_of(cards)
-    links: dict[tuple[str, str, str], Link] = {}
-    for talk in talks:
-        nodes = list(dict.fromkeys(node_of[r] for r in talk.ranks))
-        if not talk.sampled or talk.kind == "local" or len(nodes) < 2:
+    node_of = _node_of(infos)
+    links: dict[tuple[str, str, str], NodeLink] = {}
+    for group in groups:
+        nodes = list(dict.fromkeys(node_of[r] for r in group.ranks))
+        if not group.sampled or group.kind == "local" or len(nodes) < 2:
             continue
         for sender, receiver in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-            links.setdefault((talk.kind, sender, receiver), Link(talk.kind, sender, receiver, talk.label))
-    found: list[list[Link]] = []
+            links.setdefault((group.kind, sender, receiver), NodeLink(group.kind, sender, receiver, group.label))
+    found: list[list[NodeLink]] = []
     sends: dict[tuple[str, str], set[int]] = {}  # (kind, node) -> the rounds in which it sends
     receives: dict[tuple[str, str], set[int]] = {}
     for link in links.values():
@@ -139,52 +138,53 @@ def rounds(cards: Sequence[Card], talks: Iterable[Talk]) -> list[list[Link]]:
     return found
 
 
-def declared(cards: Mapping[str, Card], link: Link) -> float:
+def declared(infos: Mapping[str, NodeInformation], link: NodeLink) -> float:
     """What a link should carry, in Gb/s: the slower of its two NICs, as far as a sample can prove it."""
-    return min(cards[link.sender].nics[link.kind].gbps, cards[link.receiver].nics[link.kind].gbps, PROVABLE_GBPS)
+    return min(infos[link.sender].nics[link.kind].gbps, infos[link.receiver].nics[link.kind].gbps, PROVABLE_GBPS)
 
 
-def judge(measured_gbps: float | None, declared_gbps: float) -> str:
+def grade(measured_gbps: float | None, declared_gbps: float) -> str:
     """``ok``, ``warning`` (below 50% of the declared rate) or ``error`` (below 10%, or nothing came through)."""
     if measured_gbps is None or measured_gbps < STOP_BELOW * declared_gbps:
         return "error"
     return "warning" if measured_gbps < WARN_BELOW * declared_gbps else "ok"
 
 
-def audit(cards: Sequence[Card], talks: Iterable[Talk]) -> list[Finding]:
-    """What the cards alone show: a NIC that a group needs and a node has not, one address on two nodes."""
+def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[Finding]:
+    """What the nodes' own information alone shows: a NIC that a group needs and a node has not, one address on two
+    nodes."""
     found: list[Finding] = []
-    by_node = {card.node: card for card in cards}
-    node_of = _node_of(cards)
+    by_node = {info.node: info for info in infos}
+    node_of = _node_of(infos)
     missing: dict[tuple[str, str], str] = {}
-    for talk in talks:
-        for rank in talk.ranks:
-            if talk.kind != "local" and talk.kind not in by_node[node_of[rank]].nics:
-                missing.setdefault((node_of[rank], talk.kind), talk.label)
+    for group in groups:
+        for rank in group.ranks:
+            if group.kind != "local" and group.kind not in by_node[node_of[rank]].nics:
+                missing.setdefault((node_of[rank], group.kind), group.label)
     for (node, kind), label in missing.items():
         found.append(Finding("error", f"node {node}", f"no {_kind(kind)} NIC for group {label}",
                              "bring it up, or correct the node's features (holmes label)", node))
     owners: dict[tuple[str, str], list[str]] = {}
-    for card in cards:
-        for kind, nic in card.nics.items():
-            owners.setdefault((kind, nic.address), []).append(card.node)
+    for info in infos:
+        for kind, nic in info.nics.items():
+            owners.setdefault((kind, nic.address), []).append(info.node)
     for (kind, address), nodes in owners.items():
         if len(nodes) > 1:
             interface = by_node[nodes[0]].nics[kind].interface
             found.append(Finding("error", f"nodes {compress(nodes)}", f"all have the address {address} on {interface}",
                                  "give each its own; an address of a container bridge is no address of a node",
                                  nodes[0], interface))
-    return found + _odd_names(cards)
+    return found + _odd_names(infos)
 
 
-def _odd_names(cards: Sequence[Card]) -> list[Finding]:
+def _odd_names(infos: Sequence[NodeInformation]) -> list[Finding]:
     """A node whose Ethernet interface has a name that nobody in its fabric shares, while most nodes have another."""
-    names = {card.node: card.nics["tcp"].interface for card in cards if "tcp" in card.nics}
+    names = {info.node: info.nics["tcp"].interface for info in infos if "tcp" in info.nics}
     usual = max(set(names.values()), key=list(names.values()).count, default="")
     if 2 * list(names.values()).count(usual) <= len(names):
         return []
-    in_fabric = [(card.fabric, names.get(card.node)) for card in cards]
-    odd = [c.node for c in cards
+    in_fabric = [(info.fabric, names.get(info.node)) for info in infos]
+    odd = [c.node for c in infos
            if names.get(c.node, usual) != usual and in_fabric.count((c.fabric, names[c.node])) == 1]
     return [Finding("warning", f"node {node}", f"its Ethernet NIC is {names[node]}, most nodes' is {usual}: renamed? "
                     f"{names[node]} is used", f"rename it to {usual}, or see that it is the right one (holmes probe)",
@@ -195,10 +195,10 @@ def _kind(kind: str) -> str:
     return {"rdma": "RDMA", "tcp": "Ethernet"}.get(kind, kind)
 
 
-def unreachable(cards: Sequence[Card], reports: Iterable[Report]) -> list[Finding]:
+def unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
     """Findings from failed connections: a fabric that falls apart, a node nobody reaches, or single pairs."""
-    by_node = {card.node: card for card in cards}
-    bad: dict[str, dict[frozenset[str], tuple[Link, str]]] = {}
+    by_node = {info.node: info for info in infos}
+    bad: dict[str, dict[frozenset[str], tuple[NodeLink, str]]] = {}
     for report in reports:
         for link, why in report.failed:
             bad.setdefault(link.kind, {}).setdefault(frozenset((link.sender, link.receiver)), (link, why))
@@ -208,7 +208,8 @@ def unreachable(cards: Sequence[Card], reports: Iterable[Report]) -> list[Findin
     return found
 
 
-def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[Link, str]], cards: Mapping[str, Card]) -> list[Finding]:
+def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos: Mapping[str, NodeInformation],
+             ) -> list[Finding]:
     found: list[Finding] = []
     left = dict(pairs)
     while left:
@@ -218,23 +219,23 @@ def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[Link, str]], cards: Ma
                 failures[node] = failures.get(node, 0) + 1
         worst = max(failures, key=lambda n: (failures[n], n))
         if failures[worst] == 1 or len(failures) == 2:
-            found += [_pair(link, why, cards) for link, why in left.values()]
+            found += [_pair(link, why, infos) for link, why in left.values()]
             break
         parts = _parts(left, failures)
         if len(parts) == 2 and min(len(p) for p in parts) > 1:
-            nics = cards[parts[0][0]].nics[kind]
-            fabrics = sorted({cards[n].fabric for p in parts for n in p})
+            nics = infos[parts[0][0]].nics[kind]
+            fabrics = sorted({infos[n].fabric for p in parts for n in p})
             hint = ("if they are two fabrics, give them different fabric_ features (holmes label); else connect their "
                     "switches") if kind == "rdma" else "connect their networks: routes, VLAN, firewall"
             found.append(Finding(
                 "error", f"fabric {', '.join(fabrics)}", f"nodes {compress(parts[0])} ({nics.text}) and "
-                f"{compress(parts[1])} ({cards[parts[1][0]].nics[kind].text}) do not reach each other over their "
+                f"{compress(parts[1])} ({infos[parts[1][0]].nics[kind].text}) do not reach each other over their "
                 f"{_kind(kind)} NICs", hint, parts[0][0], nics.interface))
             break
         mine = {pair: v for pair, v in left.items() if worst in pair}
         link, why = next(iter(mine.values()))
         others = [n for pair in mine for n in pair if n != worst]
-        nic = cards[worst].nics[kind]
+        nic = infos[worst].nics[kind]
         found.append(Finding(
             "error", f"node {worst}", f"{_kind(kind)} NIC {nic.text} does not reach {compress(others)} "
             f"(group {link.label}: {why})", f"see that {nic.interface} of {worst} is up and in the fabric its features "
@@ -257,8 +258,8 @@ def _parts(pairs: Iterable[frozenset[str]], nodes: Iterable[str]) -> list[list[s
     return [one, two] if whole else [sorted(failing)]
 
 
-def _pair(link: Link, why: str, cards: Mapping[str, Card]) -> Finding:
-    a, b = cards[link.sender].nics[link.kind], cards[link.receiver].nics[link.kind]
+def _pair(link: NodeLink, why: str, infos: Mapping[str, NodeInformation]) -> Finding:
+    a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
     return Finding("error", f"nodes {link.sender} and {link.receiver}",
                    f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_kind(link.kind)} "
                    f"NICs, which group {link.label} needs ({why})",
@@ -266,19 +267,19 @@ def _pair(link: Link, why: str, cards: Mapping[str, Card]) -> Finding:
                    "subnet", link.receiver, b.interface)
 
 
-def slow(cards: Sequence[Card], reports: Iterable[Report]) -> list[Finding]:
+def slow(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
     """Findings from samples: one line for each NIC that explains slow links, or for a link whose two NICs explain it
     equally well.
 
     The best of several measurements of a link counts. A NIC with many slow and few good links is the explanation of all
     its slow links; then the next is looked for among the rest.
     """
-    by_node = {card.node: card for card in cards}
-    best: dict[Link, float] = {}
+    by_node = {info.node: info for info in infos}
+    best: dict[NodeLink, float] = {}
     for report in reports:
         for link, gbps in report.measured:
             best[link] = max(best.get(link, 0.0), gbps or 0.0)
-    level = {link: judge(gbps, declared(by_node, link)) for link, gbps in best.items()}
+    level = {link: grade(gbps, declared(by_node, link)) for link, gbps in best.items()}
     found: list[Finding] = []
     bad = {link for link in best if level[link] != "ok"}
     while bad:
@@ -296,11 +297,11 @@ def slow(cards: Sequence[Card], reports: Iterable[Report]) -> list[Finding]:
     return found
 
 
-def _ends(link: Link) -> tuple[tuple[str, str], tuple[str, str]]:
+def _ends(link: NodeLink) -> tuple[tuple[str, str], tuple[str, str]]:
     return (link.kind, link.sender), (link.kind, link.receiver)
 
 
-def _score(nic: tuple[str, str], best: Iterable[Link], bad: set[Link], level: Mapping[Link, str]) -> int:
+def _score(nic: tuple[str, str], best: Iterable[NodeLink], bad: set[NodeLink], level: Mapping[NodeLink, str]) -> int:
     """How well a NIC explains the slow links: two for each of its own, less one for each of its good links."""
     return sum(2 if link in bad else -(level[link] == "ok") for link in best if nic in _ends(link))
 
@@ -312,29 +313,30 @@ def _rate(gbps: float) -> str:
 _SLOW_HINT = "see its link speed, shaping (tc) and cable (ethtool, ibstat), or lower the declared rate (holmes label)"
 
 
-def _own(node: str, links: Sequence[Link], best: Mapping[Link, float], level: Mapping[Link, str],
-         cards: Mapping[str, Card]) -> Finding:
+def _own(node: str, links: Sequence[NodeLink], best: Mapping[NodeLink, float], level: Mapping[NodeLink, str],
+         infos: Mapping[str, NodeInformation]) -> Finding:
     worst = links[0]
-    nic = cards[node].nics[worst.kind]
+    nic = infos[node].nics[worst.kind]
     sends = node == worst.sender
     other = worst.receiver if sends else worst.sender
-    should = declared(cards, worst)
+    should = declared(infos, worst)
     return Finding(max((level[x] for x in links), key=("warning", "error").index), f"node {node}",
                    f"{_kind(worst.kind)} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
                    f"{_rate(should)} ({best[worst] / should:.0%}; {'to' if sends else 'from'} {other}, group "
                    f"{worst.label})", _SLOW_HINT, node, nic.interface)
 
 
-def _between(link: Link, best: Mapping[Link, float], level: Mapping[Link, str], cards: Mapping[str, Card]) -> Finding:
-    a, b = cards[link.sender].nics[link.kind], cards[link.receiver].nics[link.kind]
-    should = declared(cards, link)
+def _between(link: NodeLink, best: Mapping[NodeLink, float], level: Mapping[NodeLink, str],
+             infos: Mapping[str, NodeInformation]) -> Finding:
+    a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
+    should = declared(infos, link)
     return Finding(level[link], f"nodes {link.sender} and {link.receiver}",
                    f"{_kind(link.kind)} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
                    f"{_rate(best[link])} of {_rate(should)} ({best[link] / should:.0%}; group {link.label})",
                    _SLOW_HINT, link.sender, a.interface)
 
 
-def skewed(reports: Iterable[Report]) -> list[Finding]:
+def skewed(reports: Iterable[LinkReport]) -> list[Finding]:
     """Clocks more than a minute apart: one line per node that half of the nodes find to be off."""
     offsets: dict[str, list[float]] = {}
     reports = list(reports)

@@ -1,5 +1,5 @@
-"""Process groups on the networks that were decided: gloo with one interface per group, NCCL with one network name per
-communicator, and Megatron-Core's parallel state made of them."""
+"""Process groups on the networks that the plan gives them: gloo with one interface per group, NCCL with one network
+name per communicator, and Megatron-Core's parallel state made of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric import nccl
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
-from holmes_hpc.planning.spec.transport import TCP, Transport
+from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network.interfaces import NodeTransports
 
 GLOO = "holmes_gloo"
+# NCCL's names of networks (`ncclConfig_t.netName`, NCCL 2.17.1 and later) by a transport's kind: IB covers RoCE.
+NCCL_NETWORKS = {"rdma": "IB", "tcp": "Socket"}
 
 
 def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
@@ -46,9 +47,8 @@ def register() -> None:
 def nccl_options(transport: Transport) -> Any:
     """Fresh NCCL options (torch writes into them, so never shared) with the communicator's network."""
     options: Any = dist.ProcessGroupNCCL.Options()
-    name = nccl.net_name(transport)
-    if name is not None:
-        options.config.net_name = name
+    if transport.kind in NCCL_NETWORKS:
+        options.config.net_name = NCCL_NETWORKS[transport.kind]
     return options
 
 
@@ -70,9 +70,8 @@ class Groups:
         """Make WORLD. `store`: where the ranks have met."""
         register()
         everyone = tuple(range(self.plan.world_size))
-        transport = transports.of_ranks(self.plan, everyone)
-        if self.cuda and transport.kind == "rdma":
-            transport = TCP  # control traffic only: groups of all ranks are made anew (create_group)
+        # with CUDA it carries control traffic only: groups of all ranks are made anew (create_group)
+        transport = self.plan.transport_of(everyone, host_memory=self.cuda)
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
@@ -93,11 +92,9 @@ class Groups:
 
     def new(self, ranks: Sequence[int], kind: str, *, transport: Transport | None = None, gloo: bool = False,
             ) -> Any:
-        """A new group; all ranks call it in the same order. `transport`: of a group that the plan names, else derived
-        from the ranks. `gloo`: for tensors on the host, also where training uses CUDA."""
-        transport = transport or transports.of_ranks(self.plan, ranks)
-        if gloo and self.cuda and transport.kind == "rdma":
-            transport = TCP  # an RDMA port may have no kernel interface
+        """A new group; all ranks call it in the same order. `transport`: one of the plan's entries; else the plan is
+        asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA."""
+        transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
         member = self.rank in ranks  # the others may have no such interface, and need none
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
         try:
@@ -125,7 +122,7 @@ class Groups:
     def _note(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
         if len(ranks) > 1:
             self.made.append({"kind": kind, "ranks": list(ranks), "transport": str(transport),
-                              "interface": interface or nccl.net_name(transport)})
+                              "interface": interface or NCCL_NETWORKS.get(transport.kind)})
 
     def create_group(self, ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None,
                      pg_options: Any = None, use_local_synchronization: bool = False,

@@ -81,7 +81,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
     new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=next(models[0].parameters()).device,
                   requires_grad=True)
     above, below = order.window((stage - 1) % stages), order.window(stage)
-    arriving = [p for p in passes if order.hop_to(stage, p) is not None]
+    arriving = [p for p in passes if order.transfer_to(stage, p) is not None]
     inputs = Inbox(edges.forward_in, [p for p in arriving if p.forward], above, new)
     output_grads = Inbox(edges.backward_in, [p for p in arriving if not p.forward], below, new)
     outputs, input_grads = Outbox(edges.forward_out, below), Outbox(edges.backward_out, above)
@@ -96,7 +96,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
         reduction.hold()
 
     for step in passes:
-        arrives, leaves = order.hop_to(stage, step) is not None, order.hop_from(stage, step) is not None
+        arrives, leaves = order.transfer_to(stage, step) is not None, order.transfer_from(stage, step) is not None
         key = step.micro_batch, step.chunk
         if step.forward:
             with log.span("wait_forward", step, held):
@@ -289,7 +289,7 @@ def check(order: Order, forward_only: bool = False) -> None:
     done: set[tuple[int, Pass]] = set()
 
     def possible(stage: int, step: Pass) -> bool:
-        source, target = order.hop_to(stage, step), order.hop_from(stage, step)
+        source, target = order.transfer_to(stage, step), order.transfer_from(stage, step)
         if not step.forward and (stage, step._replace(forward=True)) not in done:
             return False
         if target is not None:  # a window of receives is posted there, a window of sends is kept here
@@ -302,8 +302,8 @@ def check(order: Order, forward_only: bool = False) -> None:
         began = at[stage]
         while at[stage] < len(passes[stage]) and possible(stage, passes[stage][at[stage]]):
             step = passes[stage][at[stage]]
-            taken[stage][step.forward] += order.hop_to(stage, step) is not None
-            sent[stage][step.forward] += order.hop_from(stage, step) is not None
+            taken[stage][step.forward] += order.transfer_to(stage, step) is not None
+            sent[stage][step.forward] += order.transfer_from(stage, step) is not None
             done.add((stage, step))
             at[stage] += 1
         return at[stage] > began

@@ -17,7 +17,7 @@ from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, Measured
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.hardware import Link
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory, refuse
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
 from holmes_hpc.planning.cost.timing import timing
@@ -60,7 +60,7 @@ def test_bytes_sum_up_over_the_groups_of_the_plan() -> None:
     """Every NIC kind's bytes, group by group from the plan's own list of groups; nodes hold several ranks."""
     made = plan(two_clusters(2), named("gpt_3_6b"), Batch(64, 2, 2048), tp=2, pp=2, dp=8)
     sent: dict[str, float] = {}
-    setting = Setting.of(made, Costs())
+    layout = Layout.of(made, Costs())
     gradient, weight = 4, 2
     for g in made.transports():
         key = g.transport.fabric or "ethernet"
@@ -75,7 +75,7 @@ def test_bytes_sum_up_over_the_groups_of_the_plan() -> None:
             sent[key] = sent.get(key, 0) + len(nodes) * (n - 1) / n * size * (gradient + weight)
         elif g.kind == "edge":
             sent[key] = sent.get(key, 0) + 2 * made.micro_batches * 2 * 2048 * 3072 * weight
-    assert made.predicted is not None and setting.run == 8
+    assert made.predicted is not None and layout.run == 8
     assert made.predicted.nic_bytes_per_step == pytest.approx(sent)
 
 
@@ -118,7 +118,7 @@ def test_measured_layers_and_links_go_before_published_ones() -> None:
     assert alone.predicted.step_time_s == pytest.approx(8 * 8 * 0.4 + 0.25)
     both = pipeline(costs=Costs(measured))
     assert both.predicted is not None
-    assert both.predicted.step_time_s > (4 + 1) * 4 * 0.4 + (4 + 1) * 0.5  # each hop waits half a second
+    assert both.predicted.step_time_s > (4 + 1) * 4 * 0.4 + (4 + 1) * 0.5  # each transfer waits half a second
     assert Calibration.from_dict(measured.to_dict()) == measured
 
 
@@ -174,8 +174,8 @@ def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
     gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
     made = best_plan(TINY, BATCH, gpus, PlanOptions(
         strategy="hierarchical-dp", tp=1, pp=2, dp=4, virtual_stages=2, nodes={"ib-a": 2, "roce-a": 2}), Costs())
-    setting = Setting.of(made, Costs())
-    assert {setting.edge(lane, s).kind for lane in range(2) for s in range(2)} == {"local"}
+    layout = Layout.of(made, Costs())
+    assert {layout.edge(replica, s).kind for replica in range(2) for s in range(2)} == {"local"}
     edges = [g for g in made.transports() if g.kind == "edge"]
     assert {g.transport.kind for g in edges} == {"local"}
 
@@ -186,20 +186,20 @@ def test_instances_reduce_beside_computing_on_gpus_only() -> None:
     options = {"strategy": "hierarchical-dp", "tp": 1, "pp": 2, "dp": 4, "virtual_stages": 2,
                "nodes": {"ib-a": 2, "roce-a": 2}}
     cpu = plan(site, **options)
-    there = timing(Setting.of(cpu, Costs()), layer_array(cpu)).lanes[0]
+    there = timing(Layout.of(cpu, Costs()), layer_array(cpu)).replicas[0]
     assert (there.tail == there.reduce).all() and (there.tail[:, :, 0] > 0).all() and not there.tail[:, :, 1:].any()
     gpus = plan(replace(site, fabrics=tuple(replace(f, gpu=A100) for f in site.fabrics)), **options)
-    there = timing(Setting.of(gpus, Costs()), layer_array(gpus)).lanes[0]
+    there = timing(Layout.of(gpus, Costs()), layer_array(gpus)).replicas[0]
     assert (there.tail <= there.reduce).all() and (there.reduce[:, :, 1:] > 0).all()
 
 
 def test_traffic_that_nothing_hides_is_counted_whole() -> None:
-    def lanes(**software: bool) -> Any:
+    def replicas(**software: bool) -> Any:
         costs = Costs(pace_layer_ms=10, software=Software(**software))
         made = pipeline(costs=costs, bucket_bytes=2_000_000)
-        return timing(Setting.of(made, costs), layer_array(made)).lanes[0]
+        return timing(Layout.of(made, costs), layer_array(made)).replicas[0]
 
-    both, gather, neither = lanes(), lanes(overlap_gather=False), lanes(overlap=False)
+    both, gather, neither = replicas(), replicas(overlap_gather=False), replicas(overlap=False)
     assert (both.tail < both.reduce).all() and (gather.tail == both.tail).all() and (gather.ready > both.ready).all()
     assert (neither.tail == both.reduce).all() and (neither.ready == gather.ready).all()
 
@@ -210,7 +210,7 @@ def test_over_gloo_megatrons_own_messages_take_turns() -> None:
     for site, transport, one_way in ((small_testbed(), "single", True), (small_testbed(), "holmes", False),
                                      (gpus, "single", False)):
         made = pipeline(site=site, transport=transport, schedule="1f1b")
-        assert Setting.of(made, Costs()).order.one_way is one_way
+        assert Layout.of(made, Costs()).order.one_way is one_way
 
 
 def test_a_calibration_with_a_typing_error_says_so() -> None:
@@ -242,7 +242,7 @@ def test_the_stage_that_ends_last_has_not_the_longest_reduction(rdma_gbps: float
     costs, batch = Costs(pace_layer_ms=10), Batch(64, 2, 64)
     made = best_plan(TINY, batch, site, options, costs)
     assert [stage.fabric for stage in made.stages] == ["ib-a", "roce-a"]
-    reduce = timing(Setting.of(made, costs), layer_array(made)).lanes[0].reduce[0].sum(axis=1)
+    reduce = timing(Layout.of(made, costs), layer_array(made)).replicas[0].reduce[0].sum(axis=1)
     events = timeline(made, costs)
     ends = [max(e["end_s"] for e in events if e["stage"] == s and e["kind"] == "backward") for s in (0, 1)]
     assert ends[0] > ends[1] and reduce[0] < reduce[1]
@@ -251,10 +251,10 @@ def test_the_stage_that_ends_last_has_not_the_longest_reduction(rdma_gbps: float
     assert made.predicted and turned.predicted and made.predicted.step_time_s < 0.99 * turned.predicted.step_time_s
 
 
-def test_hops_wait_for_gradients_only_where_both_take_one_nic() -> None:
+def test_stage_transfers_wait_for_gradients_only_where_both_take_one_nic() -> None:
     for transport in ("holmes", "single"):
-        setting = Setting.of(pipeline(transport=transport), Costs())
-        d = timing(setting, layer_array(pipeline())).lanes[0]
+        layout = Layout.of(pipeline(transport=transport), Costs())
+        d = timing(layout, layer_array(pipeline())).replicas[0]
         assert (d.last_up[0, 1] > d.up[0, 1]) == (transport == "single")
 
 
@@ -279,11 +279,11 @@ def gpu_site(memory_gib: float) -> Site:
 def test_weights_gradients_and_optimizer_take_what_megatron_gives_them() -> None:
     """bf16: 2 + 4 bytes a parameter, and 12 more shared by the data-parallel ranks."""
     made = plan(gpu_site(80), named("gpt_3_6b"), Batch(64, 1, 2048), tp=1, pp=1, dp=8)
-    part = memory(Setting.of(made, Costs()), layer_array(made))
+    part = memory(Layout.of(made, Costs()), layer_array(made))
     size = counts.parameters(made.model)
     assert (part.weights + part.gradients)[0, 0] == pytest.approx(6 * size)
     assert part.optimizer[0, 0] == pytest.approx(12 / 8 * size)
-    whole = memory(Setting.of(replace(made, parallel=replace(made.parallel, distributed_optimizer=False)), Costs()),
+    whole = memory(Layout.of(replace(made, parallel=replace(made.parallel, distributed_optimizer=False)), Costs()),
                    layer_array(made))
     assert whole.optimizer[0, 0] == pytest.approx(12 * size)
 
@@ -291,7 +291,7 @@ def test_weights_gradients_and_optimizer_take_what_megatron_gives_them() -> None
 def test_stages_hold_what_is_in_flight() -> None:
     """1F1B over four stages: the first holds four times what the last one's layers hold."""
     made = plan(gpu_site(80), named("gpt_3_6b"), Batch(64, 1, 2048), tp=2, pp=4, dp=1, layers_per_stage=[8, 7, 8, 7])
-    held = memory(Setting.of(made, Costs()), layer_array(made)).activations[0]
+    held = memory(Layout.of(made, Costs()), layer_array(made)).activations[0]
     assert held[0] / held[2] == pytest.approx(2, rel=0.01)
     assert held[0] / held[1] == pytest.approx(4 * 8 / (3 * 7), rel=0.01)
 
@@ -306,12 +306,12 @@ def test_sequence_parallel_and_recomputation_save_memory() -> None:
 
 def test_what_does_not_fit_names_stage_and_shortfall() -> None:
     made = plan(gpu_site(20), named("gpt_7_5b"), Batch(64, 4, 2048), tp=1, pp=2, dp=4)
-    setting, layers = Setting.of(made, Costs()), layer_array(made)
-    assert not fits(setting, layers)[0]
+    layout, layers = Layout.of(made, Costs()), layer_array(made)
+    assert not fits(layout, layers)[0]
     with pytest.raises(PlanError, match=r"stage [01] needs .* GiB a GPU, .* GiB more than a100-80gb"):
-        refuse(setting, layers)
+        refuse(layout, layers)
     assert any("does not fit" in line for line in made.assumptions)
-    assert fits(setting, layers, most_gib=500)[0]
+    assert fits(layout, layers, most_gib=500)[0]
 
 
 def test_weights_that_fit_on_no_gpu_name_what_is_short() -> None:

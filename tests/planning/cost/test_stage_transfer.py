@@ -1,4 +1,4 @@
-"""What a plan says of its hops: their cost, what is hidden, and a depth that memory cuts short."""
+"""What a plan says of its stage transfers: their cost, what is hidden, and a depth that memory cuts short."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Setting
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import SLACK, fits, memory
 from holmes_hpc.planning.cost.predict import layer_array
-from holmes_hpc.planning.cost.stage_transfer import HopCost, hop_cost
+from holmes_hpc.planning.cost.stage_transfer import StageTransferCost, stage_transfer_cost
 from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.candidate import deepened, extra_depth
@@ -34,13 +34,13 @@ def plan(schedule: str = "ahead", layers: tuple[int, int] | None = (4, 4), site:
     return best_plan(named("gpt_tiny"), batch, site, options, COSTS)
 
 
-def cost(made: Plan) -> HopCost:
-    found = hop_cost(made, COSTS)
+def cost(made: Plan) -> StageTransferCost:
+    found = stage_transfer_cost(made, COSTS)
     assert found is not None
     return found
 
 
-def test_a_hop_costs_its_bytes_and_running_ahead_hides_them() -> None:
+def test_a_stage_transfers_costs_its_bytes_and_running_ahead_hides_them() -> None:
     ahead, waits = cost(plan()), cost(plan("1f1b"))
     assert ahead.one_way_s == pytest.approx(2 * 256 * 256 * 4 / (0.05e9 / 8), rel=0.1)  # T x h in fp32 at 50 Mbit/s
     assert ahead.ratio == pytest.approx(ahead.one_way_s / (4 * 3 * 0.01), rel=0.1)
@@ -48,7 +48,7 @@ def test_a_hop_costs_its_bytes_and_running_ahead_hides_them() -> None:
     assert ahead.one_way_s < ahead.exposed_s < 2.1 * ahead.one_way_s  # to fill and to drain
     assert 1 - 1.05 / 16 < ahead.hidden < 1 - 0.5 / 16
     assert waits.exposed_s == pytest.approx(ahead.waiting_s) and waits.hidden < 0.6
-    assert hop_cost(replace(plan(), edge_dtype="fp16", predicted=None), COSTS).ratio < 0.6 * ahead.ratio  # type: ignore[union-attr]
+    assert stage_transfer_cost(replace(plan(), edge_dtype="fp16", predicted=None), COSTS).ratio < 0.6 * ahead.ratio  # type: ignore[union-attr]
 
 
 def test_the_plan_says_so_in_words() -> None:
@@ -59,16 +59,16 @@ def test_the_plan_says_so_in_words() -> None:
 
 
 def test_the_json_of_a_plan_has_it_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes, hops in ((("plan.pp=2", "plan.dp=1"), True), (("plan.pp=1", "plan.dp=2"), False)):
+    for sizes, transfers in ((("plan.pp=2", "plan.dp=1"), True), (("plan.pp=1", "plan.dp=2"), False)):
         monkeypatch.setattr(sys, "argv", ["holmes", "plan", "launcher=local", *sizes, "--json"])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert not ended.value.code
-        hop = json.loads(capsys.readouterr().out)["hop"]
-        assert (hop is not None) == hops
-        if hop:
-            assert hop["stages"] == [0, 1] and 0 <= hop["hidden"] <= 1 and hop["ratio"] > 0
-            assert {"transport", "one_way_s", "wire_s", "exposed_s", "waiting_s"} <= hop.keys()
+        transfer = json.loads(capsys.readouterr().out)["hop"]
+        assert (transfer is not None) == transfers
+        if transfer:
+            assert transfer["stages"] == [0, 1] and 0 <= transfer["hidden"] <= 1 and transfer["ratio"] > 0
+            assert {"transport", "one_way_s", "wire_s", "exposed_s", "waiting_s"} <= transfer.keys()
 
 
 def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
@@ -86,12 +86,13 @@ def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
 def gib(made: Plan, in_flight: tuple[int, int] | None) -> float:
     """GiB of a GPU that `made` needs just about, as it is or when it runs ahead with so many in flight."""
     schedule = made.schedule if in_flight is None else Schedule("ahead", in_flight)
-    setting = Setting.of(replace(made, schedule=schedule, predicted=None), COSTS)
-    return (float(memory(setting, layer_array(made)).total().max()) + 1) / 2**30 / SLACK
+    layout = Layout.of(replace(made, schedule=schedule, predicted=None), COSTS)
+    return (float(memory(layout, layer_array(made)).total().max()) + 1) / 2**30 / SLACK
 
 
 def test_a_plainer_schedule_for_lack_of_memory_says_so_too() -> None:
-    """Hops that take next to nothing, and memory for 1F1B's depth only: there running ahead gains too little."""
+    """Stage transfers that take next to nothing, and memory for 1F1B's depth only: there running ahead gains too
+    little."""
     slow = small_testbed()
     site = replace(slow, fabrics=tuple(replace(f, ethernet_gbps=100, rdma_gbps=20) for f in slow.fabrics[:2]))
     deep = plan("auto", (5, 3), site, Batch(256, 2, 256))
@@ -118,13 +119,13 @@ def test_the_depth_that_is_said_to_be_lacking_is_that_of_the_final_layers(ethern
     site = replace(small_testbed(), fabrics=fabrics)
     most = gib(plan(site=site), (depth, 1))
     made = plan(layers=None, site=site, max_memory_gib=most)
-    setting, layers = Setting.of(made, COSTS), layer_array(made)
-    wanted = extra_depth(setting, layers)
+    layout, layers = Layout.of(made, COSTS), layer_array(made)
+    wanted = extra_depth(layout, layers)
     said = [a for a in made.assumptions if "memory allows" in a]
-    enough = fits(deepened(setting, wanted), layers, most)[0]
+    enough = fits(deepened(layout, wanted), layers, most)[0]
     assert len(said) == (not enough), said
     if said:
         allowed = int(said[0].split()[2])
         assert f"{max(wanted)} would hide it" in said[0] and allowed < max(wanted)
-        assert fits(deepened(setting, [allowed, 0]), layers, most)[0]
-        assert not fits(deepened(setting, [allowed + 1, 0]), layers, most)[0]
+        assert fits(deepened(layout, [allowed, 0]), layers, most)[0]
+        assert not fits(deepened(layout, [allowed + 1, 0]), layers, most)[0]

@@ -15,13 +15,14 @@ from holmes_hpc.planning.schedule.orders import Exchange, Order, Pass, in_flight
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
 
 
-def durations(stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0, hop: float = 0.0) -> Durations:
+def durations(stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0,
+              ) -> Durations:
     """Equal stages; a pass of a stage takes forward + backward whatever its chunks."""
     shape = (1, stages, chunks)
-    hops = np.full((1, stages), hop)
+    transfers = np.full((1, stages), transfer)
     nothing = np.zeros(shape)
-    return Durations(np.full(shape, forward / chunks), np.full(shape, backward / chunks), hops, hops, hops, nothing,
-                     nothing, nothing)
+    return Durations(np.full(shape, forward / chunks), np.full(shape, backward / chunks), transfers, transfers,
+                     transfers, nothing, nothing, nothing)
 
 
 def seconds(order: Order, d: Durations) -> float:
@@ -29,13 +30,13 @@ def seconds(order: Order, d: Durations) -> float:
 
 
 def ahead(stages: int, micro_batches: int, extra: int = 0) -> Order:
-    """One more in flight than the stage below, and `extra` for every hop."""
+    """One more in flight than the stage below, and `extra` for every transfer."""
     return Order("ahead", stages, micro_batches,
                  in_flight=tuple((1 + extra) * (stages - s - 1) + 1 for s in range(stages)))
 
 
 @given(st.integers(1, 8), st.integers(1, 24))
-def test_equal_stages_without_hops_have_the_known_bubble(stages: int, micro_batches: int) -> None:
+def test_equal_stages_without_stage_transfers_have_the_known_bubble(stages: int, micro_batches: int) -> None:
     """(m + p - 1) times a stage's time: Narayanan et al. 2021, section 2.2."""
     for order in (Order("1f1b", stages, micro_batches), ahead(stages, micro_batches)):
         assert seconds(order, durations(stages)) == pytest.approx(3 * (micro_batches + stages - 1))
@@ -50,25 +51,25 @@ def test_virtual_stages_divide_the_bubble(stages: int, groups: int, chunks: int)
         assert seconds(order, durations(stages, chunks)) == pytest.approx(3 * (m + (stages - 1) / chunks))
 
 
-def test_two_waiting_stages_pay_one_hop_for_each_micro_batch() -> None:
-    """Both ends of the edge meet once a micro-batch, sends and receives at once: 1/(1 + hop ratio) of the throughput,
-    as measured in the prototype (facts: hop 0.23, 80%)."""
-    m, hop = 32, 0.23 * 3
-    slow = seconds(Order("1f1b", 2, m), durations(2, hop=hop))
-    assert slow == pytest.approx(3 * (m + 1) + hop * (m + 1))
+def test_two_waiting_stages_pay_one_stage_transfer_for_each_micro_batch() -> None:
+    """Both ends of the edge meet once a micro-batch, sends and receives at once: 1/(1 + transfer ratio) of the
+    throughput, as measured in the prototype (facts: transfer 0.23, 80%)."""
+    m, transfer = 32, 0.23 * 3
+    slow = seconds(Order("1f1b", 2, m), durations(2, transfer=transfer))
+    assert slow == pytest.approx(3 * (m + 1) + transfer * (m + 1))
 
 
 def test_one_connection_carries_one_direction_at_a_time() -> None:
-    """All exchanges but the first send and the last receive take two hops."""
-    m, hop = 32, 0.7
-    slow = seconds(Order("1f1b", 2, m, one_way=True), durations(2, hop=hop))
-    assert slow == pytest.approx(3 * (m + 1) + hop * 2 * m)
+    """All exchanges but the first send and the last receive take two transfers."""
+    m, transfer = 32, 0.7
+    slow = seconds(Order("1f1b", 2, m, one_way=True), durations(2, transfer=transfer))
+    assert slow == pytest.approx(3 * (m + 1) + transfer * 2 * m)
 
 
-def test_running_ahead_hides_the_hop() -> None:
-    m, hop = 32, 0.45 * 3
-    fill_and_drain = 3 * (m + 1) + 2 * hop
-    assert seconds(ahead(2, m, extra=1), durations(2, hop=hop)) == pytest.approx(fill_and_drain)
+def test_running_ahead_hides_the_stage_transfer() -> None:
+    m, transfer = 32, 0.45 * 3
+    fill_and_drain = 3 * (m + 1) + 2 * transfer
+    assert seconds(ahead(2, m, extra=1), durations(2, transfer=transfer)) == pytest.approx(fill_and_drain)
 
 
 @given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 3), st.randoms(use_true_random=False))
@@ -155,11 +156,11 @@ def test_nothing_starts_before_what_it_needs(case: tuple[Order, Durations]) -> N
             node = numbers.node(stage, done)
             assert starts[node] >= last - 1e-9
             last = ends[node]
-            into, out = order.hop_to(stage, done), order.hop_from(stage, done)
+            into, out = order.transfer_to(stage, done), order.transfer_from(stage, done)
             if into is not None:
-                assert starts[node] >= ends[numbers.hop(into)] - 1e-9
+                assert starts[node] >= ends[numbers.transfer(into)] - 1e-9
             if out is not None:
-                assert starts[numbers.hop(out)] >= ends[node] - 1e-9
+                assert starts[numbers.transfer(out)] >= ends[node] - 1e-9
 
 
 @settings(deadline=None)
@@ -176,11 +177,11 @@ def test_bound_is_below_the_simulation(case: tuple[Order, Durations]) -> None:
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from((2, 3, 5, 8)), st.sampled_from((0.05, 0.3, 0.9)), st.sampled_from((0.0, 0.01, 0.05, 0.5)),
        st.integers(0, 1000))
-def test_extending_by_the_period_is_right(stages: int, hop: float, spread: float, seed: int) -> None:
+def test_extending_by_the_period_is_right(stages: int, transfer: float, spread: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     passes = 2000
     m = 2 * passes // stages
-    d = durations(stages, hop=hop)
+    d = durations(stages, transfer=transfer)
     uneven = 1 + spread * random.random(d.forward.shape)
     d = replace(d, forward=d.forward * uneven, backward=d.backward * uneven)
     for order in (Order("1f1b", stages, m), ahead(stages, m, extra=int(random.integers(0, 3)))):
@@ -191,8 +192,9 @@ def test_extending_by_the_period_is_right(stages: int, hop: float, spread: float
 
 
 def test_one_nic_for_both_directions_takes_turns() -> None:
-    """Three stages, the middle one sends up and down: with hops as long as its computing its NIC is the bottleneck."""
-    order, d = ahead(3, 24, extra=3), durations(3, hop=3.0)
+    """Three stages, the middle one sends up and down: with transfers as long as its computing its NIC is the
+    bottleneck."""
+    order, d = ahead(3, 24, extra=3), durations(3, transfer=3.0)
     apart = float(step_seconds(order, d)[0])
     shared = float(step_seconds(order, d, (False, True, False))[0])
     assert shared > 1.5 * apart

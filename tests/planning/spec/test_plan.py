@@ -20,6 +20,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, Parallel, groups
 from holmes_hpc.planning.spec.plan import Plan, Schedule
+from holmes_hpc.planning.spec.transport import TCP
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,49 @@ def test_plain_megatron_has_one_transport_for_all(plan: Plan) -> None:
     assert {g.transport.kind for g in single.transports() if g.kind != "tp"} == {"tcp"}
 
 
+@pytest.mark.parametrize("mode", ["holmes", "single"])
+def test_control_traffic_has_an_entry_of_its_own(plan: Plan, mode: str) -> None:
+    """What GPU ranks exchange from host memory goes by TCP, also where all of them share RDMA; and it says so."""
+    one = given_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2),
+                     PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}, transport=mode), Costs())
+    for made in (one, replace(plan, transport_mode=mode)):
+        of_all = {g.kind: g.transport for g in made.transports() if len(g.ranks) == made.world_size}
+        assert of_all["control"] == TCP == made.transport_of(range(made.world_size), host_memory=True)
+    assert {g.transport.kind for g in one.transports() if g.kind == "world"} == {"rdma"}
+
+
+def test_cpu_ranks_have_no_control_entry() -> None:
+    """Everything of theirs lies in host memory, and the group of all ranks carries control traffic too."""
+    made = given_plan(named("gpt_tiny"), Batch(32, 4, 256), small_testbed(), PlanOptions(tp=1, pp=2, dp=4), Costs())
+    assert "control" not in {g.kind for g in made.transports()} >= {"world"}
+
+
+def test_a_plan_without_the_control_entry_is_read(plan: Plan, tmp_path: Path) -> None:
+    data = plan.to_dict()
+    assert data["transports"].pop(0)["kind"] == "control"
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    assert Plan.read(path) == plan and Plan.read(path).id == plan.id
+
+
+RECORDS = Path(__file__).parents[3] / "analysis/records"
+IDS = {"demo-three": "ada276cbb822", "demo-two": "9673c1f26b5b", "s-holmes": "9673c1f26b5b", "s-single": "70e2eae4f7b4",
+       "traced": "4058b59221d8", "evaluation/paper-like-ethernet-4-holmes-0": "985c78d02fb9",
+       "evaluation/paper-like-hybrid-4-holmes-0": "bb67812e6a38",
+       "evaluation/paper-like-hybrid-4-megatron-lm-overlap-0": "ca8ad195b1cb",
+       "evaluation/paper-like-roce-4-holmes-0": "070a4185eb44"}
+
+
+@pytest.mark.parametrize(("name", "id"), IDS.items())
+def test_kept_plans_keep_their_id(name: str, id: str) -> None:
+    kept = Plan.read(RECORDS / name / "plan.yaml")
+    assert kept.id == id and Plan.from_dict(kept.to_dict()) == kept
+
+
+def test_a_plan_for_gpus_keeps_the_id_it_had_without_the_control_entry(plan: Plan) -> None:
+    assert plan.id == "7dc913158093" and replace(plan, transport_mode="single").id == "b51a639caa61"
+
+
 def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
     assert replace(plan, assumptions=("other",), predicted=None).id == plan.id
     assert replace(plan, bucket_bytes=1).id != plan.id
@@ -86,7 +130,7 @@ def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
     (lambda d: d["transports"].pop(), "not those of its groups"),
     (lambda d: d.update(version=99), "version 99"),
     (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
-    (lambda d: d.pop("model"), "KeyError"),
+    (lambda d: d.pop("model"), "model is missing"),
     (lambda d: d["components"][0].update(stages=[1]), "its ranks hold stages 0, it says 1"),
     (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is there twice"),
     (lambda d: d["stages"][0].update(fabric="roce-a"), "stage 0 is said to be on roce-a"),

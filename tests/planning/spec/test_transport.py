@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Place, Transport, check, decide
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Place, Transport, TransportRule, refuse_unshared
 
 
 def fabric(name: str, nic: str) -> Fabric:
@@ -14,6 +14,7 @@ def fabric(name: str, nic: str) -> Fabric:
 
 
 SITE = Site("s", (fabric("ib-a", "ib"), fabric("ib-b", "ib"), fabric("roce-a", "roce"), fabric("eth-a", "ethernet")))
+EACH = TransportRule(SITE, "holmes", frozenset(f.name for f in SITE.fabrics), False)
 IB, ROCE = Transport("rdma", NicType.IB, "ib-a"), Transport("rdma", NicType.ROCE, "roce-a")
 
 
@@ -35,7 +36,28 @@ def places(text: str) -> list[Place]:
     ("ib-a/1 ib-b/2", TCP),
 ])
 def test_table(members: str, transport: Transport) -> None:
-    assert decide(SITE, places(members)) == transport
+    assert EACH.of_members(places(members)) == transport
+
+
+@pytest.mark.parametrize(("members", "job", "transport"), [
+    ("ib-a/1 ib-a/1", ["ib-a", "roce-a"], LOCAL),  # what stays on a node needs no network
+    ("ib-a/1 ib-a/2", ["ib-a", "roce-a"], TCP),
+    ("ib-a/1 ib-a/2", ["ib-a"], IB),
+    ("eth-a/1 eth-a/2", ["eth-a"], TCP),
+])
+def test_plain_megatron_has_what_the_whole_job_shares(members: str, job: list[str], transport: Transport) -> None:
+    rule = TransportRule(SITE, "single", frozenset(job), False)
+    assert rule.of_members(places(members)) == transport
+    assert rule.shared == (TCP if len(job) > 1 else rule.of(job, False))
+
+
+@pytest.mark.parametrize("mode", ["holmes", "single"])
+@pytest.mark.parametrize(("members", "transport"), [
+    ("ib-a/1 ib-a/1", LOCAL), ("ib-a/1 ib-a/2", TCP), ("roce-a/1 roce-a/2", TCP), ("eth-a/1 eth-a/2", TCP)])
+def test_host_memory_beside_gpus_never_has_rdma(members: str, transport: Transport, mode: str) -> None:
+    found = places(members)
+    rule = TransportRule(SITE, mode, frozenset([found[0].fabric]), False)
+    assert rule.of_members(found, host_memory=True) == transport
 
 
 @pytest.mark.parametrize(("members", "forced", "says"), [
@@ -48,7 +70,7 @@ def test_table(members: str, transport: Transport) -> None:
 ])
 def test_an_impossible_one_is_refused_by_name(members: str, forced: Transport, says: list[str]) -> None:
     with pytest.raises(PlanError) as error:
-        check(SITE, "dp 0,1", places(members), forced)
+        refuse_unshared(SITE, "dp 0,1", places(members), forced)
     assert all(s in str(error.value) for s in [*says, "group dp 0,1"])
 
 
@@ -66,19 +88,19 @@ groups = st.lists(st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics
 
 @given(groups)
 def test_what_is_decided_is_possible_and_order_does_not_matter(members: list[Place]) -> None:
-    chosen = decide(SITE, members)
-    check(SITE, "g", members, chosen)
-    assert decide(SITE, members[::-1]) == chosen
+    chosen = EACH.of_members(members)
+    refuse_unshared(SITE, "g", members, chosen)
+    assert EACH.of_members(members[::-1]) == chosen
 
 
 @given(groups, groups)
 def test_more_members_never_make_it_faster(members: list[Place], more: list[Place]) -> None:
     speed = {"local": 0, "rdma": 1, "tcp": 2}
-    assert speed[decide(SITE, members + more).kind] >= speed[decide(SITE, members).kind]
+    assert speed[EACH.of_members(members + more).kind] >= speed[EACH.of_members(members).kind]
 
 
 @given(groups)
 def test_rdma_exactly_where_one_rdma_fabric_has_all_of_several_nodes(members: list[Place]) -> None:
     fabrics, nodes = {m.fabric for m in members}, {(m.fabric, m.node) for m in members}
     rdma = len(nodes) > 1 and len(fabrics) == 1 and SITE.fabric(members[0].fabric).nic.rdma
-    assert (decide(SITE, members).kind == "rdma") is rdma
+    assert (EACH.of_members(members).kind == "rdma") is rdma

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import make_line, make_plan, make_run
@@ -19,9 +18,8 @@ from made_runs import make_line, make_plan, make_run
 from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps, unpack
-from holmes_hpc.results.documents import read_blocks
-from holmes_hpc.results.loading import loader, shards
-from holmes_hpc.results.loading.steps import _from_lines, read_steps
+from holmes_hpc.results.loading import cache, loader
+from holmes_hpc.results.loading.steps import read_steps
 
 
 @pytest.fixture
@@ -120,7 +118,7 @@ def test_the_cache_gives_the_same_and_reads_nothing_again(tmp_path: Path, monkey
     many(tmp_path)
     runs, steps = load_runs(tmp_path), load_steps(tmp_path)
     assert (tmp_path / loader.CACHE).is_dir()
-    monkeypatch.setattr(shards, "read_one", lambda *a: pytest.fail("read again"))
+    monkeypatch.setattr(cache, "read_one", lambda *a: pytest.fail("read again"))
     pd.testing.assert_frame_equal(load_runs(tmp_path), runs)
     pd.testing.assert_frame_equal(load_steps(tmp_path), steps)
     monkeypatch.undo()
@@ -131,13 +129,13 @@ def test_a_changed_run_is_read_again_and_only_that_one(tmp_path: Path, monkeypat
     many(tmp_path)
     load_runs(tmp_path)
     again: list[str] = []
-    real = shards.read_one
+    real = cache.read_one
 
     def spy(run: RunDirectory, key: str) -> Any:
         again.append(key)
         return real(run, key)
 
-    monkeypatch.setattr(shards, "read_one", spy)
+    monkeypatch.setattr(cache, "read_one", spy)
     RunDirectory(tmp_path / "3").append_metrics({"step": 6, "loss": 0.25, "step_time_s": 1.0})
     make_run(tmp_path / "99", steps=6)
     runs = load_runs(tmp_path).set_index("run")
@@ -148,7 +146,7 @@ def test_a_changed_run_is_read_again_and_only_that_one(tmp_path: Path, monkeypat
     assert list(dict.fromkeys(steps["run"])) == [*map(str, range(12)), "99"]
 
 
-def test_runs_that_are_gone_are_gone_and_shards_do_not_pile_up(tmp_path: Path) -> None:
+def test_runs_that_are_gone_are_gone_and_files_do_not_pile_up(tmp_path: Path) -> None:
     many(tmp_path)
     for i in range(30):
         RunDirectory(tmp_path / "3").append_metrics({"step": 6 + i, "loss": 1.0})
@@ -174,16 +172,6 @@ def test_no_place_for_a_cache_is_no_obstacle(tmp_path: Path) -> None:
     many(tmp_path)
     (tmp_path / loader.CACHE).write_text("a file in its place")
     assert len(load_runs(tmp_path)) == 12 and len(load_steps(tmp_path)) == 72
-
-
-@pytest.mark.integration
-def test_parsing_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many(tmp_path)
-    here = load_steps(tmp_path, cache=False)
-    monkeypatch.setattr(shards, "SMALL", 0)
-    monkeypatch.setattr(shards, "RUNS_PER_SHARD", 5)
-    monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: {0, 1})
-    pd.testing.assert_frame_equal(load_steps(tmp_path, cache=False), here)
 
 
 # -- metrics.jsonl in every condition ---------------------------------------------------------------------------------
@@ -214,12 +202,13 @@ def test_older_lines_with_fewer_keys(tmp_path: Path) -> None:
     assert math.isnan(row["compute_s"]) and row["stage_breakdown"] == "[]" and row["tx_bytes_per_step"] == "{}"
 
 
-def test_lines_as_training_writes_them_are_read_the_quick_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holmes_hpc.results.loading.steps._from_lines", lambda lines: pytest.fail("read line by line"))
+def test_lines_as_training_writes_them_are_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", steps=300)
+    lines = run.metrics()
+    monkeypatch.setattr(RunDirectory, "metrics", lambda self: pytest.fail("read line by line"))
     found = read_steps(run)
     assert len(found) == 300 and found.breakdown.shape == (6, 2, 300) and "roce-a" in found.tx
-    assert list(found.scalars["loss"]) == [line["loss"] for line in run.metrics()]
+    assert list(found.scalars["loss"]) == [line["loss"] for line in lines]
 
 
 def resumed(path: Path, plan_id: str) -> RunDirectory:
@@ -329,14 +318,14 @@ lines = st.lists(st.fixed_dictionaries({"step": st.integers(0, 6)}, optional={
     "peak_memory_bytes": st.just([3, 7, 5])}), max_size=12)
 
 
-def test_the_peak_is_the_most_of_any_rank_in_any_attempt(tmp_path: Path) -> None:
+def test_the_peak_is_the_most_of_any_rank_in_any_step_that_counts(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "a")
     for step, attempt, peaks in ((0, 1, [1, 2]), (1, 1, [9, 4]), (1, 2, [5, 6]), (2, 2, [7, 8])):
         run.append_metrics({"step": step, "attempt": attempt, "peak_memory_bytes": peaks})
+    assert read_steps(run).peak == 8  # of what counts
+    run.metrics_path.write_text("".join(json.dumps({"step": step, "attempt": step, "peak_memory_bytes": peaks}) + "\n"
+                                        for step, peaks in ((1, [9, 4]), (2, [7, 8]))))
     assert read_steps(run).peak == 9
-    with open(run.metrics_path, "a") as file:
-        file.write("broken\n")
-    assert read_steps(run).peak == 8  # line by line: of what counts
 
 
 def test_a_nic_kind_that_comes_later_is_not_lost(tmp_path: Path) -> None:
@@ -349,50 +338,29 @@ def test_a_nic_kind_that_comes_later_is_not_lost(tmp_path: Path) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # how long it takes is the machine's business
 @given(lines)
-def test_the_quick_reading_is_the_records_own(tmp_path_factory: pytest.TempPathFactory,
-                                              entries: list[dict[str, Any]]) -> None:
+def test_the_arrays_are_what_the_records_own_reader_reads(tmp_path_factory: pytest.TempPathFactory,
+                                                          entries: list[dict[str, Any]]) -> None:
     run = RunDirectory(tmp_path_factory.mktemp("lines"))
     for entry in entries:
         run.append_metrics(entry)
-    fast, slow = read_steps(run), _from_lines(run.metrics())
-    assert list(fast.step) == list(slow.step) and list(fast.attempt) == list(slow.attempt)
-    for name, column in slow.scalars.items():
-        np.testing.assert_array_equal(fast.scalars[name], column, err_msg=name)
-    for name in set(fast.tx) | set(slow.tx):
-        nothing = np.full(len(slow), np.nan)
-        np.testing.assert_array_equal(fast.tx.get(name, nothing), slow.tx.get(name, nothing))
-        np.testing.assert_array_equal(fast.rx.get(name, nothing), slow.rx.get(name, nothing))
-    if fast.breakdown.shape == slow.breakdown.shape:
-        np.testing.assert_array_equal(fast.breakdown, slow.breakdown)
-    else:
-        assert np.isnan(slow.breakdown).all() and np.isnan(fast.breakdown).all()
+    found, wanted = read_steps(run), run.metrics()
 
+    def same(values: Any, expected: list[Any]) -> None:
+        np.testing.assert_array_equal(values, np.array([math.nan if v is None else v for v in expected], dtype=float))
 
-# -- YAML in blocks ---------------------------------------------------------------------------------------------------
-
-plain = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
-                     lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=5), x, max_size=4),
-                     max_leaves=20)
-
-
-@given(st.dictionaries(st.text(max_size=6), plain, max_size=6), st.sampled_from([None, False]))
-def test_blocks_read_as_the_whole_does(data: dict[str, Any], flow: bool | None) -> None:
-    text = yaml.safe_dump(data, sort_keys=False, default_flow_style=flow, allow_unicode=True)
-    assert read_blocks(text) == yaml.safe_load(text)
-
-
-def test_blocks_read_a_long_configuration_and_only_the_keys_wanted() -> None:
-    data = {"config": {f"group{i}": {f"key{j}": [i, "x" * j] for j in range(20)} for i in range(5)},
-            "overrides": ["a=1"], "text": "line: one\nconfig: two\n", "n": None}
-    for flow in (None, False):
-        text = yaml.safe_dump(data, default_flow_style=flow, sort_keys=False)
-        assert read_blocks(text) == data
-        assert read_blocks(text, {"overrides", "n"}) == {"overrides": ["a=1"], "n": None}
-
-
-def test_blocks_never_make_objects() -> None:
-    with pytest.raises(yaml.YAMLError):
-        read_blocks("config: !!python/object/apply:os.getcwd []\nname: x\n")
+    assert list(found.step) == [line["step"] for line in wanted]
+    assert list(found.attempt) == [line.get("attempt", 1) for line in wanted]
+    for name in ("loss", "step_time_s", "time"):
+        same(found.scalars[name], [line.get(name) for line in wanted])
+    for name in {name for line in wanted for name in line.get("nic_bytes", ())}:
+        for way, values in (("tx", found.tx[name]), ("rx", found.rx[name])):
+            same(values, [line["nic_bytes"].get(name, {"tx": 0, "rx": 0}).get(way) if "nic_bytes" in line else None
+                          for line in wanted])
+    assert found.breakdown.shape[1] == max((len(line.get("breakdown", ())) for line in wanted), default=0)
+    for stage in range(found.breakdown.shape[1]):
+        stages = [dict(enumerate(line.get("breakdown", ()))).get(stage, {}) for line in wanted]
+        same(found.breakdown[0, stage], [parts.get("compute_s") for parts in stages])
+        same(found.breakdown[4, stage], [parts.get("optimizer_s") for parts in stages])
 
 
 def test_loading_leaves_single_runs_as_they_are(tmp_path: Path) -> None:
@@ -409,9 +377,9 @@ def test_every_column_is_in_the_documentation() -> None:
             assert f"| `{name}` | {kind} | {what} |" in text
 
 
-def test_runs_of_several_shards_come_in_order_each_with_its_own(tmp_path: Path,
+def test_runs_of_several_files_come_in_order_each_with_its_own(tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "RUNS_PER_SHARD", 5)
+    monkeypatch.setattr(cache, "RUNS_PER_PAIR", 5)
     for i in range(12):
         make_run(tmp_path / str(i), {"ib-a": 4} if i % 2 else {"roce-a": 4}, steps=3 + i, seed=i)
     load_runs(tmp_path)

@@ -11,38 +11,18 @@ import plans
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slurm_text import node, partition_line
 
 from holmes_hpc.errors import PlanError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.submission.earliest import candidates, earliest, table_rows, training_time_s
+from holmes_hpc.slurm.scontrol import Config, parse_partition
+from holmes_hpc.submission.earliest import earliest, plans_to_try, start_rows, training_time_s
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.fit import (
-    SiteNode,
-    beyond_limit,
-    check_fit,
-    eligible,
-    matcher,
-    minutes,
-    read_time_limits,
-    warnings,
-)
+from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, eligible, warnings
 
-NODES = [SiteNode(f"ib{i}", frozenset({"ib", "all"}), frozenset({"nic_ib", "a"})) for i in range(4)] + [
-    SiteNode(f"eth{i}", frozenset({"eth", "all"}), frozenset({"nic_ethernet"})) for i in range(2)]
-
-
-@pytest.mark.parametrize("constraint, features, fits", [
-    (None, "", True), ("ib", "ib", True), ("ib", "x", False), ("ib&fast", "ib", False), ("ib|roce", "roce", True),
-    ("a&b|c", "c", True), ("a&(b|c)", "c", False), ("a&(b|c)", "a c", True), ("!a", "b", True), ("!a&b", "a b", False)])
-def test_constraints(constraint: str | None, features: str, fits: bool) -> None:
-    test = matcher(constraint)
-    assert test is not None and test(frozenset(features.split())) is fits
-
-
-@pytest.mark.parametrize("constraint", ["[a*2&b*1]", "a*2", "a&", "(a", "a&&b", "a,b"])
-def test_what_only_slurm_can_judge(constraint: str) -> None:
-    assert matcher(constraint) is None
+NODES = [node(f"ib{i}", "nic_ib,a", "ib,all") for i in range(4)] + [
+    node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["ib", "eth", "all"])), min_size=2, max_size=4))
@@ -68,14 +48,15 @@ def test_node_lists_and_exclusions_count() -> None:
 
 def test_warnings_name_what_may_keep_the_job_waiting() -> None:
     parts = [ComponentRequest(1, partition="ib", constraint="nic_ib"), ComponentRequest(1, partition="all")]
-    found = warnings(parts, NODES, {"SchedulerType": "sched/builtin", "SchedulerParameters": "disable_hetjob_steps"},
-                     {"MaxSubmit": 1})
+    bad = Config({"SchedulerType": "sched/builtin", "SchedulerParameters": "disable_hetjob_steps"})
+    found = warnings(parts, NODES, bad, {"MaxSubmit": 1})
     for word in ("sched/backfill", "disable_hetjob_steps", "MaxSubmit is 1", "component 1 has no constraint",
                  "partitions overlap"):
         assert any(word in line for line in found), (word, found)
-    assert warnings([parts[0]], NODES, {"SchedulerType": "sched/builtin"}, {}) == []
+    assert warnings([parts[0]], NODES, Config({"SchedulerType": "sched/builtin"}), {}) == []
     good = [parts[0], ComponentRequest(1, partition="eth", constraint="nic_ethernet")]
-    assert warnings(good, NODES, {"SchedulerType": "sched/backfill"}, {"MaxJobs": 9}) == []
+    assert warnings(good, NODES, Config({"SchedulerType": "sched/backfill"}), {"MaxJobs": 9}) == []
+    assert warnings(good, NODES, None, {}) == []
 
 
 STARTS = """
@@ -95,7 +76,7 @@ def test_a_smaller_plan_that_starts_now_beats_the_best_that_waits(fake_slurm: An
     assert [c.plan.id for c in found] == [slow.id, fast.id]
     assert found[0].start == datetime(2030, 1, 1).timestamp()
     assert found[0].end == found[0].start + training_time_s(slow, 3600)
-    columns, rows = table_rows(found)
+    columns, rows = start_rows(found)
     assert columns[2:5] == ["start", "duration", "end"] and rows[0][2].startswith("2030-01-01 00:00")
 
 
@@ -109,11 +90,11 @@ def test_candidates_are_the_best_plans_of_parts_of_the_site() -> None:
         fabrics = sorted(nodes or {"ib-a": 4, "roce-a": 4})
         return plans.plan(*fabrics, nodes=min((nodes or {"x": 4}).values()))
 
-    found = candidates(plan_for, plans.site())
+    found = plans_to_try(plan_for, plans.site())
     layouts = [tuple((c.fabric, c.nodes) for c in plan.components) for plan in found]
     assert layouts[0] == (("ib-a", 4), ("roce-a", 4)) and len(set(layouts)) == len(layouts) == 9
     assert (("ib-a", 1),) in layouts and (("ib-a", 2), ("roce-a", 2)) in layouts
-    assert len(candidates(plan_for, plans.site(), most=3)) == 3
+    assert len(plans_to_try(plan_for, plans.site(), most=3)) == 3
 
 
 @pytest.mark.integration
@@ -134,21 +115,13 @@ def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
     found = earliest([waits, starts_now], 30, {"timeout_min": 10})
     assert [c.plan.id for c in found] == [starts_now.id, waits.id]
     assert found[1].start is not None and found[0].start is not None and found[1].start - found[0].start > 60
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", table_rows(found)[1][0][2])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", start_rows(found)[1][0][2])
 
 
-@pytest.mark.parametrize("text, found", [
-    (90, 90), ("90", 90), ("5:30", 5.5), ("1:30:00", 90), ("1-12", 2160), ("1-00:30", 1470), ("2-01:00:30", 2940.5),
-    ("infinite", None), ("UNLIMITED", None), ("n/a", None), ("", None), ("1-", None)])
-def test_times_are_read_as_slurm_reads_them(text: object, found: float | None) -> None:
-    assert minutes(text) == found
-
-
-@pytest.mark.integration
-def test_a_time_beyond_the_partitions_limit_would_wait_for_ever(fake_slurm: Any) -> None:
-    fake_slurm.answer("sinfo", "printf 'eth|5:00\\nib|infinite\\nroce|1-00:00:00\\n'")
-    limits = read_time_limits()
-    assert limits == {"eth": 5, "roce": 1440}
+def test_a_time_beyond_the_partitions_limit_would_wait_for_ever() -> None:
+    limits = [parse_partition(partition_line(name, "n1", max_time=most))
+              for name, most in (("eth", "00:05:00"), ("ib", "UNLIMITED"), ("roce", "1-00:00:00"))]
+    assert [p.limit_min for p in limits] == [5, None, 1440]
     assert beyond_limit(ComponentRequest(partition="eth"), 6, limits) == \
         "6 min is beyond the time limit of its partition, 5 min"
     for request, wanted in ((ComponentRequest(partition="eth"), 5), (ComponentRequest(partition="ib"), 9999),

@@ -14,9 +14,9 @@ from submitit.core import plugins
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import commands
+from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.executor.states import SEPARATOR
 from holmes_hpc.submission.plan_job import submit_plan
 
 PARTS = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2, "tasks_per_node": 2}, {"partition": "eth", "nodes": 1}]
@@ -160,7 +160,6 @@ def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) ->
 
 @pytest.mark.integration
 def test_infeasible_components_reach_no_controller_as_a_hetjob(slurm: Any, tmp_path: Path) -> None:
-    slurm.answer("sinfo", "printf 'ib\\neth\\n'")
     slurm.answer("sbatch", """
 for a in "$@"; do case "$a" in --test-only) test=1;; --nodes=1) one=1;; --partition=ib) ib=1;; esac; done
 [ -n "$test" ] && { [ -n "$ib$one" ] && {
@@ -176,7 +175,6 @@ echo 50""")
 
 @pytest.mark.integration
 def test_a_component_is_tested_with_the_jobs_time_limit(slurm: Any, tmp_path: Path) -> None:
-    slurm.answer("sinfo", "printf 'ib\\neth\\n'")
     slurm.answer("sbatch", """
 for a in "$@"; do [ "$a" = --time=99 ] && {
   echo "allocation failure: Requested time limit is invalid (missing or exceeds some limit)" >&2; exit 1; }; done
@@ -240,4 +238,4 @@ def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, ca
     assert [r.message for r in caplog.records if "sched/backfill" in r.message] == [
         "holmes: warning: SchedulerType is sched/builtin: only sched/backfill starts heterogeneous jobs"]
     assert any("component 1 has no constraint" in r.message for r in caplog.records)
-    assert len(slurm.calls("scontrol")) == 1
+    assert len(slurm.calls("scontrol")) == 3  # nodes, partitions, configuration: once for both

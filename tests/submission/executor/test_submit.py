@@ -11,7 +11,8 @@ from typing import Any
 import plans
 import pytest
 
-from holmes_hpc.cli import runs
+from holmes_hpc.cli.start import start
+from holmes_hpc.config.composition import load
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
@@ -109,8 +110,8 @@ def test_a_run_is_kept_unless_slurm_refused_it(fake_slurm: Any, tmp_path: Path, 
     plan = plans.plan("ib-a")
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={
         **plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}})
-    monkeypatch.setattr("holmes_hpc.config.composition.new_run", lambda *_: run)
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.new_run.new_run", lambda *_: run)
     with pytest.raises(KeyboardInterrupt if kept else SubmissionError):
-        runs.start(plan, {}, [])
+        start(plan, load(), [])
     assert run.exists() is kept
     assert not kept or run.read_run()["slurm"]["job_id"] == 41

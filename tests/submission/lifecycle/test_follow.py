@@ -19,9 +19,18 @@ from holmes_hpc.errors import RecordError, RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import Answer
-from holmes_hpc.submission.executor.states import SEPARATOR, JobState
-from holmes_hpc.submission.lifecycle.follow import Tail, follow
-from holmes_hpc.submission.lifecycle.status import OnSlurm, cancel, job_of, log_paths, record_end, status, statuses
+from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.lifecycle.follow import follow
+from holmes_hpc.submission.lifecycle.status import (
+    OnSlurm,
+    cancel_run,
+    job_of,
+    log_paths,
+    record_end,
+    run_status,
+    run_statuses,
+)
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import plan_components, script_for_plan
 
@@ -122,18 +131,6 @@ def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
     assert job.cancelled is (answer == "cancel")
 
 
-def test_tail_reads_whole_lines_once_and_notices_a_new_file(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    log = Tail(path)
-    assert log.lines() == []
-    path.write_bytes(b"a\nb")
-    assert log.lines() == ["a"]
-    path.write_bytes(b"a\nb\xff c\n")
-    assert log.lines() == ["b\ufffd c"]
-    path.write_bytes(b"n\n")
-    assert log.lines() == ["n"]
-
-
 @pytest.mark.integration
 def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:
     lines = []
@@ -146,22 +143,22 @@ def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> 
         lines.append(SEPARATOR.join([str(i), "RUNNING", str(int(time.time())), "None", "ib1", "x"]))
     fake_slurm.answer("squeue", "cat <<'E'\n" + "\n".join(lines) + "\nE")
     runs[3].write_result({"state": "failed", "error": "why", "failed_rank": 2, "failed_node": "n"})
-    found = statuses(runs)
+    found = run_statuses(runs)
     assert [s.state for s in found] == ["running"] * 3 + ["failed"] + ["running"] * 26
     assert found[3].failed_rank == 2 and found[3].error == "why"
     assert len(fake_slurm.calls("squeue")) == 1
 
 
 def test_a_run_that_was_never_submitted(run: RunDirectory) -> None:
-    assert status(run).state == "not_submitted"
+    assert run_status(run).state == "not_submitted"
     with pytest.raises(SubmissionError, match="never submitted"):
-        cancel(run)
+        cancel_run(run)
 
 
 def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     made.write_result({"state": "completed"}, writer="batch")
-    assert cancel(made).state == "COMPLETED"
+    assert cancel_run(made).state == "COMPLETED"
     assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
 
 
@@ -169,7 +166,7 @@ def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm
 def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("squeue", "exit 0")
-    assert cancel(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
+    assert cancel_run(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
 
 
 @pytest.mark.integration
@@ -181,26 +178,26 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
     made.start_attempt({})
     made.log_path(0).write_text("step 1\n")
     fake_slurm.answer("squeue", "exit 0")
-    found = status(made)
+    found = run_status(made)
     assert found.state == "failed" and "Slurm says FAILED (lost" in str(found.error)
-    assert cancel(made).state == "FAILED" and fake_slurm.calls("scancel") == []
+    assert cancel_run(made).state == "FAILED" and fake_slurm.calls("scancel") == []
 
 
 @pytest.mark.integration
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
-    with pytest.raises(SubmissionError, match=r"scancel 7: scancel: error: .*Access denied; see that"):
-        cancel(made)
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Access denied; see that"):
+        cancel_run(made)
 
 
 def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "run.yaml").write_text("{")
-    assert [s.state for s in statuses([RunDirectory(bad), run])] == ["unreadable", "not_submitted"]
+    assert [s.state for s in run_statuses([RunDirectory(bad), run])] == ["unreadable", "not_submitted"]
     with pytest.raises(RecordError):
-        status(RunDirectory(bad))
+        run_status(RunDirectory(bad))
 
 
 def test_settings_reach_their_components(tmp_path: Path) -> None:
@@ -270,13 +267,13 @@ def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
     assert result is not None and result["state"] == "completed" and result["final"]["loss"] == 0.5
     assert [p.name for p in log_paths(run)] == ["rank-0.txt", "rank-1.txt"]
     assert "rank 1 of 2" in run.log_path(1).read_text()
-    assert status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
+    assert run_status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
 
 
 @pytest.mark.integration
 def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
     run = here(tmp_path, die=1)
-    found = status(run)
+    found = run_status(run)
     assert (found.state, found.failed_rank) == ("failed", 1)
 
 
@@ -302,13 +299,13 @@ def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, w
         time.sleep(0.05)
     os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it
     time.sleep(0.3)
-    assert job.state().state == "RUNNING" and status(run).state == "running"
+    assert job.state().state == "RUNNING" and run_status(run).state == "running"
     if what == "cancel":
-        assert cancel(run).state == "RUNNING"
+        assert cancel_run(run).state == "RUNNING"
     else:
         (run.path / "go").touch()
     assert follow(run, job, poll_s=0.1) == (what == "cancel")
-    assert status(run).state == ("cancelled" if what == "cancel" else "completed")
+    assert run_status(run).state == ("cancelled" if what == "cancel" else "completed")
 
 
 def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

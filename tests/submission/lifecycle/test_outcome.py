@@ -10,20 +10,13 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import SlurmHetJobEnvironment
-from holmes_hpc.submission.executor.states import JobState
 from holmes_hpc.submission.lifecycle import finish as finishing
+from holmes_hpc.submission.lifecycle.failed_rank import ComponentRanks, complaints, culprit
 from holmes_hpc.submission.lifecycle.finish import finish, should_restart
-from holmes_hpc.submission.lifecycle.outcome import (
-    Part,
-    complaints,
-    culprit,
-    gained,
-    judge,
-    note_progress,
-    tail,
-    told_to_end,
-)
+from holmes_hpc.submission.lifecycle.outcome import judge, last_words, told_to_end
+from holmes_hpc.submission.lifecycle.starts import gained, note_progress
 
 AWAY_TWICE = """
 [ "$1" = requeue ] || exit 1
@@ -56,7 +49,7 @@ def test_complaints_are_read() -> None:
     assert complaints("srun: error: eth1: tasks 4-6: Exited with exit code 1")[0].tasks == (4, 5, 6)
 
 
-PARTS = [Part(("ib1", "ib2"), 0, 2), Part(("roce1",), 4, 2), Part(("eth1", "eth2"), 6, 1)]
+PARTS = [ComponentRanks(("ib1", "ib2"), 0, 2), ComponentRanks(("roce1",), 4, 2), ComponentRanks(("eth1", "eth2"), 6, 1)]
 
 
 @pytest.mark.parametrize("line, ranks", [
@@ -138,7 +131,7 @@ def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
     found = judge(run, 137, srun=complaints(KILLED))
     assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
     assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
-    assert tail(run.log_path(77)) == []
+    assert last_words(run.log_path(77)) == []
 
 
 NO_GAIN = "no step was gained since the last start"

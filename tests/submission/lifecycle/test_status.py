@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,19 @@ from typing import Any
 import plans
 import pytest
 
-from holmes_hpc.config import composition as config
+from holmes_hpc.config.composition import applied, load
+from holmes_hpc.config.configuration import recorded as read_back
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.executor.states import Expected, JobState, StateWatcher
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.watcher import Expected, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.plan_job import script_for_plan
-from holmes_hpc.submission.sweeps import overview as sweep
+from holmes_hpc.submission.sweeps import jobs as sweep
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+from holmes_hpc.submission.sweeps.table import row_of
 
 PLAN = plans.plan("ib-a", "roce-a")
 
@@ -38,9 +42,9 @@ def run_with(path: Path, result: dict[str, Any] | str | None = None, **record: A
 def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -> None:
     """python -m holmes_hpc.train, or torchrun: neither Slurm's id nor a process is recorded."""
     run = run_with(tmp_path / "a")
-    assert track.status(run).state == "not_submitted"
+    assert track.run_status(run).state == "not_submitted"
     run.write_result({"state": "failed", "error": "rank 0: no"}, writer="follower")
-    found = track.status(run)
+    found = track.run_status(run)
     assert (found.state, found.error, found.ended) == ("failed", "rank 0: no", True)
 
 
@@ -51,10 +55,10 @@ def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -
 def test_one_odd_record_is_a_row_among_others(tmp_path: Path, result: Any, record: dict[str, Any], state: str) -> None:
     odd, good = run_with(tmp_path / "odd", result, **record), run_with(tmp_path / "good")
     good.write_result({"state": "completed"})
-    assert [s.state for s in track.statuses([odd, good])] == [state, "completed"]
+    assert [s.state for s in track.run_statuses([odd, good])] == [state, "completed"]
     if state == "unreadable":
         with pytest.raises(RecordError, match="99"):
-            track.status(odd)
+            track.run_status(odd)
 
 
 def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
@@ -65,7 +69,7 @@ def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
     asked: list[RunDirectory] = []
     monkeypatch.setattr(track, "job_of", lambda run: asked.append(run))
     monkeypatch.setattr(track, "_status", lambda run, record, job, state, _: (run, state.state, track._job_id(record)))
-    assert track.statuses([new, old]) == [(new, "NOT_SUBMITTED", "7"), (old, "COMPLETED", "7")]
+    assert track.run_statuses([new, old]) == [(new, "NOT_SUBMITTED", "7"), (old, "COMPLETED", "7")]
     assert asked == [new]
 
 
@@ -75,7 +79,7 @@ def test_the_watcher_says_when_it_dropped_another_jobs_state() -> None:
 
 
 def test_following_ends_with_the_job_also_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(track, "status", lambda run, mode: track.Status("a", "a", "7", states.pop(0)))
+    monkeypatch.setattr(track, "run_status", lambda run, mode: track.Status("a", "a", "7", states.pop(0)))
     states = ["pending", "cancelled"]
     over = track.ended(run_with(tmp_path / "a"), slurm_every_s=0)
     assert [over(), over()] == [False, True] and states == []
@@ -84,7 +88,7 @@ def test_following_ends_with_the_job_also_without_a_result(tmp_path: Path, monke
 def test_a_result_that_a_requeue_will_undo_ends_no_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with(tmp_path / "a")
     run.write_result({"state": "preempted"}, writer="follower")
-    monkeypatch.setattr(track, "status", lambda run, mode: track.Status("a", "a", "7", "pending"))
+    monkeypatch.setattr(track, "run_status", lambda run, mode: track.Status("a", "a", "7", "pending"))
     assert not track.ended(run, slurm_every_s=0)()
     run.write_result({"state": "failed"}, writer="batch")
     assert track.ended(run)()
@@ -120,13 +124,13 @@ def manifest(tmp_path: Path, **job: Any) -> tuple[Manifest, SweepJob]:
 
 def test_another_users_result_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, entry = manifest(tmp_path)
-    path = sweep._pickle(made, entry)
+    path = sweep.result_pickle(made, entry)
     path.parent.mkdir()
     path.write_bytes(pickle.dumps(("success", 5)))
-    assert sweep._plain_outcome(made, entry) == ("completed", 5)
+    assert sweep.plain_outcome(made, entry) == ("completed", 5)
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    assert sweep._plain_outcome(made, entry) == ("unread", sweep.UNREAD) and sweep.unread(made) == [entry]
-    row = sweep.row_of(made, entry, JobState("COMPLETED", source="sacct"))
+    assert sweep.plain_outcome(made, entry) == ("unread", sweep.UNREAD) and sweep.unread(made) == [entry]
+    row = row_of(made, entry, JobState("COMPLETED", source="sacct"))
     assert (row.state, row.error) == ("completed", sweep.UNREAD)
     with pytest.raises(SubmissionError, match="another user's"):
         HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
@@ -145,20 +149,26 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
 
 
 def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> None:
-    recorded = {**config.load(["train.steps=7", "train.lr=0.5", "launcher=local"]), "extra": {"of": "a sweep"}}
-    made = config.applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
-    assert made == {**recorded, "train": {**recorded["train"], "steps": 9}, "labels": {"note": "a b"},
-                    "slurm": {**recorded["slurm"], "account": "ml"}}
-    other = config.applied(recorded, ["data=indexed", "data.prefix=/x/y"])
-    assert other["data"]["kind"] == "indexed" and other["data"]["prefix"] == "/x/y" and other["train"]["lr"] == 0.5
-    older = {**recorded, "train": {k: v for k, v in recorded["train"].items() if k != "watchdog_s"}}
-    assert config.applied(older, ["train.watchdog_s=5"])["train"]["watchdog_s"] == 5
-    odd = {**recorded, "slurm": {**recorded["slurm"], "setup": ["source ${HOME}/env.sh", "echo ${"]}}
-    assert config.applied(odd, ["train.steps=9"])["slurm"]["setup"] == ["source ${HOME}/env.sh", "echo ${"]
+    recorded = load(["train.steps=7", "train.lr=0.5", "launcher=local"])
+    made = applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
+    assert made == replace(recorded, train=replace(recorded.train, steps=9), labels={"note": "a b"},
+                           slurm=replace(recorded.slurm, account="ml"))
+    other = applied(recorded, ["data=indexed", "data.prefix=/x/y"])
+    assert other.data.kind == "indexed" and other.data.prefix == "/x/y" and other.train.lr == 0.5
+    odd = replace(recorded, slurm=replace(recorded.slurm, setup=("source ${HOME}/env.sh", "echo ${")))
+    assert applied(odd, ["train.steps=9"]).slurm.setup == ("source ${HOME}/env.sh", "echo ${")
     for word, says in (("train.stps=1", "train.stps"), ("~train.lr", "KEY=VALUE"), ("train.lr=1,2", "KEY=VALUE"),
-                       ("train.steps=0", "train.steps"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
+                       ("train.steps=0", "train.steps is 0"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
         with pytest.raises(ConfigError, match=says):
-            config.applied(recorded, [word])
+            applied(recorded, [word])
+
+
+def test_an_older_record_is_read_and_what_it_lacks_is_named() -> None:
+    whole = load(["train.steps=7"]).to_dict()
+    older = {**whole, "train": {k: v for k, v in whole["train"].items() if k != "watchdog_s"}, "extra": {"of": "x"}}
+    del older["checkpoint"]
+    config, missing = read_back(older)
+    assert config == load(["train.steps=7"]) and missing == ["train.watchdog_s", "checkpoint"]
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:

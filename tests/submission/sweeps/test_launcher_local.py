@@ -20,7 +20,7 @@ from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, Launche
 from holmes_hpc.records.files import locked
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.overview import collect
+from holmes_hpc.submission.sweeps.table import collect
 
 
 def test_discovery() -> None:
@@ -47,7 +47,7 @@ import cloudpickle, hydra, plans
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.launcher import Planned
+from holmes_hpc.submission.sweeps.launcher import Planned
 cloudpickle.register_pickle_by_value(plans)
 
 def rank(config):

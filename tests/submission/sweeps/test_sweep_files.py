@@ -14,7 +14,8 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from holmes_hpc.config import composition as config
+from holmes_hpc.config.composition import load
+from holmes_hpc.planning.request import make_plan
 from holmes_hpc.planning.spec.plan import Plan
 
 SWEEPS = Path(__file__).parents[3] / "sweeps"
@@ -42,10 +43,10 @@ def fixed(path: Path) -> list[str]:
 def test_every_job_has_a_plan_on_the_testbed(path: Path) -> None:
     made = []
     for overrides in jobs(path):
-        settings = config.load([*fixed(path), *overrides])
-        plan = config.make_plan(settings, plans.site())
+        settings = load([*fixed(path), *overrides])
+        plan = make_plan(settings, plans.site())
         assert isinstance(plan, Plan)
-        assert {c.fabric: c.nodes for c in plan.components} == settings["plan"]["nodes"]
+        assert {c.fabric: c.nodes for c in plan.components} == settings.plan.nodes
         made.append(plan.id)
     assert len(made) > 3
 

@@ -127,8 +127,8 @@ import sys
 import time
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.launch import Launch
-from holmes_hpc.training.output import Exits
+from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.failure import Exits
 
 class Gone:  # a store behind the NIC that failed
     def check(self, keys): time.sleep(60)

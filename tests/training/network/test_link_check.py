@@ -10,8 +10,8 @@ import pytest
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.training.network import link_sockets as linktest
-from holmes_hpc.training.network.link_check import Limits, await_links, check_links, gather
-from holmes_hpc.training.network.link_diagnosis import Endpoint, Talk
+from holmes_hpc.training.network.link_check import Limits, await_links, gather, prove_links
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 
 # generous where a busy machine makes threads wait, and rates far below what any loopback has
@@ -56,9 +56,9 @@ def nics(index: int, rdma: float = 1e-5, tcp: float = 1e-5) -> dict[str, tuple[s
     return {"rdma": ("lo", f"127.0.2.{index + 1}", rdma), "tcp": ("lo", f"127.0.1.{index + 1}", tcp)}
 
 
-def talks() -> list[Talk]:
-    world = Talk("world", "tcp", (0, 1, 2, 3), sampled=False)
-    return [Talk("dp 0", "rdma", (0, 1, 2)), Talk("edge", "tcp", (2, 3)), world]
+def groups() -> list[CommunicationGroup]:
+    world = CommunicationGroup("world", "tcp", (0, 1, 2, 3), sampled=False)
+    return [CommunicationGroup("dp 0", "rdma", (0, 1, 2)), CommunicationGroup("edge", "tcp", (2, 3)), world]
 
 
 def run(own_nics=None, nodes=NODES, tokens=None, started=None) -> list[list[Finding] | NetworkError]:
@@ -66,7 +66,7 @@ def run(own_nics=None, nodes=NODES, tokens=None, started=None) -> list[list[Find
 
     def one(i: int) -> list[Finding] | NetworkError:
         try:
-            return check_links(store, nodes[i], nodes, "ib-a", (i,), (own_nics or nics)(i), talks(),
+            return prove_links(store, nodes[i], nodes, "ib-a", (i,), (own_nics or nics)(i), groups(),
                                (tokens or ["t"] * 4)[i], LIMITS)
         except NetworkError as e:
             return e

@@ -10,11 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from sites import two_clusters
 
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
-from holmes_hpc.training.network.process_groups import check_devices, device, nccl_options
+from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options
 
 NAMES = [(TCP, "Socket"), (Transport("rdma", NicType.IB, "a"), "IB"), (Transport("rdma", NicType.ROCE, "b"), "IB")]
 
@@ -37,6 +44,26 @@ def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
     assert one.config.net_name == name and one is not two
     two.config.net_name = "other"
     assert one.config.net_name == name
+
+
+@pytest.mark.parametrize(("cuda", "gloo", "interface"), [
+    (False, False, "ib0"),  # CPU ranks: gloo takes the fabric's NIC
+    (False, True, "ib0"),
+    (True, True, "eth0"),  # host memory beside GPUs
+])
+def test_groups_are_made_on_the_network_that_the_plan_says(cuda: bool, gloo: bool, interface: str,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(2),
+                      PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}), Costs())
+    node = NodeTransports("n1", "ib-a", {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24),
+                                         "rdma": ("ib0", "10.2.0.1", 24)}, {}, False)
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: asked.append(how["pg_options"]))
+    made = Groups(plan, node, 0, cuda, 10.0, 10.0)
+    made.new([0, 8], "pair", gloo=gloo)
+    said = plan.transport_of([0, 8], host_memory=cuda and gloo)
+    assert asked == [{"interface": interface}]
+    assert made.made == [{"kind": "pair", "ranks": [0, 8], "transport": str(said), "interface": interface}]
 
 
 @pytest.mark.parametrize(("shown", "numbers"), [(4, [0, 1, 2, 3]), (1, [0, 0, 0, 0])])

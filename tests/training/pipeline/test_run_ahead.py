@@ -57,7 +57,7 @@ def picture(order: Order, waits: bool, hop: int = 1, slots: int = 20) -> list[st
     clock, queues = [0] * order.stages, [list(order.passes(s)) for s in range(order.stages)]
     while any(queues):
         for s, queue in enumerate(queues):
-            into = order.hop_to(s, queue[0]) if queue else None
+            into = order.transfer_to(s, queue[0]) if queue else None
             if not queue or (into is not None and (into.source, into.made) not in ends):
                 continue
             step = queue.pop(0)
@@ -65,7 +65,7 @@ def picture(order: Order, waits: bool, hop: int = 1, slots: int = 20) -> list[st
             end = begin + (1 if step.forward else 2)
             rows[s][begin:end] = [("01234567" if step.forward else "abcdefgh")[step.micro_batch]] * (end - begin)
             ends[s, step] = end
-            clock[s] = end + (hop if waits and order.hop_from(s, step) else 0)
+            clock[s] = end + (hop if waits and order.transfer_from(s, step) else 0)
     return ["".join(row)[:slots] for row in rows]
 
 

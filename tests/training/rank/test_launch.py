@@ -142,7 +142,7 @@ def nics(*names: str, **changes: Any) -> NodeNics:
 ])
 def test_every_node_uses_its_own_interfaces(rank: int, names: tuple[str, ...], interfaces: dict[str, str],
                                             environment: str) -> None:
-    made = transports.decide(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
+    made = transports.node_transports(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
     assert {k: v[0] for k, v in made.interfaces.items()} == interfaces
     assert made.environment["NCCL_SOCKET_IFNAME"] == environment
     assert NodeTransports.from_dict(json.loads(json.dumps(made.to_dict()))) == made
@@ -154,11 +154,11 @@ def transport_of(plan: Plan, kind: str, *ranks: int) -> Any:
 
 def test_groups_get_the_interface_of_their_transport() -> None:
     plan = spawn.plan(pp=3, dp=2)
-    made = transports.decide(plan, 0, nics("eth0", "ib0"), "n", one_host=False, cuda=False)
+    made = transports.node_transports(plan, 0, nics("eth0", "ib0"), "n", one_host=False, cuda=False)
     assert made.interface(transport_of(plan, "dp", 0, 1)) == "ib0"
     assert made.interface(transport_of(plan, "edge", 0, 2)) == "eth0"
-    assert made.interface(transports.of_ranks(plan, range(6))) == "eth0"
-    assert made.interface(transports.of_ranks(plan, [0])) == "lo"
+    assert made.interface(plan.transport_of(range(6))) == "eth0"
+    assert made.interface(plan.transport_of([0])) == "lo"
     single = spawn.plan(pp=3, dp=2, transport_mode="single")
     assert made.interface(transport_of(single, "dp", 0, 1)) == "eth0"
 
@@ -173,26 +173,27 @@ def test_groups_get_the_interface_of_their_transport() -> None:
 def test_a_missing_network_is_one_line_with_node_nic_and_cure(names: tuple[str, ...], changes: dict[str, Any],
                                                               match: str) -> None:
     with pytest.raises(NetworkError, match=match) as e:
-        transports.decide(spawn.plan(pp=3, dp=2), 0, nics(*names, **changes), "ib7", one_host=False, cuda=False)
+        transports.node_transports(spawn.plan(pp=3, dp=2), 0, nics(*names, **changes), "ib7", one_host=False,
+                                   cuda=False)
     assert "ib7" in str(e.value) and e.value.hint
 
 
 def test_a_roce_nic_does_not_stand_in_for_an_ethernet_nic_that_is_down() -> None:
     plan, down = spawn.plan(pp=3, dp=2), {"eth0": {"up": False}}
     with pytest.raises(NetworkError, match="eth0 is down, and roce0 is no substitute; ip link set eth0 up"):
-        transports.decide(plan, 2, nics("eth0", "mgmt0", "roce0", **down), "roce1", one_host=False, cuda=False)
+        transports.node_transports(plan, 2, nics("eth0", "mgmt0", "roce0", **down), "roce1", one_host=False, cuda=False)
     unused = {"eth1": {"up": False, "address": None}}  # a converged node: RoCE and TCP over one NIC
-    made = transports.decide(plan, 2, nics("eth1", "roce0", **unused), "roce1", one_host=False, cuda=False)
+    made = transports.node_transports(plan, 2, nics("eth1", "roce0", **unused), "roce1", one_host=False, cuda=False)
     assert made.interfaces["tcp"][0] == made.interfaces["rdma"][0] == "roce0"
 
 
 def test_rdma_ports_without_an_interface_are_enough_for_nccl() -> None:
     ports = (RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_10", 1, "ib", True, "ACTIVE", 200.0))
     node = NodeNics(nics("eth0").interfaces, ports)
-    made = transports.decide(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=True)
+    made = transports.node_transports(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=True)
     assert made.environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_10:1" and "rdma" not in made.interfaces
     with pytest.raises(NetworkError, match="no kernel interface"):
-        transports.decide(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=False)
+        transports.node_transports(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=False)
 
 
 @pytest.mark.parametrize(("environ", "match"), [
@@ -202,7 +203,7 @@ def test_rdma_ports_without_an_interface_are_enough_for_nccl() -> None:
     ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
 ])
 def test_variables_that_would_choose_otherwise_are_refused(environ: dict[str, str], match: str) -> None:
-    made = transports.decide(spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False)
+    made = transports.node_transports(spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False)
     assert transports.refuse(made, {}, []) == []
     with pytest.raises(NetworkError, match=match) as e:
         transports.refuse(made, environ, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.submission.executor.batch_script import JobRequest, directives, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest, component, components, sbatch_word, shell_word
-from holmes_hpc.submission.executor.script import JobRequest, directives, script_text, words
 
 IB = ComponentRequest(2, 2, "ib", "nic_ib", gpus_per_node=2)
 ETH = ComponentRequest(1, 2, "eth", "nic_ethernet")
@@ -205,3 +206,15 @@ def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
     path.write_text(script_text(job, words(["python", "a b"]), finish=["echo \"$status\" \"$signalled\""]))
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("restarts, code", [("", 0), ("1", 0), ("2", 1)])
+def test_a_job_that_was_requeued_too_often_does_not_start(tmp_path: Path, restarts: str, code: int) -> None:
+    job = JobRequest((ComponentRequest(),), use_srun=False, exit_record=str(tmp_path / "exit"), max_requeues=1)
+    script = tmp_path / "job.sh"
+    script.write_text(script_text(job, words(["touch", str(tmp_path / "ran")])))
+    done = subprocess.run(["bash", script], env={**os.environ, "SLURM_RESTART_COUNT": restarts}, text=True,
+                          capture_output=True, check=False)
+    assert done.returncode == code and (tmp_path / "ran").exists() is (code == 0), done.stderr
+    assert (tmp_path / "exit").read_text().split()[0] == str(code)
+    assert ("requeued 2 times, max_requeues is 1" in done.stderr) is (code == 1)

@@ -1,6 +1,6 @@
 """What rounding activations and their gradients on a TCP edge (`plan.edge_dtype`) does to the loss, and saves in bytes.
 
-    python benchmarks/hop_dtype.py [--steps 200] [--seeds 3] [--data runs/demo-data/stdlib]
+    python benchmarks/stage_transfer_dtype.py [--steps 200] [--seeds 3] [--data runs/demo-data/stdlib]
 
 Local processes: a small GPT in fp32 over two stages in two fabrics. `--data`: made by `holmes data prepare --stdlib -o
 PREFIX`. The differences to the exact run are shown beside the differences that another seed makes.
@@ -54,7 +54,7 @@ def main() -> None:
         rows.append([name, f"{size * nbytes / 1000:.1f} kB", f"{statistics.mean(ends):.4f}",
                      f"{min(ends):.4f} to {max(ends):.4f}", f"{statistics.mean(off):+.5f}", f"{most:.5f}"])
     table(f"mean loss of the last {last} of {a.steps} steps, {a.seeds} seeds",
-          ["edge_dtype", "a hop", "mean", "seeds", "off exact", "furthest off in any step"], rows)
+          ["edge_dtype", "a transfer", "mean", "seeds", "off exact", "furthest off in any step"], rows)
 
 
 if __name__ == "__main__":

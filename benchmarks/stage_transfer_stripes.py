@@ -1,9 +1,9 @@
 """Does it pay to spread one tensor over several TCP connections of an edge? Time of one transfer, one way.
 
-    python benchmarks/hop_stripes.py                        # two processes of this machine, over loopback
-    srun -N2 -n2 python benchmarks/hop_stripes.py eth0      # two nodes, over that interface of theirs
+    python benchmarks/stage_transfer_stripes.py                        # two processes of this machine, over loopback
+    srun -N2 -n2 python benchmarks/stage_transfer_stripes.py eth0      # two nodes, over that interface of theirs
 
-Each stripe is a lane of its own: a process group, a connection, a thread of gloo's. Receives are posted ahead, as the
+Each stripe has a connection of its own: a process group, a thread of gloo's. Receives are posted ahead, as the
 schedule does; the time is that of a transfer and of the one number that answers it, median of 20.
 """
 
@@ -33,12 +33,12 @@ def rank_main(rank: int, meeting: str, interface: str) -> None:
     where = {"interface": interface}
     dist.init_process_group(groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where)
 
-    def lane() -> dist.ProcessGroup:
+    def connection() -> dist.ProcessGroup:
         return dist.new_group([0, 1], backend=groups.GLOO, pg_options=where)
-    answer = edges.Stream("backward", [lane()], 1 - rank)
+    answer = edges.Stream("backward", [connection()], 1 - rank)
     rows = []
     for stripes in STRIPES:
-        stream = edges.Stream("forward", [lane() for _ in range(stripes)], 1 - rank)
+        stream = edges.Stream("forward", [connection() for _ in range(stripes)], 1 - rank)
         for size in SIZES:
             tensor, number, seconds = torch.zeros(size // 4), torch.zeros(1), []
             for _ in range(TIMES + 1):

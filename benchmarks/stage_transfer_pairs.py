@@ -1,18 +1,19 @@
-"""What the hop between fabrics costs under Megatron's schedule and under the one that runs ahead, on the testbed.
+"""What stage transfers between fabrics cost under Megatron's schedule and under the one that runs ahead, on the
+testbed.
 
     holmes testbed up slurm/testbed/hop.yaml; eval "$(holmes testbed env)"
-    holmes calibrate name=hop-calibration model=gpt_tiny model.layers=2 model.hidden=128 model.heads=1 \\
+    holmes calibrate name=transfer-calibration model=gpt_tiny model.layers=2 model.hidden=128 model.heads=1 \\
         model.kv_heads=1 model.ffn=64 model.vocab=64 batch.sequence_length=8 batch.micro_size=64 \\
-        train.pace_layer_ms=30 "plan.nodes={ib-a: 2, roce-a: 2}" -o runs/hop.cal.yaml
-    python benchmarks/hop_pairs.py --calibration runs/hop.cal.yaml [--ratio 0.05 0.23 0.45 0.9] \\
+        train.pace_layer_ms=30 "plan.nodes={ib-a: 2, roce-a: 2}" -o runs/transfer.cal.yaml
+    python benchmarks/stage_transfer_pairs.py --calibration runs/transfer.cal.yaml [--ratio 0.05 0.23 0.45 0.9] \\
         [--micro-batches 32] [--pairs 10] [--where hybrid ib roce] [--minutes 5]
 
-Hop ratio: one-way transfer time of one micro-batch's activations over Ethernet, over a stage's forward and backward
-computing time for it (paced). The same TP, PP, DP and batch everywhere; `hybrid` is two nodes of either fabric, `ib`
-and `roce` four nodes of one; `three` IB, RoCE and IB nodes in a row, `ib-3` and `roce-3` six of one. The planner
-chooses the depth, and says what a step should take. In each job the schedules alternate step by step; each
-pair of steps is kept in --out, so the benchmark stops after --minutes, and goes on where it stopped. Printed: medians,
-the ratio of the schedules with its 95% interval (bootstrap over pairs), the hybrid against the mean of the homogeneous
+Transfer ratio: one-way transfer time of one micro-batch's activations over Ethernet, over a stage's forward and
+backward computing time for it (paced). The same TP, PP, DP and batch everywhere; `hybrid` is two nodes of either
+fabric, `ib` and `roce` four nodes of one; `three` IB, RoCE and IB nodes in a row, `ib-3` and `roce-3` six of one. The
+planner chooses the depth, and says what a step should take. In each job the schedules alternate step by step; each pair
+of steps is kept in --out, so the benchmark stops after --minutes, and goes on where it stopped. Printed: medians, the
+ratio of the schedules with its 95% interval (bootstrap over pairs), the hybrid against the mean of the homogeneous
 environments, each with its faster schedule, predictions' errors, and how busy this machine's cores were.
 """
 
@@ -38,6 +39,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.console import note, table
 from holmes_hpc.fabric.site import Site
+from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
@@ -45,7 +47,6 @@ from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.query import read_site
 
 HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # the fewest bytes of other things than activations, and little to compute
 SAMPLE_BYTES = 4 * HIDDEN * SEQUENCE
@@ -70,7 +71,7 @@ def make_plan(site: Site, parts: list[tuple[str, int]], dp: int, micro_batches: 
               ) -> Plan:
     """The planner's own: it chooses the depth."""
     stages = sum(held for _, held in parts)
-    model = ModelSpec("hop", layers=stages, hidden=HIDDEN, heads=1, vocab=VOCABULARY, ffn=64, kv_heads=1,
+    model = ModelSpec("transfer", layers=stages, hidden=HIDDEN, heads=1, vocab=VOCABULARY, ffn=64, kv_heads=1,
                       max_positions=SEQUENCE)
     options = PlanOptions(nodes={fabric: held * dp for fabric, held in parts}, gpus_per_node=1, tp=1, pp=stages, dp=dp,
                           layers_per_stage=(1,) * stages, virtual_stages=1, recompute="none", schedule="ahead",
@@ -90,15 +91,15 @@ def predicted_s(cell: dict[str, Any], costs: Costs) -> tuple[float, float]:
 
 def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
     """One job; each rank leaves its steps' times in `folder`."""
-    run = RunDirectory.create(folder, plan.to_yaml(), {"benchmark": "hop_pairs"})
+    run = RunDirectory.create(folder, plan.to_yaml(), {"benchmark": "stage_transfer_pairs"})
     path = folder / "given.json"
     path.write_text(json.dumps({**given, "plan": str(run.plan_path), "run_dir": str(folder)}))
-    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("hop_rank.py")), str(path),
+    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("stage_transfer_rank.py")), str(path),
                str(folder / "times")]
     words = ["srun"]
     for index, c in enumerate(plan.components):
         words += [":"] * bool(index) + ["-p", c.partition, f"-N{c.nodes}", f"-n{c.ranks}", "--ntasks-per-node=1"]
-        words += ["-t", "15", "-J", "hop"] if not index else []
+        words += ["-t", "15", "-J", "transfer"] if not index else []
         words += program
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=env, text=True, capture_output=True, check=False)
@@ -119,7 +120,7 @@ def begin(a: argparse.Namespace, site: Site, costs: Costs, where: str, ratio: fl
         cells.append({"micro_batches": count, "in_flight": plan.schedule.in_flight, "samples": plan.batch.global_size})
     plan = make_plan(site, parts, a.dp, max(micro_batches), micro_size, costs)
     own = SAMPLE_BYTES * micro_size / rate / stage_s  # after rounding
-    note(f"{where}, hop {own:.3f}: micro-batches of {micro_size} samples; "
+    note(f"{where}, transfer ratio {own:.3f}: micro-batches of {micro_size} samples; "
          + ", ".join(f"{c['micro_batches']} with {c['in_flight']} in flight" for c in cells))
     folder = a.out / f"{where}-{ratio}-{time.strftime('%H%M%S')}"
     play(folder, plan, {"where": where, "ratio": ratio, "own": own, "stage_s": stage_s, "dp": a.dp, "cells": cells,
@@ -164,7 +165,7 @@ def cells_of(out: Path) -> dict[tuple[str, float, int], dict[str, Any]]:
 
 def bound_s(cell: dict[str, Any]) -> float:
     """Seconds of a step in which nothing is waited for but filling and draining: the slowest stage's computing, as it
-    was measured, one micro-batch of each other stage, and one round trip over the slow hops."""
+    was measured, one micro-batch of each other stage, and one round trip over the slow edges."""
     computing = [statistics.median(step[stage * cell["dp"]]["parts"]["compute_s"] for step in cell["ahead"])
                  for stage in range(cell["stages"])]
     rest = (sum(computing) - max(computing)) / cell["micro_batches"]
@@ -188,11 +189,11 @@ def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) ->
                      f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"])
         how.append([*name, f"{bound_s(cell) / ahead:.1%}", f"{wrong[0]:+.1%}", f"{wrong[1]:+.1%}",
                     f"{1000 * computing:.1f}", f"{busy:.0%}"])
-    table("seconds of a step, medians", ["where", "hop", "micro-batches", "pairs", "in flight", "megatron", "ahead",
-                                         "faster by", "95% interval"], rows)
+    table("seconds of a step, medians", ["where", "transfer", "micro-batches", "pairs", "in flight", "megatron",
+                                         "ahead", "faster by", "95% interval"], rows)
     table("running ahead, of the bound; the predictions' errors; ms that the last stage computes for a micro-batch; "
           "these ranks' share of the cores",
-          ["where", "hop", "micro-batches", "of the bound", "megatron", "ahead", "computing", "busy"], how)
+          ["where", "transfer", "micro-batches", "of the bound", "megatron", "ahead", "computing", "busy"], how)
     rows = []
     for where, ratio, count in best:
         others = [(name, ratio, count) for name in HOMOGENEOUS.get(where, ("",))]
@@ -206,7 +207,7 @@ def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) ->
                          f"{fill / (fill + 2 * cell['own'] * cell['edges_tcp']):.1%}"])
     if rows:
         table("throughput over several fabrics, of the mean of the homogeneous environments with their faster schedule",
-              ["where", "hop", "micro-batches", "megatron", "ahead", "fill and drain leave"], rows)
+              ["where", "transfer", "micro-batches", "megatron", "ahead", "fill and drain leave"], rows)
 
 
 def main() -> None:
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--calibration", type=Path, help="what `holmes calibrate` measured; else published figures")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
-    parser.add_argument("--out", type=Path, default=Path("runs") / "hop")
+    parser.add_argument("--out", type=Path, default=Path("runs") / "stage-transfer")
     a = parser.parse_args()
     calibration = Calibration.from_dict(yaml.safe_load(a.calibration.read_text())) if a.calibration else None
     site, costs = read_site(), Costs(calibration, a.pace_ms)

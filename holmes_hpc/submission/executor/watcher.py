@@ -1,7 +1,6 @@
-"""What became of a job: from sacct, else squeue, else scontrol, else the record that its batch script left.
+"""What became of submitted jobs: from sacct, else squeue, else scontrol, else the record that the batch script left.
 
-A heterogeneous job is several rows (``12+0``, ``12+1``); they are joined: it runs while one of them does, and any
-failed one fails it. Rows of another job that got the same id are told apart by name and time of submission.
+Rows of another job that got the same id are told apart by name and time of submission.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,62 +15,21 @@ from submitit.core import core
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import Answer, slurm
+from holmes_hpc.slurm.job_queries import (
+    parse_sacct,
+    parse_scontrol,
+    parse_squeue,
+    sacct_command,
+    scontrol_command,
+    squeue_command,
+)
+from holmes_hpc.slurm.job_states import CONTROLLER, REQUEUED, UNKNOWN, JobState, Row, join
 
-SEPARATOR = "\x1f"
-UNKNOWN = "UNKNOWN"
-ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING", "CONFIGURING",
-          "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PENDING", "READY",
-          "NOT_SUBMITTED", UNKNOWN)
-BLAME = ("NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "PREEMPTED", "FAILED", "CANCELLED",
-         "REVOKED", "COMPLETED")
-_STALE = ("BeginTime", "Priority", "Resources", "Dependency")  # sacct keeps why a job once waited
 _SLACK_S = 120  # clocks of client and controller may differ by this much
 _PARTIAL_GRACE_S = 20
 _YOUNG_S = 15
-_REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
 _REQUEUED_GRACE_S = 15  # until the queue has it again
 _LOST_S = 60  # so long after its submission the controller knows every job that has not ended
-CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld; as the source of UNKNOWN: it does not know the job
-
-
-@dataclass(frozen=True)
-class Row:
-    """One component as one of Slurm's commands shows it. `submitted`: epoch seconds, None when not said."""
-
-    leader: str
-    offset: int
-    state: str
-    name: str = ""
-    submitted: float | None = None
-    nodes: str = ""
-    reason: str = ""
-    exit_code: int | None = None
-    restarts: int = 0
-
-
-@dataclass(frozen=True)
-class JobState:
-    """The joined state. `components`: each component's own; `source`: who said so; `unsettled`: it may still change,
-    though it sounds final (a preempted job that is requeued, a leader whose components are not in the database yet);
-    `component_nodes`: each component's host list."""
-
-    state: str = UNKNOWN
-    reason: str = ""
-    nodes: str = ""
-    exit_code: int | None = None
-    components: tuple[str, ...] = ()
-    source: str = "nobody"
-    restarts: int = 0
-    unsettled: bool = False
-    component_nodes: tuple[str, ...] = ()
-
-    @property
-    def ended(self) -> bool:
-        return self.state not in ACTIVE and not self.unsettled
-
-    @property
-    def failed(self) -> bool:
-        return self.ended and self.state != "COMPLETED"
 
 
 @dataclass(frozen=True)
@@ -108,109 +65,6 @@ def _mine(record: Path | None) -> bool:
 def _plain(name: str) -> str:
     """A job's name as far as slurmdbd keeps it: it writes every quote as a backquote."""
     return re.sub(r"[\"'`\\]", "`", name).strip()
-
-
-def _word(state: str) -> str:
-    """``CANCELLED by 0`` and ``RUNNING+`` without their tails."""
-    return (state.split() or [UNKNOWN])[0].rstrip("+").upper()
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _identity(job_id: str) -> tuple[str, int] | None:
-    """``12+1`` -> ("12", 1); steps, arrays' sub-jobs and the like: None."""
-    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", job_id.strip())
-    return (match.group(1), int(match.group(2) or 0)) if match else None
-
-
-SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName")
-
-
-def sacct_command(ids: Iterable[str]) -> list[str]:
-    return ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}",
-            "--format=" + ",".join(SACCT_FIELDS), "--jobs=" + ",".join(sorted(ids))]
-
-
-def parse_sacct(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        cells = line.split(SEPARATOR)
-        identity = _identity(cells[0])
-        if identity is None or len(cells) < len(SACCT_FIELDS):
-            continue
-        code, _, signal = cells[2].partition(":")
-        status = (int(code) or 128 * bool(int(signal or 0)) + int(signal or 0)) if code.isdigit() else None
-        rows.append(Row(*identity, _word(cells[1]), cells[6], _number(cells[3]), _none(cells[5]), _none(cells[4]),
-                        status))
-    return rows
-
-
-SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j"))
-
-
-def squeue_command(ids: Iterable[str] = ()) -> list[str]:
-    return ["squeue", "--me", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}"]
-
-
-def parse_squeue(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        cells = line.split(SEPARATOR)
-        identity = _identity(cells[0])
-        if identity is not None and len(cells) >= 6:
-            rows.append(Row(*identity, _word(cells[1]), cells[5], _number(cells[2]), _none(cells[4]), _none(cells[3])))
-    return rows
-
-
-def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
-    return ["scontrol", "--oneliner", "show", "job"]
-
-
-def parse_scontrol(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        job = re.search(r"\bJobId=(\d+)", line)
-        state = re.search(r"\bJobState=(\S+)", line)
-        if job is None or state is None:
-            continue
-        leader, offset = re.search(r"\bHetJobId=(\d+)", line), re.search(r"\bHetJobOffset=(\d+)", line)
-        name = re.search(r"\bJobName=(.*?)(?:\s+HetJobIdSet=\S*)?\s+UserId=", line)
-        exit_code = re.search(r"\bExitCode=(\d+):(\d+)", line)
-        reason, restarts = re.search(r"\bReason=(.*?)\s+Dependency=", line), re.search(r"\bRestarts=(\d+)", line)
-        nodes, submitted = re.search(r"\sNodeList=(\S+)", line), re.search(r"\bSubmitTime=(\S+)", line)
-        rows.append(Row(
-            leader.group(1) if leader else job.group(1), int(offset.group(1)) if offset else 0, _word(state.group(1)),
-            name.group(1) if name else "", _number(submitted.group(1)) if submitted else None,
-            _none(nodes.group(1)) if nodes else "", _none(reason.group(1)) if reason else "",
-            int(exit_code.group(1)) or int(exit_code.group(2)) if exit_code else None,
-            int(restarts.group(1)) if restarts else 0))
-    return rows
-
-
-def _none(text: str) -> str:
-    return "" if text in ("None", "(null)", "None assigned", "N/A") else text
-
-
-def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
-    """One state for the components of one job."""
-    ordered = sorted(rows, key=lambda r: r.offset)
-    if not ordered:
-        return JobState()
-    states = [r.state for r in ordered]
-    active = [s for s in ACTIVE if s in states]
-    state = active[0] if active else next((s for s in BLAME if s in states), states[0])
-    codes = [r.exit_code for r in ordered if r.exit_code]
-    nodes = ",".join(r.nodes for r in ordered if r.nodes)
-    reason = next((r.reason for r in ordered if r.reason and r.state == state 
-                   and (active or r.reason not in _STALE)), "")
-    code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
-    return JobState(state, reason, nodes, code, tuple(states), source, max(r.restarts for r in ordered),
-                    component_nodes=tuple(r.nodes for r in ordered))
 
 
 def read_record(path: Path, since: float | None = None) -> JobState | None:
@@ -289,7 +143,7 @@ class StateWatcher(core.InfoWatcher):
         if found.ended and found.source not in ("exit record", "nobody") and len(found.components) < expected:
             # right after a job's end the database may know its leader's row only
             return time.time() - self._partial_since.setdefault(job_id, time.time()) >= _PARTIAL_GRACE_S
-        if found.state in _REQUEUED:
+        if found.state in REQUEUED:
             first = self._requeued_at.setdefault(job_id, time.time())
             return time.time() - first >= _REQUEUED_GRACE_S
         self._requeued_at.pop(job_id, None)
@@ -373,7 +227,7 @@ class StateWatcher(core.InfoWatcher):
                 state, known = join(own, name), self._states.get(job_id)
                 if name == "sacct" and state.state == "PENDING" and known and known.state in ("RUNNING", "COMPLETING"):
                     doubtful[job_id] = known  # requeued, or the database has not heard of the start yet: ask on
-                elif name == "sacct" and state.state in _REQUEUED:
+                elif name == "sacct" and state.state in REQUEUED:
                     doubtful[job_id] = state  # the queue may have it again
                 else:
                     found[job_id] = state

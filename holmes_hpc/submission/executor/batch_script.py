@@ -35,7 +35,8 @@ class JobRequest:
     `output`, `error`: files of the batch script itself; `rank_output`, `rank_error`: of each task, where ``%j`` is the
     leader's id and ``%t`` the global rank. `directories` are made before the step starts. `exit_record`: the file that
     gets the step's exit status, `step_errors` the one that gets srun's own complaints. `setup`, `teardown`: lines of
-    shell, as in submitit, around the step.
+    shell, as in submitit, around the step. `max_requeues`: after so many restarts the job ends instead of starting its
+    step; 0: it never does.
     """
 
     components: tuple[ComponentRequest, ...]
@@ -57,6 +58,7 @@ class JobRequest:
     wckey: str | None = None
     setup: tuple[str, ...] = ()
     teardown: tuple[str, ...] = ()
+    max_requeues: int = 0
     srun_args: tuple[str, ...] = ()
     use_srun: bool = True
     container: str | None = None
@@ -188,6 +190,15 @@ def note_exit(record: str, status: str, signal: str = "-") -> str:
     return f"printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"
 
 
+def _not_again(most: int, record: str | None) -> list[str]:
+    """The lines of shell that end a job which Slurm itself (preemption, a node's failure) requeued too often."""
+    if not most:
+        return []
+    why = f'echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2'
+    note = [f"  {note_exit(record, '1')}"] if record else []
+    return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", *note, "  exit 1", "fi"]
+
+
 def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
                 interrupted: Sequence[str] = (), finish: Sequence[str] = ()) -> str:
     """The whole batch script. `command`: what every task runs, already words of shell (see :func:`words`).
@@ -203,7 +214,7 @@ def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
     record = None if job.exit_record is None else shell_word(job.exit_record)
     if record:
         lines.append(f"rm -f -- {record}")
-    lines += begin
+    lines += [*_not_again(job.max_requeues, record), *begin]
     if job.setup:
         lines += ["# setup", *job.setup]
     if len(job.components) > 1:

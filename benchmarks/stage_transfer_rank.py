@@ -1,4 +1,4 @@
-"""One rank of benchmarks/hop_pairs.py: trains under several schedules in turn, one step each, and notes their times.
+"""One rank of benchmarks/stage_transfer_pairs.py: trains under several schedules in turn, a step each, and times them.
 
 Alternating within one job compares schedules in the same minute on the same nodes; results are equal bit for bit, so
 each goes on where the other stopped. Arguments: a JSON file of {plan, run_dir, train, cells [{micro_batches,
@@ -44,7 +44,7 @@ def launch() -> Launch:
     """srun itself, without a batch script, does not tell a task the other components' nodes: they are not looked at."""
     e = os.environ
     return Launch(int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"]), int(e["SLURM_LOCALID"]), "srun",
-                  e["SLURMD_NODENAME"], f"hop-{e.get('SLURM_HET_JOB_ID') or e['SLURM_JOB_ID']}", False)
+                  e["SLURMD_NODENAME"], f"transfer-{e.get('SLURM_HET_JOB_ID') or e['SLURM_JOB_ID']}", False)
 
 
 class Rank:

@@ -1,9 +1,10 @@
-"""How much of a slow hop is hidden, without a testbed: local processes, computing by waiting, hops by a delay.
+"""How much of a slow stage transfer is hidden, without a testbed: local processes that wait for both.
 
-    python benchmarks/hop_local.py [--ratio 0.05 0.23 0.45 0.9] [--stages 2] [--micro-batches 32] [--steps 5]
+    python benchmarks/stage_transfer_local.py [--ratio 0.05 0.23 0.45 0.9] [--stages 2] [--micro-batches 32] [--steps 5]
 
-Every hop takes `ratio` of a stage's time, one after the other in each direction (tests/training/pipelines.py). `of no
-hop`: the throughput against the same schedule without any hop; `bound` is what filling and draining leave of it.
+Every stage transfer takes `ratio` of a stage's time, one after the other in each direction
+(tests/support/pipelines.py). `of no transfer`: the throughput against the same schedule without any stage transfer;
+`bound` is what filling and draining leave of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
         rows.append([ratio, cases[ratio, "ahead"].in_flight[0], f"{waits:.3f}", f"{ahead:.3f}",
                      f"{100 * none / waits:.1f}%", f"{100 * none / ahead:.1f}%", f"{100 * bound:.1f}%"])
     table(f"{a.stages} stages of {1000 * STAGE_S:.0f} ms, {a.micro_batches} micro-batches: seconds of a step",
-          ["hop", "depth", "megatron", "ahead", "megatron of no hop", "ahead of no hop", "bound"], rows)
+          ["transfer", "depth", "megatron", "ahead", "megatron of no transfer", "ahead of no transfer", "bound"], rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""What the verbs that start a run share: its plan, when it could start, its directory and its job."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import asked_site, configuration
+from holmes_hpc.errors import ConfigError, SubmissionError
+
+if TYPE_CHECKING:
+    from holmes_hpc.config.configuration import Configuration
+    from holmes_hpc.planning.spec.plan import Plan
+    from holmes_hpc.records.run import RunDirectory
+    from holmes_hpc.submission.earliest import PlannedStart
+    from holmes_hpc.submission.lifecycle.status import Job
+
+
+def planned(overrides: list[str] | None, site: str | None = None, *, earliest: bool = False,
+            **values: Any) -> tuple[Plan, Configuration]:
+    """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
+    `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
+    from holmes_hpc.config.composition import check_overrides
+    from holmes_hpc.planning.request import check_site, make_plan
+
+    config = configuration(overrides, site, **values)
+    if config.data.kind == "indexed":  # here, before anything is queued
+        with console.waiting("looking at the data"):
+            from holmes_hpc.training.data.indexed import Prefix, parse_blend
+
+            for prefix in parse_blend(config.data.prefix)[0]:
+                Prefix.open(prefix)
+    if earliest:
+        ends = earliest_ends(config)
+        show_ends(ends, config.train.steps, stderr=True)
+        return ends[0].plan, replace(config, slurm=replace(config.slurm, timeout_min=ends[0].timeout_min))
+    on = None if config.plan_file else asked_site(config)
+    with console.waiting("planning"):
+        chosen = make_plan(config, on)
+    if config.plan_file:
+        check_overrides(overrides or [])
+        check_site(chosen, asked_site(config))
+        config = replace(config, model=chosen.model, batch=chosen.batch)
+    return chosen, config
+
+
+def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
+    """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
+    has a job, or may have one, is kept, whatever happens here."""
+    from holmes_hpc.submission.executor.submit import Unsure
+    from holmes_hpc.submission.lifecycle.new_run import new_run
+
+    record = new_run(config, chosen, overrides or [], True)
+    try:
+        return record, submit_run(chosen, record, record.config)
+    except Unsure:
+        raise
+    except BaseException:
+        made = record.read_run()
+        if made["slurm"] or made.get("local"):
+            console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
+        else:
+            shutil.rmtree(record.path)
+        raise
+
+
+def submit_run(chosen: Plan, record: RunDirectory, settings: dict[str, Any]) -> Job:
+    """Submit a run as its launcher says; its job comes back. `settings`: its configuration, as its record has it."""
+    from holmes_hpc.submission.lifecycle.status import job_of
+    from holmes_hpc.submission.local import run_plan_here
+    from holmes_hpc.submission.plan_job import submit_plan
+    from holmes_hpc.train import run_rank
+
+    if settings["launcher"]["kind"] == "local":
+        return run_plan_here(chosen, record.path, run_rank, settings, settings["slurm"])
+    submit_plan(chosen, record.path, run_rank, settings, settings["slurm"])
+    return job_of(record)
+
+
+def earliest_ends(config: Configuration) -> list[PlannedStart]:
+    """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
+    asked; SubmissionError when none of them can run."""
+    from holmes_hpc.planning.request import make_plan, site
+    from holmes_hpc.submission.earliest import earliest as order
+    from holmes_hpc.submission.earliest import plans_to_try
+
+    for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
+                        (config.local, "launcher=local")):
+        if given:
+            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
+    here = site(config)
+
+    def plan_for(nodes: dict[str, int] | None) -> Plan:
+        return make_plan(config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes)), here)
+
+    with console.waiting("planning for the site and its parts"):
+        plans = plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]
+    with console.waiting("asking Slurm when each could start"):
+        found = order(plans, config.train.steps, config.to_dict()["slurm"])
+    if found[0].end is None:
+        raise SubmissionError(f"none of {len(found)} plans can run; the best: {found[0].reason}", where="--earliest",
+                              hint="see `holmes nodes` and `holmes doctor`")
+    return found
+
+
+def show_ends(ends: Sequence[PlannedStart], steps: int, *, stderr: bool = False) -> None:
+    """The table of --earliest."""
+    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, start_rows
+
+    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *start_rows(ends), stderr=stderr)
+    for end in ends:
+        if end.reason:
+            console.note(f"cannot run on {nodes_of(end.plan)}: {end.reason}")
+    console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")

@@ -1,0 +1,33 @@
+"""The configuration group `data`: which tokens a run trains on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import check, key
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from."""
+
+    kind: Annotated[str, key("synthetic: seeded tokens made on the fly, for throughput, not for learning; indexed: "
+                             "Megatron's indexed data set, made by `holmes data prepare FILES -o PREFIX`",
+                             one_of=("synthetic", "indexed"))] = "synthetic"
+    seed: Annotated[int | None, key("of the order of samples; null: train.seed", ge=0, lt=1 << 32)] = 1234
+    prefix: Annotated[str | tuple[str | float, ...] | None,
+                      key("of an indexed data set: PREFIX, or a blend [0.7, a, 0.3, b]")] = None
+    split: Annotated[str, key("\"90,10\": shares of training and validation")] = "100,0"
+    tokenizer: Annotated[str | None, key("a tokenizer.json that `holmes export` puts beside the weights; the data have "
+                                         "been tokenized already")] = None
+    cache: Annotated[str | None, key("where indices of samples are kept; null: in the run directory")] = None
+    learnable: Annotated[bool, key("of synthetic data: most tokens follow from the one before, so that the loss "
+                                   "falls")] = False
+
+    def __post_init__(self) -> None:
+        check(self, "data", dotted=True)
+        if self.kind == "indexed" and not self.prefix:
+            raise ConfigError("data.prefix is not given",
+                              hint="give data.prefix=PREFIX of `holmes data prepare`")

@@ -1,0 +1,120 @@
+"""What is written from the declared keys: the files under conf/, docs/configuration.md, and the keys in ``--help``.
+
+``python -m holmes_hpc.config.document`` writes the files; a test holds the ones in the repository equal to that.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holmes_hpc.config.configuration import GROUPS, Configuration
+from holmes_hpc.config.models import BATCHES, MODELS
+from holmes_hpc.schema import REQUIRED, Key, allowed, keys
+
+PACKAGE = Path(__file__).parents[1]
+PAGE = PACKAGE.parent / "docs" / "configuration.md"
+HEAD = "# Written from holmes_hpc/config/ by `python -m holmes_hpc.config.document`; change it there."
+WIDTH = 118
+DEFAULTS = {"model": "gpt_tiny", "batch": "tiny", "plan": "default", "data": "synthetic", "train": "default",
+            "slurm": "default", "launcher": "slurm"}
+# group -> option -> what it says other than the defaults
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "plan": {"default": {}}, "train": {"default": {}}, "slurm": {"default": {}},
+    "data": {"synthetic": {}, "indexed": {"kind": "indexed", "prefix": "???", "split": "90,10"}},
+    "launcher": {"slurm": {}, "local": {"kind": "local"}}}
+_HYDRA = '''
+hydra:
+  run: {dir: "${oc.env:HOLMES_RUNS,runs}/${now:%Y%m%d-%H%M%S}"}
+  sweep: {dir: "${oc.env:HOLMES_RUNS,runs}/sweep-${now:%Y%m%d-%H%M%S}", subdir: "${hydra.job.num}"}
+'''
+
+
+def conf_files() -> dict[str, str]:
+    """All files under conf/: path there -> text."""
+    made = {"config.yaml": _top()}
+    for name, model in MODELS.items():
+        made[f"model/{name}.yaml"] = _values(asdict(model))
+    for name, batch in BATCHES.items():
+        made[f"batch/{name}.yaml"] = _values(asdict(batch))
+    for group, options in OPTIONS.items():
+        for name, more in options.items():
+            lines = [line for k in keys(GROUPS[group]).values() for line in _line(k, more.get(k.name, k.default))]
+            made[f"{group}/{name}.yaml"] = "\n".join([HEAD, *lines, ""])
+    return made
+
+
+def page() -> str:
+    """docs/configuration.md: every key with what it may be."""
+    parts = ["# Configuration", "", "<!-- written by `python -m holmes_hpc.config.document` -->", "",
+             "Every key is given as `KEY=VALUE` on the command line (`train.steps=100`, `model=llama2_7b`, "
+             "`'plan.nodes={ib-a: 2}'`), or in a sweep. A wrong type, a value out of its range or an unknown key is "
+             "refused before anything is submitted.", ""]
+    for name, cls in (("", Configuration), *GROUPS.items()):
+        parts += [f"## `{name}`" if name else "## Keys of no group", "", "| key | what | allowed | default |",
+                  "|---|---|---|---|"]
+        for k in keys(cls).values():
+            if name or k.name not in GROUPS:
+                cells = (f"`{name}.{k.name}`" if name else f"`{k.name}`", k.says.help, allowed(k).removeprefix("use "),
+                         "" if k.default is REQUIRED else f"`{_scalar(k.default)}`")
+                parts.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+        parts.append("")
+    named = {"model": ", ".join(f"`{m}`" for m in MODELS), "batch": ", ".join(f"`{b}`" for b in BATCHES)}
+    return "\n".join([*parts, f"Named models: {named['model']}. Named batches: {named['batch']}.", ""])
+
+
+def help_text(*groups: str, width: int = 78) -> str:
+    """The keys of some groups for the end of ``--help``: each with its help and what it may be."""
+    lines = [f"Keys of {', '.join(groups)} (KEY=VALUE; docs/configuration.md has all):"]
+    for group in groups:
+        for k in keys(GROUPS[group]).values():
+            said = f"{group}.{k.name}: {k.says.help} [{allowed(k).removeprefix('use ')}]"
+            lines += textwrap.wrap(said, width, initial_indent="  ", subsequent_indent="      ")
+    return "\b\n" + "\n".join(lines)  # click leaves the lines after \b as they are
+
+
+def _top() -> str:
+    lines = [HEAD, "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 plan.nodes.ib-a=2",
+             "defaults:", *(f"  - {group}: {option}" for group, option in DEFAULTS.items()), "  - _self_", ""]
+    lines += [line for k in keys(Configuration).values() if k.name not in GROUPS for line in _line(k, k.default)]
+    return "\n".join(lines) + "\n" + _HYDRA
+
+
+def _line(declared: Key, value: Any) -> list[str]:
+    """A key with its value and its help, beside or above."""
+    pair, said = f"{declared.name}: {_scalar(value)}", declared.says.help
+    one = f"{pair:<27} # {said}"
+    if len(one) <= WIDTH:
+        return [one]
+    return [*(f"# {line}" for line in textwrap.wrap(said, WIDTH - 2)), pair]
+
+
+def _values(values: Mapping[str, Any]) -> str:
+    return HEAD + "\n" + str(yaml.safe_dump(dict(values), sort_keys=False))
+
+
+def _scalar(value: Any) -> str:
+    if value == "???":
+        return "???"
+    plain = [*value] if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+    return str(yaml.safe_dump(plain, default_flow_style=True)).removesuffix("\n").removesuffix("\n...")
+
+
+def write() -> list[Path]:
+    """Write all files; returns their paths."""
+    made = {PACKAGE / "conf" / path: text for path, text in conf_files().items()}
+    if PAGE.parent.is_dir():
+        made[PAGE] = page()
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+    return list(made)
+
+
+if __name__ == "__main__":
+    for written in write():
+        print(written)

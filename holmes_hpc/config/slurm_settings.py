@@ -1,0 +1,49 @@
+"""The configuration group `slurm`: a site's own settings for jobs, for all components or one fabric's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from holmes_hpc.schema import check, key
+
+
+@dataclass(frozen=True)
+class ComponentSettings:
+    """What a component of the job asks Slurm for besides nodes; null: not said, so Slurm's default."""
+
+    account: Annotated[str | None, key("as sbatch --account")] = None
+    qos: Annotated[str | None, key("as sbatch --qos")] = None
+    reservation: Annotated[str | None, key("as sbatch --reservation")] = None
+    mem: Annotated[str | int | None, key("memory of a node, as sbatch --mem: 64G", ge=0)] = None
+    cpus_per_task: Annotated[int | None, key("CPUs of a rank, as sbatch --cpus-per-task", ge=1)] = None
+    gres: Annotated[str | None, key("as sbatch --gres, instead of --gpus-per-node")] = None
+    exclusive: Annotated[bool | str | None, key("whole nodes, as sbatch --exclusive; or user, mcs")] = None
+    nodelist: Annotated[str | tuple[str, ...] | None, key("as sbatch --nodelist")] = None
+    exclude: Annotated[str | tuple[str, ...] | None, key("nodes not to be used, as sbatch --exclude")] = None
+    additional: Annotated[Mapping[str, bool | int | float | str | None] | None,
+                          key("any other sbatch option: {switches: 1}")] = None
+
+    def __post_init__(self) -> None:
+        check(self, "slurm")
+
+    def given(self) -> dict[str, Any]:
+        """What is said: key -> value."""
+        return {f.name: value for f in fields(ComponentSettings)
+                if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True)
+class SlurmSettings(ComponentSettings):
+    """The site's settings of every component, and those of the job; `fabrics` says more of single fabrics."""
+
+    timeout_min: Annotated[int | str, key("the job's time limit: minutes, or as Slurm writes it: 1-12:00:00",
+                                          unit="min", ge=1)] = 60
+    setup: Annotated[tuple[str, ...], key("lines of the batch script before srun, as in submitit")] = ()
+    container: Annotated[str | None, key("an image for pyxis' --container-image, or an apptainer .sif")] = None
+    fabrics: Annotated[Mapping[str, ComponentSettings | None] | None,
+                       key("{FABRIC: {qos: …}}: settings of one fabric's component")] = None
+
+    def __post_init__(self) -> None:
+        check(self, "slurm", dotted=True)

@@ -1,0 +1,27 @@
+"""Slurm's nodes with their features understood."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
+from holmes_hpc.slurm import scontrol
+from holmes_hpc.slurm.scontrol import Node
+
+
+@dataclass(frozen=True)
+class SiteNode(Node):
+    """A node as Slurm shows it, and what its active features say about its NICs."""
+
+    reading: Reading = field(kw_only=True)
+
+
+def understood(node: Node, vocabulary: str | None = None) -> SiteNode:
+    """`node` with its features read. `vocabulary`: the site's own file of features."""
+    values = {f.name: getattr(node, f.name) for f in fields(Node)}
+    return SiteNode(**values, reading=read_features(node.features, read_vocabulary(vocabulary)))
+
+
+def read_nodes(vocabulary: str | None = None) -> list[SiteNode]:
+    """All nodes of this Slurm, usable or not, in its order."""
+    return [understood(node, vocabulary) for node in scontrol.read_nodes()]

@@ -1,0 +1,16 @@
+"""The Site that Slurm shows: its nodes, made into fabrics."""
+
+from __future__ import annotations
+
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.grouping import NodeSettings, group
+from holmes_hpc.fabric.nodes import read_nodes
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.slurm.scontrol import read_config, read_partitions
+
+
+def read_site(settings: NodeSettings | None = None) -> Site:
+    """The Site that Slurm shows now. Raises SiteError without Slurm, or where no node can be used."""
+    vocabulary = settings.vocabulary if settings else None
+    found = group(read_nodes(vocabulary), read_partitions(), read_vocabulary(vocabulary), settings)
+    return found.site(read_config().cluster)

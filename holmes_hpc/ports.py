@@ -1,0 +1,27 @@
+"""TCP ports that nobody listens on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port(ports: Iterable[int], address: str) -> int | None:
+    """The first of `ports` that can be listened on at `address`; None where all are taken."""
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    return None
+
+
+def first_ephemeral() -> int:
+    """The first port that the system gives to connections; a server's own port lies below."""
+    try:
+        return max(10001, int(_RANGE.read_text().split()[0]))
+    except OSError:  # no Linux
+        return 32768

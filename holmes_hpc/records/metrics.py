@@ -1,0 +1,75 @@
+"""What a line of metrics.jsonl says about one training step: every field with its unit, its meaning and its digits.
+
+training/metrics/line.py writes the fields, results/columns.py makes columns of them, docs/records.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DIGITS = 7  # of times and rates: finer than any clock here
+
+# The parts of a step's time, which add up to it (seconds): field of `breakdown` -> what it is.
+BREAKDOWN = {
+    "compute_s": "forward and backward passes",
+    "pipeline_wait_s": "waiting for other stages, and sending to them",
+    "grad_sync_s": "reducing gradients",
+    "param_sync_s": "gathering parameters",
+    "optimizer_s": "the optimizer's own work",
+    "other_s": "everything else",
+}
+PARTS = tuple(BREAKDOWN)
+WAYS = ("tx", "rx")  # of bytes: sent, received
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a line. `unit`: empty for what has none; `always`: whether training writes it in every line."""
+
+    unit: str
+    meaning: str
+    always: bool = True
+
+
+FIELDS: dict[str, Field] = {
+    "step": Field("", "its number"),
+    "attempt": Field("", "which start of the run made it, from 1"),
+    "time": Field("Unix s", "at its end, to the millisecond"),
+    "step_time_s": Field("s", "wall time"),
+    "loss": Field("nats a token", "mean over the batch"),
+    "validation_loss": Field("nats a token", "on the validation split, where one was taken", always=False),
+    "grad_norm": Field("", "before clipping"),
+    "learning_rate": Field("", "of this step"),
+    "tokens_per_s": Field("tokens/s", "of the whole run"),
+    "samples_per_s": Field("samples/s", "of the whole run"),
+    "model_tflops_per_gpu": Field("TFLOP/s", "model FLOPs only"),
+    "hardware_tflops_per_gpu": Field("TFLOP/s", "with recomputation"),
+    "breakdown": Field("s", f"a list, an entry per pipeline stage: {{{', '.join(PARTS)}}}, means over its ranks"),
+    "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: what all nodes' NICs counted during the step"),
+    "peak_memory_bytes": Field("bytes", "a list, an entry per rank: the most it has held so far"),
+    "skipped": Field("", "true: the optimizer left the step out (its gradients overflowed)", always=False),
+    "pause_before_s": Field("s", "since the step before: saving or validating", always=False),
+}
+_ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s", "tokens/s", "samples/s", "TFLOP/s"))
+
+
+def rounded(line: Mapping[str, Any]) -> dict[str, Any]:
+    """`line` as it is recorded: times and rates with DIGITS digits, `time` in milliseconds, the rest to the last bit.
+    Here alone are measured figures rounded; tables show fewer digits of the same numbers."""
+    return {name: _rounded(name, value) for name, value in line.items()}
+
+
+def _rounded(name: str, value: Any) -> Any:
+    if name == "time" and isinstance(value, float):
+        return round(value, 3)
+    return _digits(value) if name in _ROUNDED else value
+
+
+def _digits(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _digits(part) for name, part in value.items()}
+    return [_digits(part) for part in value] if isinstance(value, (list, tuple)) else value

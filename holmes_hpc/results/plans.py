@@ -1,0 +1,98 @@
+"""What a run's plan.yaml says, as plain data: placement, NIC environment, sizes, predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from holmes_hpc.records.files import to_json
+from holmes_hpc.records.run import RunDirectory
+
+NIC_WORDS = {"ib": "IB", "roce": "RoCE", "ethernet": "Ethernet"}
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_plan(run: RunDirectory) -> dict[str, Any]:
+    """plan.yaml as plain data, not to be changed; empty where there is none that can be read."""
+    try:
+        return _plan(run.plan_path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+
+
+@lru_cache(maxsize=100)
+def _plan(text: str) -> dict[str, Any]:
+    """Repeats share a plan, byte for byte."""
+    return mapping(yaml.load(text, Loader=_Loader))  # noqa: S506 (a safe loader)
+
+
+def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
+    """The columns of the table of runs that a plan tells; None or NaN for what it does not say."""
+    model, batch, parallel = mapping(plan.get("model")), mapping(plan.get("batch")), mapping(plan.get("parallel"))
+    predicted, site = mapping(plan.get("predicted")), mapping(plan.get("site"))
+    components = [c for c in plan.get("components") or [] if isinstance(c, dict)]
+    nodes: dict[str, int] = {}
+    for c in components:
+        nodes[str(c.get("fabric"))] = nodes.get(str(c.get("fabric")), 0) + int(c.get("nodes") or 0)
+    stages = [s.get("layers") for s in plan.get("stages") or [] if isinstance(s, dict)]
+    return {
+        "strategy": text(plan.get("strategy")), "transport": text(plan.get("transport_mode")),
+        "schedule": text(mapping(plan.get("schedule")).get("kind")), "recompute": text(plan.get("recompute")),
+        "edge_dtype": text(plan.get("edge_dtype")), "site": text(site.get("name")),
+        "environment": environment(nodes, nic_types(plan)) if nodes else None,
+        "placement": " ".join(f"{name}:{count}" for name, count in nodes.items()) or None,
+        "layers_per_stage": ",".join(map(str, stages)) or None, "nodes": sum(nodes.values()) if nodes else None,
+        "ranks": sum(int(c.get("nodes") or 0) * int(c.get("gpus_per_node") or 0) for c in components) or None,
+        "model": text(model.get("name")), "model_spec": to_json(model) if model else None,
+        "global_batch": whole(batch.get("global_size")), "micro_batch": whole(batch.get("micro_size")),
+        "sequence_length": whole(batch.get("sequence_length")),
+        "virtual_stages": whole(parallel.get("virtual_stages")),
+        **{name: whole(parallel.get(name)) for name in ("tp", "pp", "dp")},
+        "predicted_step_time_s": number(predicted.get("step_time_s")),
+        "predicted_samples_per_s": number(predicted.get("samples_per_s"))}
+
+
+def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Fabric name -> its NIC type, of the plan's site."""
+    fabrics = mapping(plan.get("site")).get("fabrics") or []
+    return {str(f.get("name")): str(f.get("nic")) for f in fabrics if isinstance(f, dict)}
+
+
+def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
+    """What the NIC environment of a placement (fabric -> nodes) is called: IB, RoCE, Ethernet; hybrid for IB with RoCE;
+    otherwise a list, `2 x IB`, `IB + RoCE + Ethernet`; one node: no NIC."""
+    if sum(nodes.values()) == 1:
+        return "one node"
+    kinds = [types.get(name, name) for name in nodes]
+    if sorted(kinds) == ["ib", "roce"]:
+        return "hybrid"
+    words = []
+    for kind in sorted(set(kinds), key=lambda k: (list(NIC_WORDS).index(k) if k in NIC_WORDS else 9, k)):
+        count = kinds.count(kind)
+        words.append(f"{count} x {NIC_WORDS.get(kind, kind)}" if count > 1 else NIC_WORDS.get(kind, kind))
+    return " + ".join(words)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping; empty for anything else, as records of runs that died may hold."""
+    return value if isinstance(value, dict) else {}
+
+
+def text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def whole(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def number(value: Any) -> float:
+    """A float; NaN for anything else."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

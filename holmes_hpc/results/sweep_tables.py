@@ -1,0 +1,101 @@
+"""Tables of several runs side by side, as of a sweep: one row per setting, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from holmes_hpc.console import NONE, data_size
+from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.compare import Comparison, entries
+from holmes_hpc.results.tables import PART_NAMES, Table, interval, known, number, pace, percent, unpacked, word
+
+SHOWN = 40  # rows of a table in a terminal
+
+
+def sweep_tables(comparison: Comparison) -> list[Table]:
+    """All of them, the most wanted first."""
+    made = [cell_table(comparison), breakdown_table(comparison),
+            bytes_table(comparison)] if len(comparison.cells) else []
+    ended = ended_table(comparison)
+    return [*made, ended] if ended else made
+
+
+def cell_table(comparison: Comparison) -> Table:
+    """Throughput of every cell, its speed-up, the prediction beside it, and its shares where one can be told."""
+    cells = comparison.cells
+    shares = {name: column for column, name in (("of_linear", "of linear"), ("of_mean", "of mean(IB, RoCE)"))
+              if cells.head(SHOWN)[column].notna().any()}
+    numbers = {index: str(i + 1) for i, index in enumerate(cells.index)}
+    rows = []
+    for index, c in entries(cells.head(SHOWN)):
+        base = numbers.get(int(c["baseline"]), NONE) if known(c["baseline"]) and c["baseline"] != index else NONE
+        error = 100 * (c["predicted_samples_per_s"] / c["samples_per_s"] - 1)
+        bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
+        system = ", ".join(filter(None, [str(c["system"]), c["varied"], c["apart"],
+                                         "" if c["completed"] else "not completed"]))
+        placed = f"{c['environment']}: {c['placement']}" if known(c["placement"]) else NONE
+        rows.append([numbers[index], system, placed, word(c["layers_per_stage"]), str(c["repeats"]),
+                     number(c["samples_per_s"]), number(c["step_time_s"]) + bounds, _times(c), base, percent(error),
+                     *(f"{c[column]:.1%}" if known(c[column]) else NONE for column in shares.values())])
+    columns = ["#", "system", "environment: nodes", "layers", "runs", "samples/s", "step, s (95%)", "speed-up", "over",
+               "predicted", *shares]
+    said = {"of_linear": "; of linear: per node, of that on the fewest nodes",
+            "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes"}
+    return Table("Settings by throughput", columns, rows,
+                 f"after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
+                 f"{_paces(cells)}; predicted: error of predicted samples/s"
+                 f"{''.join(said[column] for column in shares.values())}{_not_shown(cells)}")
+
+
+def _not_shown(cells: pd.DataFrame) -> str:
+    return f"; {len(cells) - SHOWN} more not shown" if len(cells) > SHOWN else ""
+
+
+def _times(cell: Mapping[str, Any]) -> str:
+    if not known(cell["speedup"]):
+        return NONE
+    bounds = f" ({interval(cell['speedup_low'], cell['speedup_high'])})" if known(cell["speedup_low"]) else ""
+    return f"{number(cell['speedup'])}x{bounds}"
+
+
+def _paces(cells: pd.DataFrame) -> str:
+    found = dict.fromkeys(pace(c) for _, c in entries(cells))
+    return " / ".join(found) or "no runs"
+
+
+def breakdown_table(comparison: Comparison) -> Table:
+    """Where a step goes in every cell, mean over stages."""
+    whole = comparison.cells
+    cells = whole.head(SHOWN)
+    rows = [[str(i), str(c["system"]), word(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
+            for i, (_, c) in enumerate(entries(cells), 1)]
+    return Table("Where a step goes: seconds, mean over stages",
+                 ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows,
+                 f"medians; {_paces(cells)}{_not_shown(whole)}")
+
+
+def bytes_table(comparison: Comparison) -> Table:
+    """Bytes that the NICs of all nodes sent in a step."""
+    whole = comparison.cells
+    cells = whole.head(SHOWN)
+    sent = [unpacked(c, "tx_bytes_per_step") for _, c in entries(cells)]
+    kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
+    rows = [[str(i), str(c["system"]), word(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
+            for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]
+    return Table("Bytes sent per step, all nodes together, as counted", ["#", "system", "nodes", *kinds], rows,
+                 f"medians, headers included; {_paces(cells)}{_not_shown(whole)}")
+
+
+def ended_table(comparison: Comparison) -> Table | None:
+    """The runs that did not complete or whose files are damaged, with their errors; None when all are well."""
+    runs = comparison.runs
+    bad = runs[(runs["state"] != "completed") | runs["error"].notna()]
+    if bad.empty:
+        return None
+    rows = [[str(r["run"]), str(r["state"]), word(r["steps"]),
+             str(r["error"]) if known(r["error"]) else ""] for _, r in entries(bad.head(SHOWN))]
+    more = f"{len(bad) - SHOWN} more not shown" if len(bad) > SHOWN else ""
+    return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, more)

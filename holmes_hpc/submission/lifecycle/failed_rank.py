@@ -1,0 +1,147 @@
+"""Which rank ended a run, and how: from the ranks' own words and srun's complaints.
+
+A rank that was killed says nothing itself; srun names it (``srun: error: ib2: task 3: Killed``) before it kills the
+others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.submission.executor.environment import component_nodes
+
+_COMPLAINT = re.compile(r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
+                        r"|^srun: error: Node failure on (\S+)\s*$", re.MULTILINE)
+_NODE_FAILED = "node failure"
+_SIGNALS = ("Killed", "Segmentation fault", "Aborted", "Bus error", "Floating point", "Out Of Memory",
+            "Illegal instruction", "Hangup", "Interrupt")
+_FOLLOWS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """One line of srun's: these tasks (global ranks, see :func:`complaints`) on these nodes ended like this."""
+
+    nodes: str
+    tasks: tuple[int, ...]
+    how: str
+
+    @property
+    def by_signal(self) -> bool:
+        return self.how.startswith(_SIGNALS)
+
+    @property
+    def node_failed(self) -> bool:
+        return self.how == _NODE_FAILED
+
+
+@dataclass(frozen=True)
+class ComponentRanks:
+    """A component as srun counts in it: its nodes, and the rank of its first task."""
+
+    nodes: tuple[str, ...]
+    first_rank: int
+    tasks_per_node: int
+
+
+def ranks_of_job(environ: Mapping[str, str]) -> list[ComponentRanks]:
+    """The components of the job whose batch script has `environ`."""
+    found, first = [], 0
+    for index, nodes in enumerate(component_nodes(environ)):
+        per_node = int(environ.get(f"HOLMES_TASKS_PER_NODE_{index}") or 1)
+        found.append(ComponentRanks(tuple(nodes), first, per_node))
+        first += len(nodes) * per_node
+    return found
+
+
+def ranks_of_plan(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
+    """The components of a plan's job that ran on `nodes` (a host list per component)."""
+    found, first = [], 0
+    for component, names in zip(plan.components, nodes, strict=False):
+        found.append(ComponentRanks(tuple(expand(names)), first, component.gpus_per_node))
+        first += component.ranks
+    return found
+
+
+def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complaint]:
+    """srun's complaints about tasks, in its order; those about its own killing of the rest come last.
+
+    In a step over several components srun counts tasks from 0 in each (measured on 22.05); the node tells which one is
+    meant, so with `parts` the tasks are global ranks.
+    """
+    found = []
+    for match in _COMPLAINT.finditer(text):
+        if match.group(4):
+            on_node = [p.first_rank + p.nodes.index(match.group(4)) * p.tasks_per_node for p in parts
+                       if match.group(4) in p.nodes]
+            if on_node:
+                found.append(Complaint(match.group(4), tuple(on_node[:1]), _NODE_FAILED))
+            continue
+        tasks: list[int] = []
+        for part in match.group(2).strip("[]").split(","):
+            low, _, high = part.partition("-")
+            if low.isdigit():
+                tasks += range(int(low), int(high if high.isdigit() else low) + 1)
+        if tasks:
+            found.append(Complaint(match.group(1), _ranks(match.group(1), tasks, parts), match.group(3)))
+    return found
+
+
+def _ranks(nodes: str, tasks: Sequence[int], parts: Sequence[ComponentRanks]) -> tuple[int, ...]:
+    first = expand(nodes)[0]
+    for part in parts:
+        if first in part.nodes:
+            at = part.nodes.index(first) * part.tasks_per_node
+            local = at <= tasks[0] < at + part.tasks_per_node  # else they are global ranks already
+            return tuple(t + part.first_rank for t in tasks) if local else tuple(tasks)
+    return tuple(tasks)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank that ended the run, and how."""
+
+    rank: int | None = None
+    node: str | None = None
+    error: str | None = None
+
+
+def culprit(exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks: int = 0) -> Culprit:
+    """The rank whose end came first and is not the echo of another's.
+
+    A rank killed by a signal leaves no exit record, and its peers' records are about lost connections. So, in this
+    order: the earliest record of a failure that is no lost connection; a task that died by a signal; a node that
+    failed; a task that srun complains about and that left no record; one of `ranks` without any record or complaint;
+    the earliest record of a failure; srun's first complaint. What srun itself terminated is an echo.
+    """
+    spoke = {int(e["rank"]) for e in exits if "rank" in e}
+    failed = [e for e in exits if e.get("state") == "failed"]
+    for e in [e for e in failed if not _is_echo(e)][:1]:
+        return Culprit(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
+    own = [(c, task) for c in srun if c.how != "Terminated" for task in c.tasks if task not in spoke]
+    for complaint, task in sorted(own, key=lambda pair: not (pair[0].by_signal or pair[0].node_failed))[:1]:
+        what = f"node {complaint.nodes} failed" if complaint.node_failed else f"rank {task} died: {complaint.how}"
+        return Culprit(task, _node(complaint, task), what)
+    mute = [rank for rank in range(ranks) if rank not in spoke]
+    if mute and (failed or len(mute) < ranks):
+        return Culprit(mute[0], None, f"rank {mute[0]} ended without a word")
+    for e in failed[:1]:
+        return Culprit(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
+    for complaint in srun[:1]:
+        task = complaint.tasks[0]
+        return Culprit(task, _node(complaint, task), f"rank {task}: {complaint.how}")
+    return Culprit()
+
+
+def _is_echo(exit_record: Mapping[str, Any]) -> bool:
+    return any(word in str(exit_record.get("error") or "") for word in _FOLLOWS)
+
+
+def _node(complaint: Complaint, task: int) -> str:
+    nodes = expand(complaint.nodes)
+    return nodes[complaint.tasks.index(task)] if len(nodes) == len(complaint.tasks) else nodes[0]

@@ -1,0 +1,79 @@
+"""Making the directory of a new run: where it lies, and what its record says before anything has run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.request import pace
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.find import runs_root
+from holmes_hpc.records.run import RunDirectory
+
+VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
+
+
+def new_run_path(config: Configuration, plan: Plan) -> Path:
+    """Where a new run's directory will be: `run_dir`, or `name` (else time, model and plan) under the runs' root."""
+    given = config.name
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}" if given is None else str(given)
+    if not name or "/" in name or name in (".", "..") or len(name.encode()) > 200:
+        raise ConfigError(f"name is {name[:80]!r}", where="configuration",
+                          hint="use 1 to 200 characters without '/', or give run_dir=PATH")
+    path = Path(config.run_dir) if config.run_dir else runs_root() / name
+    path = path.absolute()
+    if "%" in str(path) or not str(path).isprintable():
+        raise ConfigError(f"the run directory is {str(path)!r}", where="configuration",
+                          hint="leave out '%', which Slurm gives a meaning of its own, and control characters")
+    return path
+
+
+def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: bool = False) -> RunDirectory:
+    """Make the run directory of a new run. `alone`: ConfigError where other files are in it."""
+    path = new_run_path(config, plan)
+    if alone and path.is_dir() and not RunDirectory(path).exists() and any(path.iterdir()):
+        raise ConfigError("other files are there", where=str(path), hint="give the run a directory of its own")
+    filled = replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml"))
+    return RunDirectory.create(path, plan_text=plan.to_yaml(), config=filled.to_dict(), overrides=list(overrides),
+                               plan_id=plan.id, **facts(config, plan))
+
+
+def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
+    """What a new run's record says besides configuration and plan: components, pace, versions, commit."""
+    return {"components": plan.layout, "pace_layer_ms": pace(config, plan), "versions": versions(),
+            "git_commit": git_commit()}
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what a run's figures depend on."""
+    found = {}
+    for package in VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from, `+` when changed; None where it is no checkout."""
+    def git(*words: str) -> str:
+        at = os.path.dirname(os.path.abspath(__file__))
+        return subprocess.run(["git", "-C", at, *words], capture_output=True, text=True, timeout=10, check=True).stdout
+
+    try:
+        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")

@@ -1,0 +1,51 @@
+"""The starts of a run's job: which one this is, whether it gained steps, how many failed; what a requeue depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.environment import LEADER
+
+START_MARK = "holmes: start of job"  # in the batch script's log, at every start
+
+
+def start_of(environ: Mapping[str, str]) -> str:
+    """Which start of which job this is: ``JOB_ID/RESTARTS``."""
+    return f"{environ.get(LEADER) or environ.get('SLURM_JOB_ID') or 'local'}/{environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def gained(run: RunDirectory, start: str) -> bool:
+    """Whether the start `start` did a step that none before it did; one that made no attempt did none."""
+    attempts = run.read_run()["attempts"]
+    if not attempts or attempts[-1].get("start", start) != start:
+        return False
+    steps = [int(m["step"]) for m in run.metrics() if int(m.get("attempt") or 1) >= len(attempts)]
+    before = [int(a["last_step"]) for a in attempts[:-1] if str(a.get("last_step", "")).isdigit()]
+    return bool(steps) and max(steps) > max(before, default=-1)
+
+
+def failures(run: RunDirectory, start: str) -> int:
+    """How many earlier starts of the same job failed."""
+    job_id = start.partition("/")[0]
+    return sum(a.get("ended") == "failed" and str(a.get("start", "")).partition("/")[0] == job_id
+               for a in run.read_run()["attempts"])
+
+
+def last_step(run: RunDirectory) -> int | None:
+    metrics = run.metrics()
+    return int(metrics[-1]["step"]) if metrics else None
+
+
+def noted(run: RunDirectory, start: str) -> bool:
+    """Whether `start` was noted to have ended, and so is to be requeued."""
+    return any(a.get("start") == start for a in run.read_run()["attempts"][-1:])
+
+
+def note_progress(run: RunDirectory, start: str, ended: str) -> None:
+    """Before a requeue: write into the attempt its last step, so that the next one's gain can be told, and its end."""
+    attempts = run.read_run()["attempts"]
+    if attempts and "start" not in attempts[-1]:
+        step = last_step(run)
+        attempts[-1] |= {"start": start, "ended": ended, **({} if step is None else {"last_step": step})}
+        run.update_run(attempts=attempts)

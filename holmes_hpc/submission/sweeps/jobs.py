@@ -1,0 +1,127 @@
+"""The jobs of a sweep: what each does or how it ended, what came back, and their cancellation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core.job_environment import JobPaths
+
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.watcher import WATCHER, Expected
+from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine, job_of
+from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+
+UNREAD = "its result is another user's file, which is not read"
+
+
+def states(manifest: Manifest, mode: str = "force") -> dict[SweepJob, JobState]:
+    """Slurm's (or this machine's) word on every job of a sweep."""
+    on_slurm = [job for job in manifest.jobs if job.where == "slurm" and not finished(manifest, job)]
+    for job in on_slurm:
+        record = manifest.place(job.folder) / f"{job.job_id}_exit"
+        WATCHER.expect(job.job_id, Expected(job.name or None, job.submitted or None, record, job.components))
+        if job.job_id not in WATCHER._registered:
+            WATCHER.register_job(job.job_id)
+    found: dict[SweepJob, JobState] = {}
+    for job in manifest.jobs:
+        if job in on_slurm:
+            found[job] = WATCHER.state_of(job.job_id, mode)
+            mode = "cache"  # the first answer was about all
+        elif job.where == "local" and not finished(manifest, job):
+            found[job] = on_this_machine(manifest, job).state()
+        else:
+            found[job] = JobState("COMPLETED", source="record")
+    return found
+
+
+def on_this_machine(manifest: Manifest, job: SweepJob) -> Job:
+    """A sweep's local job, to ask or to cancel; only the machine where it runs can tell."""
+    run = RunDirectory(manifest.place(job.directory))
+    if job.kind == "plan" and run.exists():
+        with contextlib.suppress(SubmissionError):
+            return job_of(run)
+    return OnThisMachine(run, int(job.job_id), job.host or os.uname().nodename, job.submitted,
+                         manifest.place(job.folder))
+
+
+def finished(manifest: Manifest, job: SweepJob) -> bool:
+    """Whether a record on disk says that the job completed; no need to ask Slurm then."""
+    if job.kind == "plan":
+        result = RunDirectory(manifest.place(job.directory)).read_result()
+        return result is not None and result["state"] == "completed"
+    return plain_outcome(manifest, job)[0] == "completed"
+
+
+def unread(manifest: Manifest) -> list[SweepJob]:
+    """The jobs whose results are another user's."""
+    return [job for job in manifest.jobs if job.kind != "plan" and _foreign(result_pickle(manifest, job))]
+
+
+def result_pickle(manifest: Manifest, job: SweepJob) -> Path:
+    return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
+
+
+def _foreign(pickle: Path) -> bool:
+    """Whether it is there and another user's: reading a pickle runs what is in it."""
+    return pickle.exists() and pickle.stat().st_uid != os.getuid()
+
+
+class _Lenient(pickle.Unpickler):
+    """Reads results whose classes are in a program that cannot be imported here; those are only named."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            return type(name, (_Named,), {"__module__": module})
+
+
+class _Named:
+    def __new__(cls, *_: Any, **__: Any) -> _Named:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"a {type(self).__module__}.{type(self).__name__}"
+
+
+def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
+    """("completed" | "failed" | "unread" | None while there is no result, the value that came back or the error)."""
+    path = result_pickle(manifest, job)
+    if not path.exists():
+        return None, None
+    if _foreign(path):
+        return "unread", UNREAD
+    try:
+        with path.open("rb") as file:
+            outcome, value = _Lenient(file).load()
+    except Exception as e:
+        return "failed", f"its result cannot be read: {type(e).__name__}: {e}"
+    if outcome != "success":
+        return "failed", str(value).strip().splitlines()[-1] if str(value).strip() else "failed"
+    status = getattr(getattr(value, "status", None), "name", "COMPLETED")
+    if status != "COMPLETED":
+        return "failed", str(getattr(value, "_return_value", "failed"))
+    return "completed", getattr(value, "_return_value", value)
+
+
+def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
+    """Cancel jobs that did not end, later ones first, so that a cancelled one does not let the next begin."""
+    for job in reversed(jobs):
+        if finished(manifest, job):
+            continue
+        if job.where == "slurm":
+            SlurmHetJob(manifest.place(job.folder), job.job_id).cancel(check=False)
+        else:
+            on_this_machine(manifest, job).cancel()

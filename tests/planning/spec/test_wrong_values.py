@@ -1,0 +1,152 @@
+"""Wrong values anywhere in a plan's or a calibration's file: one line with the file, the key and what is allowed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sites import two_clusters
+
+from holmes_hpc.config.composition import load
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.planning import request
+from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.spec.plan import Plan
+
+WRONG = ("3", -1, 2.5, None, [], ["x"], {"x": 1}, [[1]], 10**30)
+CALIBRATION = {"device": "cpu", "pace_layer_ms": 10.0, "dtype": "fp32", "optimizer_s": 1e-9, "pass_s": 0.0,
+               "step_s": 0.0,
+               "parts": [{"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01,
+                          "backward_s": 0.02}],
+               "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}}, "made": "2026"}
+
+
+@pytest.fixture(scope="module")
+def plan() -> dict[str, Any]:
+    options = PlanOptions(strategy="hierarchical-dp", tp=1, pp=2, dp=8, nodes={"ib-a": 1, "roce-a": 1})
+    return best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), options, Costs()).to_dict()
+
+
+def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every key of nested data; of a list only the first entry's."""
+    if at:
+        yield at
+    inside = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
+    for key, value in inside:
+        yield from places(value, (*at, key))
+
+
+def changed(data: Any, at: tuple[Any, ...], value: Any) -> Any:
+    made = inner = copy.deepcopy(data)
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    return made
+
+
+def test_no_value_of_a_plan_is_more_than_one_line(plan: dict[str, Any]) -> None:
+    """Whatever is put at whatever key: it is read, or refused by one of the project's own errors."""
+    refused = 0
+    for at in places(plan):
+        for value in WRONG:
+            try:
+                Plan.from_dict(changed(plan, at, value), "plan.yaml")
+            except HolmesError as e:
+                refused += 1
+                line = str(e)
+                assert line.startswith("plan.yaml") and "\n" not in line and e.hint and len(line) < 400, (at, value)
+    assert refused > 600
+
+
+@pytest.mark.parametrize(("at", "value", "says"), [
+    (("components", 0, "nodes"), "two", "component ib-a: nodes is 'two'; use a whole number from 1"),
+    (("components", 1), 3, "components[1]: is 3, not keys with values"),
+    (("batch", "micro_size"), 2.5, "batch.micro_size is 2.5; use a whole number from 1 (sequences)"),
+    (("parallel", "tp"), True, "parallel: tp is True; use a whole number from 1"),
+    (("parallel", "ttp"), 1, "parallel: unknown key 'ttp'; did you mean 'tp'?"),
+    (("schedule", "kind"), "1fb1", "schedule: kind is '1fb1'; use 1f1b, interleaved, ahead (did you mean '1f1b'?)"),
+    (("stages", 0, "chunks"), "13", "chunks is '13'; use a list of whole numbers from 0"),
+    (("recompute",), "ful", "recompute is 'ful'; use none, selective, full (did you mean 'full'?)"),
+    (("bucket_bytes",), 0, "bucket_bytes is 0; use a whole number from 1 (bytes)"),
+    (("site", "fabrics", 0, "nic"), "infiniband", "nic is 'infiniband'; use ib, roce, ethernet"),
+    (("site", "fabrics", 0, "gpu", "memory_gib"), "80", "memory_gib is '80'; use a number above 0 (GiB)"),
+    (("predicted", "step_time_s"), "fast", "predicted: step_time_s is 'fast'; use a number"),
+    (("predicted", "nic_bytes_per_step"), {"ib-a": "many"}, "predicted: nic_bytes_per_step is {'ib-a': 'many'}"),
+    (("transports", 3, "ranks"), [0, 99], "transports[3]: ranks is 0,99; the plan has 16 ranks, from 0"),
+    (("transports", 3, "nic"), "eth", "transports[3]: nic is 'eth'; use ib, roce, ethernet"),
+    (("version",), "2", "plan version 2, this release reads 1"),
+])
+def test_a_wrong_value_of_a_plan_is_named(plan: dict[str, Any], at: tuple[Any, ...], value: Any, says: str,
+                                          tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(changed(plan, at, value)), encoding="utf-8")
+    with pytest.raises(HolmesError) as refused:
+        Plan.read(path)
+    assert says in str(refused.value) and str(refused.value).startswith(f"{path}: ") and refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("missing", ["edge_connections", "bucket_bytes", "unused", "alternatives", "transports",
+                                     "assumptions", "predicted", "version"])
+def test_what_an_older_version_did_not_write_has_its_default(plan: dict[str, Any], missing: str) -> None:
+    older = {k: v for k, v in plan.items() if k != missing}
+    assert Plan.from_dict(older).parallel == Plan.from_dict(plan).parallel
+
+
+@pytest.mark.parametrize("content", ["", "3", "[]", "just words", "{1: 2}", "a: [", "\x00"])
+def test_what_is_no_plan_at_all(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(HolmesError) as refused:
+        Plan.read(path)
+    assert str(refused.value).startswith(str(path)) and "\n" not in str(refused.value)
+
+
+def costs(data: Any, tmp_path: Path) -> Costs:
+    path = tmp_path / "cal.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return request.costs(load([f"calibration={path}", "train.pace_layer_ms=10", "train.dtype=fp32", "launcher=local"]))
+
+
+def test_a_calibration_is_read(tmp_path: Path) -> None:
+    found = costs(CALIBRATION, tmp_path).calibration
+    assert found is not None and found.to_dict() == CALIBRATION
+
+
+@pytest.mark.parametrize(("at", "value", "says"), [
+    (("parts", 0, "part"), "layr", "parts[0]: part is 'layr'; use layer, embedding, head (did you mean 'layer"),
+    (("parts", 0, "forward_s"), "1", "calibration.parts[0]: forward_s is '1'; use a number from 0 (s)"),
+    (("parts", 0, "flops"), 0, "calibration.parts[0]: flops is 0; use a number above 0"),
+    (("parts", 0, "tokns"), 1, "calibration.parts[0]: unknown key 'tokns'; did you mean 'tokens'?"),
+    (("parts",), "none", "calibration: parts is 'none'; use a list of values"),
+    (("parts",), ["layer"], "calibration.parts[0]: is 'layer', not keys with values"),
+    (("links", "ib", "efficiency"), 0, "calibration.links.ib: efficiency is 0; use a number above 0"),
+    (("links", "ib"), 3, "calibration.links.ib: is 3, not keys with values"),
+    (("links", "infiniband"), {"latency_s": 0, "efficiency": 1}, "calibration.links: unknown link 'infiniband'"),
+    (("optimizer_s",), "slow", "calibration: optimizer_s is 'slow'; use a number from 0 (s), or null"),
+    (("dtype",), "bf61", "calibration: dtype is 'bf61'; use fp32, bf16, fp16 (did you mean 'bf16'?), or null"),
+    (("device",), 3, "calibration: device is 3; use text"),
+    (("pas_s",), 1, "calibration: unknown key 'pas_s'; did you mean 'pass_s'?"),
+])
+def test_a_wrong_value_of_a_calibration_is_named(at: tuple[Any, ...], value: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(HolmesError) as refused:
+        costs(changed(CALIBRATION, at, value), tmp_path)
+    line = str(refused.value)
+    assert says in line and line.startswith(f"{tmp_path / 'cal.yaml'}: ") and refused.value.exit_code == 2
+
+
+def test_no_value_of_a_calibration_is_more_than_one_line() -> None:
+    for at in places(CALIBRATION):
+        for value in WRONG:
+            try:
+                Calibration.from_dict(changed(CALIBRATION, at, value))
+            except HolmesError as e:
+                assert "\n" not in str(e) and e.hint and len(str(e)) < 400, (at, value)

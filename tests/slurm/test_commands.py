@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from holmes_hpc.errors import SiteError, SubmissionError
+from holmes_hpc.slurm.commands import output, partial_output, slurm
+
+SHOW = ("sh", "-c", "echo ${SLURM_JOB_ID-none} ${SBATCH_PARTITION-none} ${SLURM_CONF-none}")
+
+
+def test_every_command_runs_without_an_outer_jobs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SLURM_JOB_ID", "7"), ("SBATCH_PARTITION", "p"), ("SLURM_CONF", "/c")):
+        monkeypatch.setenv(name, value)
+    assert output(*SHOW) == slurm(*SHOW).out == partial_output(*SHOW, timeout_s=5)[0] == "none none /c\n"
+
+
+def test_a_missing_command_is_told_by_whoever_needs_it() -> None:
+    with pytest.raises(SiteError, match=r"no command no-such; .*--site FILE"):
+        output("no-such")
+    with pytest.raises(SubmissionError, match=r"no no-such on this machine; .*launcher=local"):
+        slurm("no-such")
+    assert partial_output("no-such", timeout_s=5) == ("", "no-such: No such file or directory")
+
+
+def test_what_was_printed_before_a_failure_is_kept() -> None:
+    assert partial_output("sh", "-c", "echo a; echo b >&2; exit 3", timeout_s=5) == ("a\n", "b")
+    assert partial_output("sh", "-c", "echo a; exec sleep 9", timeout_s=0.5) == ("a\n", "no answer in 0 s")
+    with pytest.raises(SiteError, match="sh -c echo b >&2; exit 3: b; see that slurmctld runs"):
+        output("sh", "-c", "echo b >&2; exit 3")
+
+
+def test_a_command_that_hangs_is_a_daemon_that_is_away() -> None:
+    assert slurm("sleep", "9", timeout_s=0.2).away
