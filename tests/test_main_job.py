@@ -162,7 +162,7 @@ def wait_for(condition, seconds: float, process=None) -> None:
 
 
 def process_of(run: RunDirectory, rank: int) -> int:
-    """The process id of a rank: the one whose environment says so."""
+    """The process id of a rank: the one whose command names the run, and whose environment says which rank."""
     job = run.read_run()["slurm"]["job_id"]
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -171,7 +171,8 @@ def process_of(run: RunDirectory, rank: int) -> int:
         except OSError:
             continue
         leader = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID")
-        is_rank = "python" in Path(words[0]).name and "submitit.core._submit" in words[:6]
+        is_rank = "python" in Path(words[0]).name and "submitit.core._submit" in words[:6] and any(
+            word.startswith(str(run.path)) for word in words)  # other testbeds have jobs of the same number
         if is_rank and leader == str(job) and environment.get("SLURM_PROCID") == str(rank):
             return int(proc.name)
     raise AssertionError(f"no process of rank {rank} of job {job}")

@@ -24,6 +24,7 @@ def test_the_files_are_what_the_executor_would_write() -> None:
         "python -m holmes_hpc.submission.templates slurm"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", templates())
 def test_shellcheck_is_content(name: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), SLURM / name], capture_output=True, text=True)

@@ -51,6 +51,7 @@ def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, ar
         assert (code, out, err.count("\n")) == (2, "", 1) and word in err
 
 
+@pytest.mark.integration
 def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={
         "job_id": 7, "submitted": time.time() - 100})

@@ -69,6 +69,7 @@ echo "sbatch: Job 9 to start at $when using 4 processors on nodes n1 in partitio
 """
 
 
+@pytest.mark.integration
 def test_a_smaller_plan_that_starts_now_beats_the_best_that_waits(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     fast, slow = plans.plan("ib-a", "roce-a", step_time_s=1.0), plans.plan("ib-a", step_time_s=2.0)
@@ -97,6 +98,7 @@ def test_candidates_are_the_best_plans_of_parts_of_the_site() -> None:
     assert len(plans_to_try(plan_for, plans.site(), most=3)) == 3
 
 
+@pytest.mark.integration
 def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     possible = plans.plan("ib-a")
