@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc import ports
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission import local
 
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)
 BATCH = Batch(global_size=8, micro_size=1, sequence_length=16)
@@ -75,7 +76,9 @@ class Ended:
 
 
 def free_port() -> int:
-    return local.free_port()
+    found = ports.free_port(random.sample(range(10000, ports.first_ephemeral()), 100), "127.0.0.1")
+    assert found is not None
+    return found
 
 
 class Nursery:
