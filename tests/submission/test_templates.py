@@ -69,7 +69,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("testbed")
 @pytest.mark.parametrize("name", templates())
 def test_each_is_submitted_for_real(bench: Path, name: str) -> None:

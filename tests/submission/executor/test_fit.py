@@ -107,7 +107,6 @@ def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> N
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("testbed")
 def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("busy_roce")
