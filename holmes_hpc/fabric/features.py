@@ -20,7 +20,7 @@ _SECTIONS = ("features", "rates", "ignored", "gpus")
 _GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu")
 _RULE_KEYS = ("match", "own", "unsupported", *_GROUPS)
 _GPU_KEYS = ("match", "name", "peak_tflops", "memory_gib", "intra_node_gbps")
-DEFAULT = Path(__file__).with_name("features.yaml")
+DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gpu_kinds.yaml"))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
 
 @cache
 def _vocabulary(path: str | None) -> Vocabulary:
-    documents = ([_load(Path(path))] if path else []) + [_load(DEFAULT)]
+    documents = ([_load(Path(path))] if path else []) + [_load(default) for default in DEFAULT]
     rules = [rule for where, d in documents for rule in _rules(d.get("features"), where)]
     rates = {str(k).lower(): v for where, d in reversed(documents)
              for k, v in _mapping(d.get("rates"), f"{where}: rates").items()}
