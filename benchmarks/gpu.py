@@ -60,8 +60,8 @@ def minimal(overrides: list[str]) -> Figures:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from holmes_hpc.training.metrics import line as metrics
-    from holmes_hpc.training.model import gpt as model
+    from holmes_hpc.training.metrics.metrics_line import peak_memory_bytes
+    from holmes_hpc.training.model import gpt
     from holmes_hpc.training.rank import cpu
 
     config = load(overrides)
@@ -77,8 +77,8 @@ def minimal(overrides: list[str]) -> Figures:
     torch.manual_seed(train.seed)
     model_parallel_cuda_manual_seed(train.seed)
 
-    settings = model.transformer_config(plan, model.dtype_of(train.dtype, cuda), cuda=cuda)
-    chunk: Any = model.build(plan, settings, train.seed, device)[0]
+    settings = gpt.transformer_config(plan, gpt.dtype_of(train.dtype, cuda), cuda=cuda)
+    chunk: Any = gpt.build(plan, settings, train.seed, device)[0]
     if settings.bf16 or settings.fp16:
         chunk = Float16Module(settings, chunk)
     wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
@@ -119,7 +119,7 @@ def minimal(overrides: list[str]) -> Figures:
         times.append(time.perf_counter() - began)
         first = first if step else loss
     torch.distributed.destroy_process_group()
-    return statistics.median(times[WARM_UP:]), metrics.peak_memory_bytes(cuda), first
+    return statistics.median(times[WARM_UP:]), peak_memory_bytes(cuda), first
 
 
 def megatron(overrides: list[str]) -> Figures:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc.console import table
-from holmes_hpc.training.network import process_groups as groups
+from holmes_hpc.training.network import process_groups
 
 SIZES, TIMES = (8_000, 35_000, 70_000, 300_000), 20
 
@@ -43,9 +43,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, where = int(os.environ["SLURM_PROCID"]), {"interface": sys.argv[1]}
     meeting = str(Path.cwd() / f".connections-{os.environ['SLURM_JOB_ID']}")
-    groups.register()
-    dist.init_process_group(groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where)
-    one, other = (dist.new_group([0, 1], backend=groups.GLOO, pg_options=where) for _ in range(2))
+    process_groups.register()
+    dist.init_process_group(process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2,
+                            pg_options=where)
+    one, other = (dist.new_group([0, 1], backend=process_groups.GLOO, pg_options=where) for _ in range(2))
     cases = {"one way": {0: one}, "both ways, one connection": {0: one, 1: one},
              "both ways, one each": {0: one, 1: other}}
     rows = []

@@ -18,26 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
-from holmes_hpc.training.data import samples as data
-from holmes_hpc.training.loop import _forward
+from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.samples import batches
+from holmes_hpc.training.loop import forward_step
 from holmes_hpc.training.metrics.breakdown import Breakdown
-from holmes_hpc.training.model import gpt as model
-from holmes_hpc.training.model import optimizer, pace
-from holmes_hpc.training.pipeline import point_to_point as edges
+from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.pipeline import point_to_point
 from holmes_hpc.training.pipeline.run_ahead import run_ahead
-from holmes_hpc.training.rank.failure import Exits, RankLog
+from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
-
-CONF = Path(session.__file__).parents[1] / "conf"
+from holmes_hpc.training.rank.log import RankLog
 
 
 def launch() -> Launch:
@@ -50,24 +50,24 @@ def launch() -> Launch:
 class Rank:
     """What the training loop makes, without what it records: model, optimizer, data, edges."""
 
-    def __init__(self, config: dict[str, Any], here: session.Session) -> None:
-        train, plan = config["train"], here.plan
+    def __init__(self, config: Configuration, here: session.Session) -> None:
+        train, plan = config.train, here.plan
         self.plan, self.device, self.train = plan, here.device, train
         self.breakdown = Breakdown(here.cuda)
-        torch.manual_seed(train["seed"])
-        model_parallel_cuda_manual_seed(train["seed"])
-        self.config = model.transformer_config(plan, model.dtype_of(train["dtype"], here.cuda), cuda=here.cuda,
+        torch.manual_seed(train.seed)
+        model_parallel_cuda_manual_seed(train.seed)
+        self.config = gpt.transformer_config(plan, gpt.dtype_of(train.dtype, here.cuda), cuda=here.cuda,
                                                timers=self.breakdown)
-        chunks = model.build(plan, self.config, train["seed"], here.device)
-        pace.pace((chunk.decoder.layers for chunk in chunks), train["pace_layer_ms"])
+        chunks = gpt.build(plan, self.config, train.seed, here.device)
+        paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = edges.build(plan, here.groups.edge, rank=here.launch.rank, pp_group=self.groups.pp,
+        self.edges = point_to_point.build(plan, here.groups.edge, rank=here.launch.rank, pp_group=self.groups.pp,
                                  config=self.config)
-        training, _ = data.build_datasets(config, plan)
-        self.batches = data.batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
+        training, _ = build_datasets(config.data, train, plan, None)
+        self.batches = batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
 
     def schedule(self, kind: str, in_flight: Sequence[int]) -> Any:
         """megatron: its own 1F1B, over our edges; ahead: ours."""
@@ -78,7 +78,7 @@ class Rank:
         self.models[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.breakdown.part("pipeline_wait_s"):  # what is not another part
-            schedule(forward_step_func=functools.partial(_forward, self.device), data_iterator=self.batches,
+            schedule(forward_step_func=functools.partial(forward_step, self.device), data_iterator=self.batches,
                      model=self.models[0], num_microbatches=micro_batches,
                      seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
                      p2p_communicator=self.edges, pg_collection=self.groups)
@@ -90,13 +90,11 @@ class Rank:
 def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    train = {**yaml.safe_load((CONF / "train" / "default.yaml").read_text()), **given["train"]}
-    settings = yaml.safe_load((CONF / "data" / "synthetic.yaml").read_text())
     own, run, plan = launch(), RunDirectory(given["run_dir"]), Plan.read(given["plan"])
-    log, exits = RankLog(run, own), Exits(run, own)
+    log, rank_exit = RankLog(run, own), RankExit(run, own)
     try:
-        config = {"train": train, "data": settings}
-        here = session.start(config, own, plan, run, exits)
+        config = Configuration(plan.model, plan.batch, train=TrainConfig(**given["train"]))
+        here = session.start(config.train, own, plan, run, rank_exit)
         rank = Rank(config, here)
         kinds = ["megatron", "ahead"]
         with Path(f"{sys.argv[2]}.{own.rank}").open("w", encoding="utf-8") as out:
@@ -120,9 +118,9 @@ def main() -> None:
         rank.edges.close()
         torch.distributed.barrier()
         here.close()
-        exits.ended("completed")
+        rank_exit.ended("completed")
     except Exception as e:
-        sys.exit(exits.failed(e))
+        sys.exit(rank_exit.failed(e))
     finally:
         log.close()
 

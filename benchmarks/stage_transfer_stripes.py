@@ -21,24 +21,25 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc.console import table
-from holmes_hpc.training.network import process_groups as groups
-from holmes_hpc.training.pipeline import point_to_point as edges
+from holmes_hpc.training.network import process_groups
+from holmes_hpc.training.pipeline.point_to_point import Channel
 
 SIZES, STRIPES, TIMES = (100_000, 1_000_000, 10_000_000), (1, 2, 4), 20
 
 
 def rank_main(rank: int, meeting: str, interface: str) -> None:
     torch.set_num_threads(1)
-    groups.register()
+    process_groups.register()
     where = {"interface": interface}
-    dist.init_process_group(groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where)
+    dist.init_process_group(process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2,
+                            pg_options=where)
 
     def connection() -> dist.ProcessGroup:
-        return dist.new_group([0, 1], backend=groups.GLOO, pg_options=where)
-    answer = edges.Stream("backward", [connection()], 1 - rank)
+        return dist.new_group([0, 1], backend=process_groups.GLOO, pg_options=where)
+    answer = Channel("backward", [connection()], 1 - rank)
     rows = []
     for stripes in STRIPES:
-        stream = edges.Stream("forward", [connection() for _ in range(stripes)], 1 - rank)
+        channel = Channel("forward", [connection() for _ in range(stripes)], 1 - rank)
         for size in SIZES:
             tensor, number, seconds = torch.zeros(size // 4), torch.zeros(1), []
             for _ in range(TIMES + 1):
@@ -46,11 +47,11 @@ def rank_main(rank: int, meeting: str, interface: str) -> None:
                     back = answer.receive(number)
                     dist.barrier()
                     began = time.perf_counter()
-                    stream.send(tensor)
+                    channel.send(tensor)
                     back.wait()
                     seconds.append(time.perf_counter() - began)
                 else:
-                    posted = stream.receive(tensor)
+                    posted = channel.receive(tensor)
                     dist.barrier()
                     posted.wait()
                     answer.send(number).wait()

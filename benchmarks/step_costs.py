@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import spawn
 
+from holmes_hpc.config.configuration import from_dict
 from holmes_hpc.records.run import RunDirectory
 
 STEP_S, LIMIT = 0.1, 0.01
@@ -58,7 +59,7 @@ def rank(config: str, out: str) -> None:
         enter(self, part)
 
     loop.Trainer._record, Breakdown.enter = timed_record, counted_enter  # type: ignore[method-assign]
-    loop.train(json.loads(Path(config).read_text()))
+    loop.train(from_dict(json.loads(Path(config).read_text())))
     Breakdown.enter = enter  # type: ignore[method-assign]
     wrapped = Nothing()
     Breakdown().wrap(wrapped, "called", "compute_s")
@@ -77,14 +78,13 @@ def main() -> None:
         return rank(*given.rank)
     plan = spawn.plan(dp=given.ranks, model=replace(spawn.MODEL, layers=LAYERS),
                       batch=replace(spawn.BATCH, global_size=MICRO_BATCHES * given.ranks))
-    train = {**spawn.TRAIN, "steps": given.steps}
     print(f"inputs: {given.ranks} local ranks, {LAYERS} layers, {MICRO_BATCHES} micro-batches, {given.steps} steps of "
           f"which {WARM_UP} are warm-up, a log line every step, load {os.getloadavg()[0]:.2f}")
     with tempfile.TemporaryDirectory() as folder:
-        run = RunDirectory.create(Path(folder) / "run", plan.to_yaml(), {"train": train})
+        values = spawn.configuration(Path(folder) / "run", None, {"train": {"steps": given.steps}}).to_dict()
+        RunDirectory.create(Path(folder) / "run", plan.to_yaml(), values)
         config, out = Path(folder) / "config.json", Path(folder) / "out.json"
-        config.write_text(json.dumps({"train": train, "data": spawn.DATA, "plan_file": str(run.plan_path),
-                                      "run_dir": str(run.path)}))
+        config.write_text(json.dumps(values))
         own = {"WORLD_SIZE": str(given.ranks), "LOCAL_WORLD_SIZE": str(given.ranks), "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(spawn.free_port()), "OMP_NUM_THREADS": "1"}
         ranks = [subprocess.Popen([sys.executable, __file__, "--rank", str(config), str(out)],

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from holmes_hpc.config.composition import explained, resolve
-from holmes_hpc.config.configuration import Configuration, LauncherConfig
+from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.records.run import RunDirectory
@@ -32,17 +32,18 @@ from holmes_hpc.submission.sweeps.launcher import Planned
 
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
-    the final figures come back."""
+    the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
+    settings, unrecorded = recorded(config)
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.cpu")
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
     from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
 
     with cpu.without_compiler():
-        if config["train"].get("measure"):
+        if settings.train.measure:
             from holmes_hpc.training.calibration.measure import measure as task
         else:
             from holmes_hpc.training.loop import train as task
-    return task(config)
+    return task(settings, unrecorded)
 
 
 def _rank() -> tuple[int, int]:
@@ -99,8 +100,7 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     on = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, on)
-    values = config.to_dict()
-    return Planned(plan, values, run_rank, values["slurm"], facts(config, plan))
+    return Planned(plan, config.to_dict(), run_rank, config.slurm, facts(config, plan))
 
 
 _site = functools.cache(given_site)  # of a sweep's jobs, read once for all of them

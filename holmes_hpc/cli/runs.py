@@ -31,7 +31,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         from holmes_hpc.submission.plan_job import script_for_plan
 
         run_dir = config.run_dir or str(new_run_path(config, chosen))
-        console.text(script_for_plan(chosen, run_dir, config.to_dict()["slurm"]))
+        console.text(script_for_plan(chosen, run_dir, config.slurm))
         return
     run, job = start(chosen, config, overrides)
     if json:
@@ -73,20 +73,20 @@ def resume(run: Run, overrides: Overrides = None,
     from holmes_hpc.submission.lifecycle.follow import follow
     from holmes_hpc.submission.lifecycle.resume import continuation
     from holmes_hpc.submission.lifecycle.status import run_status
-    from holmes_hpc.training.checkpoint import folder as saves
+    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
     to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
-    chosen, settings, before = to_go_on.plan, to_go_on.config.to_dict(), record.read_run()
+    chosen, before = to_go_on.plan, record.read_run()
     if to_go_on.missing:
         console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
-    if not saves.complete(record.checkpoints):
+    if not checkpoint_directory.complete(record.checkpoints):
         console.note("no complete checkpoint: it begins again with step 1")
     kept = record.reopen(chosen.to_yaml() if plan_path else None)
-    record.update_run(config=settings, plan_id=chosen.id, components=chosen.layout,
+    record.update_run(config=to_go_on.config.to_dict(), plan_id=chosen.id, components=chosen.layout,
                       overrides=[*before["overrides"], *(overrides or [])])
     try:
-        job = submit_run(chosen, record, settings)
+        job = submit_run(chosen, record, to_go_on.config)
     except Unsure:
         raise
     except BaseException:
@@ -107,11 +107,11 @@ def export(run: Run, safetensors: Annotated[str, typer.Option("--safetensors", m
     """
     from holmes_hpc.errors import DataError
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.training.checkpoint import folder as saves
+    from holmes_hpc.training.checkpoint import checkpoint_directory
     from holmes_hpc.training.checkpoint.export import export as export_weights
 
     record = find_run(run)
-    found = saves.complete(record.checkpoints)
+    found = checkpoint_directory.complete(record.checkpoints)
     if not found:
         raise DataError("no complete checkpoint", where=str(record.checkpoints),
                         hint="train with train.checkpoint_interval=N")

@@ -1,6 +1,7 @@
 """What a line of metrics.jsonl says about one training step: every field with its unit, its meaning and its digits.
 
-training/metrics/line.py writes the fields, results/columns.py makes columns of them, docs/records.md lists them.
+training/metrics/metrics_line.py writes the fields, results/columns.py makes columns of them, docs/records.md lists
+them.
 """
 
 from __future__ import annotations

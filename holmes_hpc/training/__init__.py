@@ -1,4 +1,4 @@
-"""What each task of a job does: one process, one rank; the training loop is on top."""
+"""What every process of a training job does: it meets the others, builds its part of the model, trains and records."""
 
 import os
 

@@ -1,72 +1,75 @@
-"""A rank's life, top to bottom: meet, build, train, end."""
+"""The training loop: how one process of a job meets the others, builds its part of the model, trains and records."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data import samples as data
-from holmes_hpc.training.metrics import line as metrics
+from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.samples import batches
+from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
-from holmes_hpc.training.model import gpt as model
-from holmes_hpc.training.model import optimizer, pace
-from holmes_hpc.training.network import audit
-from holmes_hpc.training.network import nic_bytes as traffic
-from holmes_hpc.training.pipeline import point_to_point as edges
-from holmes_hpc.training.pipeline.run_ahead import run_ahead
+from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.network import audit, nic_bytes
+from holmes_hpc.training.pipeline import schedules
+from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
 from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import Exits, RankLog, checked_run, say
+from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.signals import Said, Signals, Word
-from holmes_hpc.training.rank.watchdog import LONG, Stragglers, Watchdog, dump_stacks, work_of_stages
+from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
+from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
+from holmes_hpc.training.rank.watchdog import LONG, Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
 
 
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Train as one rank of ``config["plan_file"]``, recording into ``config["run_dir"]``; the last step's figures come
-    back (on rank 0). A failure is one line in the log and in exits/, the same exit code on every rank."""
+def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
+    """Train as one rank of the plan, recording into the run directory; the last step's figures come back (on rank 0). A
+    failure is one line in the log and in exits/, the same exit code on every rank. `unrecorded`: the keys of `config`
+    that an older record lacks."""
     own = launch.read()
-    run = checked_run(config)
-    log, exits = RankLog(run, own), Exits(run, own)
+    run = session.run_directory(config.run_dir)
+    log, rank_exit = RankLog(run, own), RankExit(run, own)
     try:
+        session.tell_defaults(own, unrecorded)
         with Signals() as signals:
-            final = _train(config, own, run, exits, signals)
-        exits.ended("preempted" if final.get("preempted") else "completed")
+            final = _train(config, own, run, rank_exit, signals)
+        rank_exit.ended("preempted" if final.get("preempted") else "completed")
         return final
     except HolmesError as e:
-        sys.exit(exits.failed(e))
+        sys.exit(rank_exit.failed(e))
     except Exception as e:
-        sys.exit(exits.failed(e))
+        sys.exit(rank_exit.failed(e))
     finally:
         log.close()
 
 
-def _train(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits, signals: Signals,
+def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals,
            ) -> dict[str, Any]:
-    plan = Plan.read(config["plan_file"])
-    exits.before_exit = dump_stacks
-    watchdog = Watchdog(exits, float(config["train"]["watchdog_s"]), speaks=own.rank == 0).start()
+    plan = Plan.read(config.plan_file or run.plan_path)
+    rank_exit.before_exit = dump_stacks
+    watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config, own, plan, run, exits)
+        here = session.start(config.train, own, plan, run, rank_exit)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
@@ -80,34 +83,34 @@ def _train(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits,
 class Trainer:
     """What one rank trains with: model chunks, optimizer, data, schedule."""
 
-    def __init__(self, config: dict[str, Any], here: Session, watchdog: Watchdog) -> None:
+    def __init__(self, config: Configuration, here: Session, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
         self.here, self.plan = here, here.plan
-        pace_layer_ms = config["train"]["pace_layer_ms"] or here.plan.pace_layer_ms
+        pace_layer_ms = config.train.pace_layer_ms or here.plan.pace_layer_ms
         self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
                                      [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
-        self.config = {**config["train"], "pace_layer_ms": pace_layer_ms,
-                       "dtype": model.dtype_name(config["train"]["dtype"], here.cuda)}
-        train, plan = self.config, here.plan
+        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
+                                dtype=gpt.dtype_name(config.train.dtype, here.cuda))
+        train, plan = self.settings, here.plan
         self.breakdown = Breakdown(here.cuda)
-        torch.manual_seed(train["seed"])
+        torch.manual_seed(train.seed)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        model_parallel_cuda_manual_seed(train["seed"] + 100 * pipeline_rank)  # dropout differs between stages
+        model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
-        self.training, self.validation = data.build_datasets(config, plan)
-        dtype = model.dtype_of(train["dtype"], here.cuda)
-        self.model_config = model.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
-        chunks = model.build(plan, self.model_config, train["seed"], here.device)
-        if train["pace_layer_ms"]:
-            pace.pace((chunk.decoder.layers for chunk in chunks), train["pace_layer_ms"])
+        self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
+        dtype = gpt.dtype_of(train.dtype, here.cuda)
+        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
+        chunks = gpt.build(plan, self.model_config, train.seed, here.device)
+        if train.pace_layer_ms:
+            paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = _edges(here, self.model_config, self.groups)
-        self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train["trace"] else None
-        self.forward_backward = _schedule(plan, self.trace)
+        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config)
+        self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
+        self.forward_backward = schedules.forward_backward(plan, self.trace)
         if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
             order = Order("interleaved" if len(self.models) > 1 else "1f1b", plan.parallel.pp, plan.micro_batches,
                           len(self.models))
@@ -116,17 +119,17 @@ class Trainer:
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
             here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
-            keep=train["checkpoint_keep"], background=train["checkpoint_async"], group=self.control)
-        chosen = config.get("checkpoint")
+            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control)
+        chosen = config.checkpoint
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
-        if chosen and here.attempt == 1 and self.step >= train["steps"]:
-            raise ConfigError(f"it stands at step {self.step}, and train.steps is {train['steps']}",
+        if chosen and here.attempt == 1 and self.step >= train.steps:
+            raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
-        self.word = Word(self.control)
+        self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
-        self.nic_log = traffic.NicLog(here.run.nics, here.launch.node, here.attempt)
+        self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
         self.final: dict[str, Any] = {}
-        self._gathering: metrics.Gathering | None = None
+        self._gathering: metrics_line.Gathering | None = None
         self._audit: audit.Audit | None = None
         self._alone = True  # nothing but the step's traffic since the step before
         self._said = 0.0
@@ -141,7 +144,7 @@ class Trainer:
         self.here.traffic.take()
         self.breakdown.begin()
         began = time.perf_counter()
-        while self.step < self.config["steps"]:
+        while self.step < self.settings.steps:
             self.step += 1
             self.watchdog.alive(f"step {self.step}")
             losses, figures = self._one_step(batches)
@@ -150,27 +153,27 @@ class Trainer:
             self._record(losses, figures, ended - began, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            said = self.word.exchange(stop=signals.seen, writing=self.checkpoints.writing())
-            if said.stop and self.step < self.config["steps"]:
+            any_rank = self.control_flags.exchange(stop=signals.seen, writing=self.checkpoints.writing())
+            if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
-            began = self._between_steps(said, ended)
+            began = self._between_steps(any_rank, ended)
         self._finish_record()
-        self.word.finish()
+        self.control_flags.finish()
         self._settle()
         return self.final
 
-    def _between_steps(self, said: Said, ended: float) -> float:
+    def _between_steps(self, any_rank: AnyRank, ended: float) -> float:
         """What is no part of a step: validation and checkpoints, when their turn has come. When the next step begins:
         when the last one `ended`, but for such a pause."""
-        began, interval = time.perf_counter(), self.config["checkpoint_interval"]
+        began, interval = time.perf_counter(), self.settings.checkpoint_interval
         self.watchdog.alive(f"what follows step {self.step}")
-        if self.config["eval_interval"] and self.step % self.config["eval_interval"] == 0:
+        if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
             self._evaluate()
         if self.checkpoints.unsettled:  # a step after a save nobody has said anything of it yet
             asked = self.step == self._saved_at + 1
-            if not (self.checkpoints.writing_anywhere() if asked else said.writing):
+            if not (self.checkpoints.writing_anywhere() if asked else any_rank.writing):
                 self._settle()
-        if interval and (self.step % interval == 0 or self.step == self.config["steps"]):
+        if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
         self._pause_s = time.perf_counter() - began
         if self._pause_s < 1e-3:
@@ -194,7 +197,7 @@ class Trainer:
 
     def _stop_early(self) -> dict[str, Any]:
         """A signal asked for the end: save, so that the run can go on from here."""
-        self.word.finish()
+        self.control_flags.finish()
         if self.here.launch.rank == 0:
             say(f"stopping after step {self.step} as asked by a signal")
         self._save(wait=True)
@@ -202,13 +205,13 @@ class Trainer:
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
         """Forward and backward of all micro-batches, then the optimizer."""
-        rate = optimizer.learning_rate(self.step, self.config)
+        rate = optimizer.learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.breakdown.part("pipeline_wait_s"):  # what is neither computing nor one of the other parts
             stored = self._forward_backward(batches, forward_only=False)
-        optimizer.set_options(self.optimizer, self.config, rate)
+        optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
         losses = [float(loss) for loss in stored]
@@ -221,7 +224,7 @@ class Trainer:
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
         stored = self.forward_backward(
-            forward_step_func=partial(_forward, self.here.device),
+            forward_step_func=partial(forward_step, self.here.device),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
             seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
@@ -232,11 +235,11 @@ class Trainer:
 
     def forward_one(self, chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
         """One micro-batch of the next step through one model chunk: its output, and how its loss is made."""
-        return _forward(self.here.device, self._batches(self.training, self.step)[0], chunk)
+        return forward_step(self.here.device, self._batches(self.training, self.step)[0], chunk)
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
-        return [data.batches(dataset, self.plan, rank, start_step) for _ in self.models]
+        return [batches(dataset, self.plan, rank, start_step) for _ in self.models]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
@@ -247,7 +250,7 @@ class Trainer:
         for chunk in self.models:
             chunk.eval()
         with torch.no_grad():
-            for number in range(self.config["eval_steps"]):
+            for number in range(self.settings.eval_steps):
                 self.watchdog.alive(f"validation {number + 1} after step {self.step}")
                 losses += [float(loss) for loss in self._forward_backward(batches, forward_only=True)]
         self.watchdog.alive(f"what follows step {self.step}")
@@ -271,23 +274,23 @@ class Trainer:
         here, plan = self.here, self.plan
         session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
-        factors = {} if here.nodes[0].one_host else traffic.header_factors(
+        factors = {} if here.nodes[0].one_host else nic_bytes.header_factors(
             plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda)
         calibration = self._gather_all(here.traffic.take())
         if here.launch.rank > 0:
             return
-        setup_bytes = traffic.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
-                                                 for x, y in zip(setup, calibration, strict=True)])
+        setup_bytes = nic_bytes.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
+                                                   for x, y in zip(setup, calibration, strict=True)])
         mean = round(sum(factors.values()) / len(factors), 4) if factors else None
-        here.run.update_run(**session.describe(here), pace_layer_ms=self.config["pace_layer_ms"],
+        here.run.update_run(**session.describe(here), pace_layer_ms=self.settings.pace_layer_ms,
                             traffic={"setup": setup_bytes, "header_factor": mean,
                                      "header_factors": {k: round(v, 4) for k, v in factors.items()}})
         if not here.nodes[0].one_host:
-            self._audit = audit.Audit(plan, here.nodes, factors, self.config["dtype"])
+            self._audit = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
         for kind, factor in factors.items():
             say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
-        paced = self.config["pace_layer_ms"]
+        paced = self.settings.pace_layer_ms
         say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
             + (f"; paced: {paced} ms a layer" if paced else ""))
@@ -303,10 +306,10 @@ class Trainer:
         """Send this step's figures to rank 0; write those of the step before."""
         self._finish_record()
         here = self.here
-        row = metrics.row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
-                          metrics.peak_memory_bytes(here.cuda))
+        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
+                                    metrics_line.peak_memory_bytes(here.cuda))
         self.nic_log.add(self.step, here.traffic.by_nic)
-        self._gathering = metrics.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
+        self._gathering = metrics_line.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
                                             figures)
         self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
         if here.launch.rank > 0 and (self.step % 20 == 1 or time.monotonic() - self._said > 60):
@@ -319,22 +322,22 @@ class Trainer:
         rows = done.finish() if done is not None else None
         if done is None or rows is None:
             return
-        entry = metrics.line(self.plan, rows, done.step, done.when, done.more)
+        entry = metrics_line.metrics_line(self.plan, rows, done.step, done.when, done.more)
         entry["attempt"] = self.here.attempt
         self.here.run.append_metrics(entry)
         self.final = entry
         if self.loggers is not None:
             self.loggers.write(entry)
         if self._audit is not None:
-            for finding in self._audit.add(metrics.nic_rows(rows), self._alone):
+            for finding in self._audit.add(metrics_line.nic_rows(rows), self._alone):
                 say(str(finding))
-        for warning in self.stragglers.step(metrics.compute_by_rank(rows)):
+        for warning in self.stragglers.step(metrics_line.compute_by_rank(rows)):
             say(warning)
-        every = self.config["log_interval"]
-        if done.step % every == 0 or done.step in (1, self.config["steps"]) or time.monotonic() - self._said > 60:
+        every = self.settings.log_interval
+        if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
             self._said = time.monotonic()
             self.watchdog.said()
-            say(f"step {done.step}/{self.config['steps']}: loss {entry['loss']:.4f}, grad norm "
+            say(f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
                 f"{entry['grad_norm'] if entry['grad_norm'] is None else format(entry['grad_norm'], '.3f')}, "
                 f"{entry['step_time_s']:.3f} s, {entry['samples_per_s']:.2f} samples/s, "
                 f"{entry['model_tflops_per_gpu']:.3g} TFLOP/s a rank")
@@ -342,13 +345,13 @@ class Trainer:
     def close(self) -> None:
         """Wait for what the edges still carry, and for the loggers."""
         self.nic_log.write()
-        if isinstance(self.edges, edges.EdgeCommunicator):
+        if isinstance(self.edges, EdgeCommunicator):
             self.edges.close()
         if self.loggers is not None:
             self.loggers.close()
 
 
-def _forward(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+def forward_step(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Megatron-Core's forward_step_func: one micro-batch through one model chunk, and how its loss is made."""
     first, last = _ends(chunk)
     batch = next(batches) if first or last else {}
@@ -369,20 +372,3 @@ def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor
     mask = mask.float()
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
     return loss, {"loss": loss.detach().clone()}
-
-
-def _edges(here: Session, config: Any, groups: ProcessGroupCollection) -> Any:
-    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's."""
-    if here.plan.parallel.pp == 1:
-        return None
-    if here.plan.transport_mode == "single" and here.plan.schedule.kind != "ahead":
-        return P2PCommunicator(groups.pp, config)
-    return edges.build(here.plan, here.groups.edge, rank=here.launch.rank, pp_group=groups.pp, config=config)
-
-
-def _schedule(plan: Plan, trace: Trace | None) -> Callable[..., Any]:
-    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or the one that runs ahead."""
-    if plan.schedule.kind == "ahead" and plan.parallel.pp > 1:
-        return partial(run_ahead, in_flight=plan.schedule.in_flight, tracer=trace)
-    function: Callable[..., Any] = get_forward_backward_func()
-    return function

@@ -1,4 +1,4 @@
-"""From a process to a member of the run: rendezvous, networks, process groups, device."""
+"""How a process joins a training run: it meets the others, and gets its networks, process groups and device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc import __version__
-from holmes_hpc.errors import ConfigError, HolmesError, NetworkError
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.training.network import audit, rendezvous
-from holmes_hpc.training.network import interfaces as transports
-from holmes_hpc.training.network import process_groups as groups
+from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
 from holmes_hpc.training.rank import cpu, launch
-from holmes_hpc.training.rank.failure import Exits, say
+from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.log import say
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Session:
     attempt: int
     store: dist.Store
     nodes: list[NodeTransports]
-    groups: groups.Groups
+    groups: process_groups.Groups
     device: torch.device
     traffic: Traffic
 
@@ -52,7 +53,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the groups and the store; rank 0, which holds the store, last."""
-        groups.close()
+        process_groups.close()
         self.store.set(f"left/{self.launch.rank}", "1")
         if self.launch.rank == 0:
             try:
@@ -62,6 +63,26 @@ class Session:
             rendezvous.forget(self.run.path, self.launch)
 
 
+def run_directory(path: str | None) -> RunDirectory:
+    """The directory of this run. RunFailed when it is not there on this node."""
+    if not path:
+        raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
+    run = RunDirectory(path)
+    deadline = time.monotonic() + 20  # rank 0 may be making it, on a file system that takes its time
+    while not run.exists():
+        if time.monotonic() > deadline:
+            raise RunFailed("no run.yaml", where=str(run.path),
+                            hint="put run_dir on a file system that all nodes share")
+        time.sleep(0.1)
+    return run
+
+
+def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
+    """Rank 0 says once which keys an older record lacks."""
+    if own.rank == 0 and unrecorded:
+        say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
+
+
 def use_cuda(wanted: str) -> bool:
     """Whether to train on CUDA: ``auto`` where there is a device. ConfigError for ``cuda`` without one."""
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -69,12 +90,10 @@ def use_cuda(wanted: str) -> bool:
     return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
-def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, exits: Exits) -> Session:
+def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place
     or network is one line, on every rank, before the first group is made."""
-    train, began = config["train"], time.perf_counter()
-    timeout_s = float(train["net_timeout_s"])
-    cuda = use_cuda(train["device"])
+    began, cuda = time.perf_counter(), use_cuda(train.device)
     if not cuda:
         cpu.install()
         ranks_here = plan.components[plan.component_of(min(own.rank, plan.world_size - 1))].gpus_per_node
@@ -83,61 +102,61 @@ def start(config: dict[str, Any], own: Launch, plan: Plan, run: RunDirectory, ex
     nics = probe()
     traffic = Traffic(plan, own, nics)
     if own.rank == 0:
-        exits.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
+        rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        node = transports.node_transports(plan, own.rank, nics, own.node, own.one_host, cuda)
-        warnings = transports.refuse(node)
+        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, cuda)
+        warnings = interfaces.refuse(node)
     except HolmesError as e:
-        _tell_the_others(own, run, exits, e)
+        _tell_the_others(own, run, rank_exit, e)
         raise
-    store = _meet(own, run, node, exits, timeout_s)
-    exits.watch(store.clone())  # type: ignore[attr-defined]
+    store = _meet(own, run, node, rank_exit, train.net_timeout_s)
+    rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node)
-    transports.check_places(plan, nodes)
-    warnings += transports.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
+    interfaces.check_places(plan, nodes)
+    warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
     for finding in warnings:
         say(str(finding))
     if own.local_rank == 0 and not own.one_host:
-        exits.guard(audit.nic_check(node))
-    made = groups.Groups(plan, node, own.rank, cuda, timeout_s, float(train["watchdog_s"]))
-    device = groups.device(own.local_rank, cuda)
-    groups.check_devices(device, own.rank, store, nodes)
+        rank_exit.guard(audit.nic_check(node))
+    made = process_groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
+    device = process_groups.device(own.local_rank, cuda)
+    process_groups.check_devices(device, own.rank, store, nodes)
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:
         say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
             f" ({own.by}, {device.type})")
-    assert exits.attempt is not None
-    return Session(own, plan, run, exits.attempt, store, nodes, made, device, traffic)
+    assert rank_exit.attempt is not None
+    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic)
 
 
-def _tell_the_others(own: Launch, run: RunDirectory, exits: Exits, error: HolmesError) -> None:
+def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
     """This rank cannot take part: the others should not wait for it."""
     if own.address is None and own.rank == 0:
-        rendezvous.cancel(run.path, own, exits.attempt or 0, str(error), error.exit_code)
+        rendezvous.cancel(run.path, own, rank_exit.attempt or 0, str(error), error.exit_code)
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
         if own.address is None:
-            store, exits.attempt = rendezvous.join_store(run.path, own, 10)
+            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10)
         else:
             store = rendezvous.launcher_store(own, 10)
-        exits.watch(dist.PrefixStore(f"holmes/{own.key}", store))
+        rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", store))
 
 
-def _meet(own: Launch, run: RunDirectory, node: NodeTransports, exits: Exits, timeout_s: float) -> dist.Store:
+def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
     if own.address is not None:
         raw: dist.Store = rendezvous.launcher_store(own, timeout_s)
     elif own.rank == 0:
-        raw = rendezvous.host_store(run.path, own, node.address, exits.attempt or 0, timeout_s)
+        raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
     else:
-        raw, exits.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP))
+        raw, rank_exit.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP))
     store = dist.PrefixStore(f"holmes/{own.key}", raw)
     if own.address is not None:
         if own.rank == 0:
-            store.set("attempt", str(exits.attempt))
+            store.set("attempt", str(rank_exit.attempt))
         else:
-            exits.attempt = int(store.get("attempt"))
+            rank_exit.attempt = int(store.get("attempt"))
     return store
 
 

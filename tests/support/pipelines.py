@@ -1,4 +1,4 @@
-"""Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/hop_*.py.
+"""Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/stage_transfer_*.py.
 
 As a script it answers orders on its input (:class:`Server`). Cases of one shape of world share their processes, which
 are forked after torch and Megatron-Core were imported.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import multiprocessing
 import os
 import queue
 import random
+import runpy
 import select
 import signal
 import subprocess
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from leftovers import stays
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -44,9 +45,9 @@ from megatron.core.transformer import TransformerConfig
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.plan import GroupTransport
 from holmes_hpc.planning.spec.transport import TCP
-from holmes_hpc.training.model.pace import pace
-from holmes_hpc.training.pipeline import point_to_point as edges
-from holmes_hpc.training.pipeline.run_ahead import Event, run_ahead
+from holmes_hpc.training.model.paced_layers import pace
+from holmes_hpc.training.pipeline import point_to_point
+from holmes_hpc.training.pipeline.run_ahead import TraceEvent, run_ahead
 from holmes_hpc.training.rank import cpu
 
 SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
@@ -56,7 +57,7 @@ SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
 class Case:
     """`layers`: per stage, and per chunk within. `micro_batches`: of each step in turn, again from the first when there
     are more steps. `schedule`: megatron (its own communicator), edges (Megatron's schedule over ours), ahead.
-    `delay_s`: a hop takes a random time up to that. `rate`: bytes per second of each hop, at most. `pace_s`: a layer's
+    `delay_s`: a transfer takes a random time up to that. `rate`: bytes per second of each, at most. `pace_s`: a layer's
     forward takes that long, its backward twice as long, by waiting."""
 
     layers: list[list[int]]
@@ -90,8 +91,8 @@ class Case:
         return len(self.layers), len(self.layers[0]), self.dp, self.tp, self.device, self.backend
 
 
-class SlowStream(edges.Stream):
-    """A stream whose sends leave late: each takes a random delay and its bytes' time at a rate, one after the other."""
+class SlowChannel(point_to_point.Channel):
+    """A channel whose sends leave late: each takes a random delay and its bytes' time at a rate, in turn."""
 
     delay_s, rate, staged = 0.0, 0.0, False
 
@@ -178,17 +179,17 @@ def forward_step(case: Case, data: Iterator[torch.Tensor], model: torch.nn.Modul
     return output, loss
 
 
-def communicator(case: Case, config: TransformerConfig) -> edges.EdgeCommunicator:
-    """Streams for this world, made once for the processes and used by all its cases of one kind."""
+def communicator(case: Case, config: TransformerConfig) -> point_to_point.EdgeCommunicator:
+    """Channels for this world, made once for the processes and used by all its cases of one kind."""
     stages, chunks, dp, tp, *_ = case.world
     parallel = Parallel(pp=stages, dp=dp, tp=tp, virtual_stages=chunks)
     plan = SimpleNamespace(
         parallel=parallel, edge_dtype=case.edge_dtype, edge_connections=case.stripes,
         transports=lambda: (GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel)))
-    streams = _streams(case.world, plan, config)
-    for stream in streams.values():
-        stream.delay_s, stream.rate, stream.staged = case.delay_s, case.rate, case.staged
-    return edges.EdgeCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, streams)
+    channels = _channels(case.world, plan, config)
+    for channel in channels.values():
+        channel.delay_s, channel.rate, channel.staged = case.delay_s, case.rate, case.staged
+    return point_to_point.EdgeCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, channels)
 
 
 _made: dict[Any, dict[str, Any]] = {}
@@ -207,13 +208,13 @@ def _watch_groups() -> None:
         setattr(dist.distributed_c10d, name, operation)
 
 
-def _streams(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
+def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
     key = world, plan.edge_dtype, plan.edge_connections
     if key not in _made:
-        built = edges.build(plan, lambda edge: dist.new_group(list(edge.ranks)), rank=dist.get_rank(),
+        built = point_to_point.build(plan, lambda edge: dist.new_group(list(edge.ranks)), rank=dist.get_rank(),
                             pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config,
-                            stream=SlowStream)
-        _made[key] = built.streams
+                            channel=SlowChannel)
+        _made[key] = built.channels
     return _made[key]
 
 
@@ -222,7 +223,7 @@ def run(case: Case) -> dict[str, Any]:
     config = make_config(case)
     models = make_model(case, config)
     _group_sizes.clear()
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     schedule: Callable[..., Any] = (megatron.forward_backward_pipelining_with_interleaving if len(models) > 1
                                     else megatron.forward_backward_pipelining_without_interleaving)
     with_edges: dict[str, Any] = {}
@@ -316,9 +317,9 @@ def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]
     return results
 
 
-def pair(module: str, function: str, *args: Any) -> bool:
-    """`module.function(rank, folder, *args)` in two processes; whether both came to its end."""
-    called = getattr(importlib.import_module(module), function)
+def pair(file: str, function: str, *args: Any) -> bool:
+    """`function(rank, folder, *args)` of a Python `file` in two processes; whether both came to its end."""
+    called = runpy.run_path(file)[function]
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         both = [fork.Process(target=called, args=(rank, folder, *args)) for rank in range(2)]
@@ -339,11 +340,13 @@ class Server:
         self._process = subprocess.Popen([sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, text=True,
                                          stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
                                          start_new_session=True)
+        stays(self._process.pid)
         atexit.register(self._process.kill)
 
     def call(self, function: str, *args: Any, timeout_s: float) -> Any:
         """`play` or `pair` over there. RuntimeError with what was said when it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        sys.audit("tests.process", function)
         self._process.stdin.write(json.dumps([function, *args]) + "\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:

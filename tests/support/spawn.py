@@ -6,32 +6,35 @@ import atexit
 import json
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from leftovers import stays
+
+from holmes_hpc import ports
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission import local
 
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)
 BATCH = Batch(global_size=8, micro_size=1, sequence_length=16)
-TRAIN: dict[str, Any] = {
-    "steps": 4, "seed": 1234, "device": "cpu", "dtype": "fp32", "lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2,
-    "lr_decay_steps": None, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "clip_grad": 1.0,
-    "overlap_grad_reduce": True, "overlap_param_gather": True, "log_interval": 1, "eval_interval": 0, "eval_steps": 2,
-    "checkpoint_interval": 0, "checkpoint_keep": 2, "checkpoint_async": False, "trace": False, "tensorboard": False,
-    "wandb": None, "mlflow": None, "max_restarts": 0, "watchdog_s": 60, "net_timeout_s": 30, "pace_layer_ms": None}
-DATA: dict[str, Any] = {"kind": "synthetic", "seed": 1234, "prefix": None, "split": "90,10", "tokenizer": None,
-                        "learnable": True}
+TRAIN = TrainConfig(steps=4, device="cpu", dtype="fp32", lr=1e-2, min_lr=1e-3, warmup_steps=2, eval_steps=2,
+                    checkpoint_async=False, watchdog_s=600, net_timeout_s=300)
+DATA = DataConfig(split="90,10", learnable=True)
+LIMIT_S = 150  # for whatever a run here does, on a busy machine too, and far below its own time-outs
+
 
 
 def plan(tp: int = 1, pp: int = 1, dp: int = 1, *, layers: list[list[int]] | None = None, model: ModelSpec = MODEL,
@@ -75,7 +78,12 @@ class Ended:
 
 
 def free_port() -> int:
-    return local.free_port()
+    """A port below those that connections of other programs are given."""
+    candidates = list(range(10_000, ports.first_ephemeral()))
+    random.shuffle(candidates)
+    found = ports.free_port(candidates, "127.0.0.1")
+    assert found is not None
+    return found
 
 
 class Nursery:
@@ -90,6 +98,7 @@ class Nursery:
         self._ready = threading.Event()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
+        stays(self._process.pid)
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self._process.kill)
 
@@ -114,6 +123,7 @@ class Nursery:
 
     def fork(self, environment: dict[str, str], config: Path, output: Path) -> int:
         assert self._process.stdin is not None
+        sys.audit("tests.process", "a rank")
         self._process.stdin.write(json.dumps(
             {"environment": environment, "config": str(config), "output": str(output)}) + "\n")
         self._process.stdin.flush()
@@ -147,7 +157,7 @@ class Started:
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = LIMIT_S) -> None:
         """Until the record holds `step`."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -157,7 +167,7 @@ class Started:
             time.sleep(0.02)
         raise AssertionError(f"no step {step} in {timeout_s} s: {[p.read_text()[-2000:] for p in self.outputs]}")
 
-    def finish(self, timeout_s: float = 60) -> Ended:
+    def finish(self, timeout_s: float = LIMIT_S) -> Ended:
         """Wait for the ranks; one that does not end is killed and has the code -9."""
         end, codes = time.monotonic() + timeout_s, []
         for rank, pid in enumerate(self.pids):
@@ -169,27 +179,29 @@ class Started:
         return Ended(self.run, codes, [p.read_text() for p in self.outputs])
 
 
+def configuration(directory: Path, plan_file: Path | None, given: dict[str, Any] | None = None) -> Configuration:
+    """Of a run in `directory`: `given`, its groups `train` and `data` over those above."""
+    given = dict(given or {})
+    return Configuration(MODEL, BATCH, train=replace(TRAIN, **given.pop("train", {})),
+                         data=replace(DATA, **given.pop("data", {})), run_dir=str(directory),
+                         plan_file=str(plan_file) if plan_file else None, **given)
+
+
 def begin(directory: Path, what: Plan | Path, config: dict[str, Any] | None = None, *, ranks: int | None = None,
           environment: dict[int, dict[str, str]] | None = None, rendezvous: str = "file",
           absent: tuple[int, ...] = ()) -> Started:
-    """Start the ranks of a run (a new one, or another attempt of the one in `directory`), but those `absent`."""
-    config = config or {}
-    train = {**TRAIN, **config.get("train", {})}
-    data = {**DATA, **config.get("data", {})}
+    """Start the ranks of a run (a new one, or another attempt of the one in `directory`), but those `absent`.
+    `config`: what is other than in :func:`configuration`."""
+    plan_file = directory / "this-plan.yaml" if isinstance(what, Plan) else what
+    values = configuration(directory, plan_file, config).to_dict()
     run = RunDirectory(directory)
     if not run.exists():
-        RunDirectory.create(directory, what.to_yaml() if isinstance(what, Plan) else None, {"train": train})
-    plan_file = run.plan_path
+        RunDirectory.create(directory, what.to_yaml() if isinstance(what, Plan) else None, values)
     if isinstance(what, Plan):
-        plan_file = directory / "this-plan.yaml"
         what.write(plan_file)
-    elif isinstance(what, Path):
-        plan_file = what
     size = ranks or (what.world_size if isinstance(what, Plan) else 1)
     path = directory / "config.json"
-    path.write_text(json.dumps({
-        **{k: v for k, v in config.items() if k not in ("train", "data")}, "train": train, "data": data,
-        "plan_file": str(plan_file), "run_dir": str(directory)}))
+    path.write_text(json.dumps(values))
     port, started = str(free_port()), Started(run, [], [])
     for rank in [r for r in range(size) if r not in absent]:
         own = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),

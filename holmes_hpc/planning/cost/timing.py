@@ -164,7 +164,7 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray, bucket_bytes: np.
 
 def _apart(layout: Layout) -> bool:
     """Does all of the data-parallel traffic come after the last backward pass? Megatron-Core's overlap of several
-    optimizer instances takes CUDA streams (training.optimizer.wrap)."""
+    optimizer instances takes CUDA streams (training.model.optimizer.wrap)."""
     return layout.parallel.optimizer_instances > 1 and any(
         layout.fabric(c).gpu.is_cpu for c in layout.components)
 
@@ -234,7 +234,7 @@ def compute_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.ndar
 
 
 def _buckets(layout: Layout, replica: int, count: np.ndarray, bucket_bytes: np.ndarray) -> np.ndarray:
-    """Gradient buckets of each stage and chunk: a stage's later chunks have one each (training.optimizer.wrap)."""
+    """Gradient buckets of each stage and chunk: a stage's later chunks have one each (training/model/optimizer.py)."""
     buckets = np.ones_like(count)
     sizes = np.array([layout.costs.gradient_size(layout.fabric(c).gpu) for c in layout.replicas[replica]])
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * sizes / bucket_bytes[:, None]))

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import yaml
 
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, Measured
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.cost.timing import parameters
@@ -29,11 +30,12 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.run import RunDirectory, now
 from holmes_hpc.training import session
-from holmes_hpc.training.calibration import networks as links
+from holmes_hpc.training.calibration import networks
 from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import Exits, RankLog, checked_run, say
+from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.log import RankLog, say
 from holmes_hpc.training.rank.signals import Signals
 from holmes_hpc.training.rank.watchdog import Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
@@ -44,30 +46,32 @@ REPEATS = 12
 Times = dict[str, tuple[float, float]]  # part -> seconds (forward, backward); pass: what is in no part, for each
 
 
-def measure(config: dict[str, Any]) -> dict[str, Any]:
-    """Measure as one rank of ``config["plan_file"]``; what rank 0 wrote comes back there. Failures end the rank as
-    they do in training: one line in the log and in exits/, the same exit code on every rank."""
+def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure as one rank of the plan; what rank 0 wrote comes back there. Failures end the rank as they do in
+    training: one line in the log and in exits/, the same exit code on every rank. `unrecorded`: see
+    :func:`holmes_hpc.training.loop.train`."""
     own = launch.read()
-    run = checked_run(config)
-    log, exits = RankLog(run, own), Exits(run, own)
-    exits.before_exit = dump_stacks
-    watchdog = Watchdog(exits, float(config["train"]["watchdog_s"]), speaks=own.rank == 0).start()
+    run = session.run_directory(config.run_dir)
+    log, rank_exit = RankLog(run, own), RankExit(run, own)
+    rank_exit.before_exit = dump_stacks
+    watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
+        session.tell_defaults(own, unrecorded)
         with Signals() as signals:
-            made = _measure(config, own, run, exits, watchdog, signals)
-        exits.ended("completed")
+            made = _measure(config, own, run, rank_exit, watchdog, signals)
+        rank_exit.ended("completed")
         return made
     except Exception as e:
-        sys.exit(exits.failed(e))
+        sys.exit(rank_exit.failed(e))
     finally:
         watchdog.stop()
         log.close()
 
 
-def _measure(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exits, watchdog: Watchdog,
+def _measure(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, watchdog: Watchdog,
              signals: Signals) -> dict[str, Any]:
-    plan = Plan.read(config["plan_file"])
-    here = session.start(config, own, plan, run, exits)
+    plan = Plan.read(config.plan_file or run.plan_path)
+    here = session.start(config.train, own, plan, run, rank_exit)
     trainer = Trainer(config, here, watchdog)
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
@@ -75,12 +79,12 @@ def _measure(config: dict[str, Any], own: Launch, run: RunDirectory, exits: Exit
     watchdog.alive("measuring the parts of a step")
     parts = _everyone(here, "parts", part_times(trainer))
     watchdog.alive("measuring the networks")
-    samples = _everyone(here, "links", links.samples(here, trainer.control))
-    meeting_s = links.meeting_s(trainer.control)
+    samples = _everyone(here, "links", networks.samples(here, trainer.control))
+    meeting_s = networks.meeting_s(trainer.control)
     trainer.close()
     made: dict[str, Any] = {}
     if own.rank == 0:
-        flat = [links.Sample(*s) for rows in samples for s in rows]
+        flat = [networks.Sample(*s) for rows in samples for s in rows]
         made = _write(trainer, run, _merged(parts), flat, meeting_s)
     here.close()
     return made
@@ -173,11 +177,11 @@ def _passes_s(forward: Callable[[torch.Tensor | None], torch.Tensor], given: tor
     """Median seconds of (forward, backward), warm-up left out."""
     times = []
     for _ in range(WARM_UP + REPEATS):
-        began = links.moment()
+        began = networks.moment()
         output = forward(given)
-        between = links.moment()
+        between = networks.moment()
         output.backward(torch.ones_like(output))
-        times.append((between - began, links.moment() - between))
+        times.append((between - began, networks.moment() - between))
     forward_s, backward_s = zip(*times[WARM_UP:], strict=True)
     return statistics.median(forward_s), statistics.median(backward_s)
 
@@ -196,14 +200,14 @@ def _merged(parts: Iterable[dict[str, Sequence[float]]]) -> Times:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def calibration(plan: Plan, times: Times, found: links.Links, steps: Sequence[dict[str, Any]], *, meeting_s: float,
+def calibration(plan: Plan, times: Times, found: networks.Links, steps: Sequence[dict[str, Any]], *, meeting_s: float,
                 device: str, dtype: str, pace_layer_ms: float | None) -> Calibration:
     """The record, from the parts' seconds, the links, the lines of metrics of steps after warm-up, and what it takes
     all ranks to sum up one number."""
     m, batch, tp = plan.model, plan.batch, plan.parallel.tp
     tokens = batch.micro_size * batch.sequence_length
-    flops = {"layer": counts.layer_flops(m, tokens, batch.sequence_length), "embedding": float(tokens * m.hidden),
-             "head": counts.head_flops(m, tokens, tp)}
+    flops = {"layer": layer_flops(m, tokens, batch.sequence_length), "embedding": float(tokens * m.hidden),
+             "head": head_flops(m, tokens, tp)}
     parts = tuple(Measured(name, m.hidden, tokens, tp, flops[name], *times[name]) for name in flops if name in times)
     pass_s = max(0.0, sum(times.get("pass", (0.0, 0.0))) / 2)
     held = float(parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2).max())
@@ -215,19 +219,20 @@ def calibration(plan: Plan, times: Times, found: links.Links, steps: Sequence[di
                        f"{now()}, plan {plan.id}")
 
 
-def _write(trainer: Trainer, run: RunDirectory, times: Times, samples: list[links.Sample], meeting_s: float,
+def _write(trainer: Trainer, run: RunDirectory, times: Times, samples: list[networks.Sample], meeting_s: float,
            ) -> dict[str, Any]:
-    train, plan, here = trainer.config, trainer.plan, trainer.here
-    found = links.fit(samples)
-    steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train["steps"] - 1)]
+    train, plan, here = trainer.settings, trainer.plan, trainer.here
+    found = networks.fit(samples)
+    steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
     device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
-    made = calibration(plan, times, found, steps, meeting_s=meeting_s, device=device, dtype=train["dtype"],
-                       pace_layer_ms=train["pace_layer_ms"])
+    made = calibration(plan, times, found, steps, meeting_s=meeting_s, device=device, dtype=train.dtype,
+                       pace_layer_ms=train.pace_layer_ms)
     for sample in samples:
-        say(f"{sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit {links.fitted_s(sample, found):.6f} s")
+        fitted_s = networks.fitted_s(sample, found)
+        say(f"{sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit {fitted_s:.6f} s")
     write_whole(Path(run.path, FILE), yaml.safe_dump(made.to_dict(), sort_keys=False))
     # what the planner now says of these very steps: how well its model holds here
-    predicted = predict(plan, Costs(made, train["pace_layer_ms"])).step_time_s
+    predicted = predict(plan, Costs(made, train.pace_layer_ms)).step_time_s
     measured = statistics.median(line["step_time_s"] for line in steps)
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
     say(f"a step took {measured:.4f} s; from the measured parts it is {predicted:.4f} s")

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from holmes_hpc.planning.cost.hardware import Link, collectives
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
-from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.network import interfaces
 from holmes_hpc.training.session import Session
 
 WARM_UP, REPEATS = 2, 9
@@ -72,7 +72,7 @@ def pairs(plan: Plan, one_host: bool) -> dict[str, tuple[Transport, tuple[int, i
     found: dict[str, tuple[Transport, tuple[int, int]]] = {}
     for ranks in combinations(range(plan.world_size), 2):
         own = plan.transport_of(ranks)
-        if own.kind != "rdma" or all("rdma" in transports.kinds_of(plan, r) for r in ranks):
+        if own.kind != "rdma" or all("rdma" in interfaces.kinds_of(plan, r) for r in ranks):
             found.setdefault(link_name(own), (own, ranks))
         if "ethernet" not in found and plan.places[ranks[0]] != plan.places[ranks[1]]:
             apart = ranks
@@ -120,7 +120,7 @@ def _median_s(task: Callable[[], None]) -> float:
 
 
 def _activation_bytes(plan: Plan, here: Session) -> int:
-    """Of one hop between stages."""
+    """Of one stage transfer."""
     elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden
     return min(MOST_BYTES, elements * (2 if here.cuda else 4))
 

@@ -1,4 +1,4 @@
-"""Weights out: Megatron-Core's names and layouts to Hugging Face's, as safetensors that `transformers` loads.
+"""Exporting weights: from Megatron-Core's names and layouts to Hugging Face's, as safetensors for `transformers`.
 
 Models with rotary positions, SwiGLU and RMSNorm become a LlamaForCausalLM; models with learned positions, GELU and
 LayerNorm a GPT2LMHeadModel. There is no such class for other mixtures, and none is invented here.
@@ -20,7 +20,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.checkpoint.weights import SavedWeights
+from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 from holmes_hpc.training.data.tokenizer import ByteTokenizer
 
 SHARD_BYTES = 5_000_000_000  # of one .safetensors file, as Hugging Face's own

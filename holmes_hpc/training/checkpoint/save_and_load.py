@@ -1,16 +1,19 @@
 """Checkpoints by Megatron-Core's dist_checkpointing: asynchronous, atomic, loadable under another layout.
 
 The optimizer's state is saved per parameter (``fully_reshardable``), so a checkpoint belongs to the model and not to
-the layout it was saved under. What makes a directory a checkpoint is in :mod:`holmes_hpc.training.checkpoint.folder`.
+the layout it was saved under. What makes a directory a checkpoint is in checkpoint_directory.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
 import queue
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +35,14 @@ from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.checkpoint import folder as saves
-from holmes_hpc.training.rank.failure import say
+from holmes_hpc.training.checkpoint import checkpoint_directory
+from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
             "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
 RESULT_WAIT_S = 30  # after the writer has ended
 LOOK_S = 0.05  # while a save is waited for
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
 # A model's identity: what its weights' shapes and their use depend on.
 _IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
@@ -95,12 +99,12 @@ class Checkpoints:
         for model in self.models:  # parameters that are gathered before the next forward pass only
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
-        path = saves.unfinished_path(self.folder, step, self.attempt)
+        path = checkpoint_directory.unfinished_path(self.folder, step, self.attempt)
         if self._rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as e:
-                raise saves.failed(path, e) from e
+                raise checkpoint_directory.failed(path, e) from e
         dist.barrier(group=self._group)
         about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
                  "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
@@ -159,9 +163,9 @@ class Checkpoints:
                 files.update({k: tuple(v) for k, v in json.loads(part.read_text()).items()})
                 part.unlink()
             for other in path.iterdir():
-                files.setdefault(other.name, saves.checksum(other))
-            saves.finish(path, step, about, files)
-            saves.prune(self.folder, self.keep)
+                files.setdefault(other.name, checkpoint_directory.checksum(other))
+            checkpoint_directory.finish(path, step, about, files)
+            checkpoint_directory.prune(self.folder, self.keep)
             say(f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
                 f"{time.perf_counter() - self._began:.2f} s")
 
@@ -176,13 +180,13 @@ class Checkpoints:
         found = self._found(chosen)
         problem = ""
         for path in found:
-            save = saves.seen(path)
-            damage = self._damage(save)
+            checkpoint = checkpoint_directory.seen(path)
+            damage = self._damage(checkpoint)
             if damage is None:
-                assert save is not None
-                check_model(save, self.plan)
-                self._load(save)
-                return save.step
+                assert checkpoint is not None
+                check_model(checkpoint, self.plan)
+                self._load(checkpoint)
+                return checkpoint.step
             problem = problem or f"{path.name}: {damage}"
             if self._rank == 0:
                 say(f"warning: checkpoint {path} is damaged ({damage}); looking for an earlier one")
@@ -196,11 +200,11 @@ class Checkpoints:
         system that shows changes late each rank might see something else."""
         said: list[Any] = [None, None]
         if self._rank == 0:
-            saves.sweep(self.folder)
-            said[0] = [str(save.path) for save in saves.complete(self.folder)]
+            checkpoint_directory.sweep(self.folder)
+            said[0] = [str(checkpoint.path) for checkpoint in checkpoint_directory.complete(self.folder)]
             if chosen is not None and not said[0]:
                 try:
-                    said[0] = [str(saves.at(chosen.absolute()).path)]
+                    said[0] = [str(checkpoint_directory.at(chosen.absolute()).path)]
                 except DataError as e:
                     said[1] = (e.what, e.where, e.hint)
         dist.broadcast_object_list(said, src=0, group=self._group)
@@ -209,11 +213,12 @@ class Checkpoints:
             raise DataError(what, where=where, hint=hint)
         return [Path(path) for path in said[0]]
 
-    def _damage(self, save: saves.Save | None) -> str | None:
+    def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
         """What any rank found wrong; every rank reads its share of the files, however long that takes."""
         size = dist.get_world_size()
         with ThreadPoolExecutor(1) as pool:
-            looking = pool.submit(saves.damage, save, self._rank, size) if save is not None else None
+            looking = None if checkpoint is None else pool.submit(
+                checkpoint_directory.damage, checkpoint, self._rank, size)
             while self._anywhere(looking is not None and not looking.done()):
                 time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
             own = looking.result() if looking is not None else f"not to be seen by rank {self._rank}"
@@ -221,16 +226,16 @@ class Checkpoints:
         dist.all_gather_object(said, own, group=self._group)
         return next((text for text in said if text is not None), None)
 
-    def _load(self, save: saves.Save) -> None:
+    def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
-        same_layout = (dict(save.about["parallel"]) == asdict(self.plan.parallel)
-                       and save.about.get("device", self._device) == self._device)
+        same_layout = (dict(checkpoint.about["parallel"]) == asdict(self.plan.parallel)
+                       and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = dist_checkpointing.load(state, str(save.path))
+            loaded = dist_checkpointing.load(state, str(checkpoint.path))
         except (OSError, RuntimeError, KeyError, ValueError, *_ERRORS) as e:
-            raise DataError(f"cannot be loaded: {' '.join(str(e).split())[:300]}", where=str(save.path),
+            raise DataError(f"cannot be loaded: {' '.join(str(e).split())[:300]}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
         for index, model in enumerate(self.models):
             model.module.load_state_dict(loaded[f"model{index}"])
@@ -258,13 +263,13 @@ class Checkpoints:
         return state
 
 
-def check_model(save: saves.Save, plan: Plan) -> None:
+def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
     """Raise DataError when a checkpoint is of another model than the plan's."""
-    saved, own = save.about.get("model", {}), asdict(plan.model)
+    saved, own = checkpoint.about.get("model", {}), asdict(plan.model)
     for key in _IDENTITY:
         if saved.get(key) != own[key]:
             raise DataError(f"it is of a model with {key} {saved.get(key)}, the plan's has {own[key]}",
-                            where=str(save.path), hint="resume with a plan for the model that was trained")
+                            where=str(checkpoint.path), hint="resume with a plan for the model that was trained")
 
 
 def _inner(optimizer: Any) -> list[Any]:
@@ -313,18 +318,29 @@ def _offsets_without_padding(optimizer: Any) -> Iterator[None]:
 
 
 def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncRequest:
-    """The writer, in its own process, also notes the checksums of the files it wrote."""
-    write = request.async_fn
+    """The writer, in its own process, ends with its rank, and also notes the checksums of the files it wrote."""
+    write, own_rank = request.async_fn, os.getpid()
     if write is None:
         return request
 
     def write_and_check(*args: Any, **kwargs: Any) -> None:
+        writer = os.getpid()
+        _end_with(own_rank)
+        os.register_at_fork(after_in_child=lambda: _end_with(writer))  # Megatron-Core forks one more for the file
         write(*args, **kwargs)
-        own = {p.name: saves.checksum(p) for p in path.glob(f"__{rank}_*")}
+        own = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
         with contextlib.suppress(OSError):  # of a full disk the writer itself tells
             (path / f".crc-{rank}.json").write_text(json.dumps(own))
 
     return request._replace(async_fn=write_and_check)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends, however that ends. Elsewhere than on Linux nobody does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended before it was asked for
+            os._exit(1)
 
 
 def _generators() -> dict[str, Any]:
@@ -346,10 +362,10 @@ def _as_failure(path: Path, error: BaseException) -> RunFailed:
     if failures:
         inner = next(iter(failures.values()))[0]
     if isinstance(inner, OSError):
-        return saves.failed(path, inner)
+        return checkpoint_directory.failed(path, inner)
     with contextlib.suppress(OSError):
         room = os.statvfs(path if path.exists() else path.parent)
         if room.f_bavail * room.f_frsize < 1 << 20:
-            return saves.failed(path, OSError(28, "No space left on device"))
+            return checkpoint_directory.failed(path, OSError(28, "No space left on device"))
     return RunFailed(f"the checkpoint could not be written: {' '.join(str(inner).split())[:300]}", where=str(path),
                      hint="see this rank's log; `holmes resume` goes on from the last good checkpoint")

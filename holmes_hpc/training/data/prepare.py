@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.errors import ConfigError, DataError, RunFailed
-from holmes_hpc.training.data import corpus
+from holmes_hpc.training.data import text_files
 from holmes_hpc.training.data.tokenizer import Tokenizer, load
 
 PART_BYTES = 16 << 20
@@ -65,7 +65,7 @@ class Prepared:
 class _Part:
     """Extents that one worker tokenizes at one go, and where to."""
 
-    extents: tuple[corpus.Extent, ...]
+    extents: tuple[text_files.Extent, ...]
     target: str  # without .bin and .npz
 
     @property
@@ -86,7 +86,7 @@ def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[s
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}", where="data prepare", hint="use 1 or more")
     loaded = load(tokenizer)
-    extents = [e for f in files for e in corpus.extents(os.fspath(f), part_bytes)]
+    extents = [e for f in files for e in text_files.extents(os.fspath(f), part_bytes)]
     total = sum(e.bytes for e in extents)
     if not total:
         raise DataError(f"no text in {len(files)} file(s)", where=", ".join(map(str, files)) or "data prepare",
@@ -171,9 +171,9 @@ def _locked(prefix: str) -> Iterator[Path]:
         yield directory
 
 
-def _parts(extents: Sequence[corpus.Extent], directory: Path, limit: int, settings: str) -> list[_Part]:
+def _parts(extents: Sequence[text_files.Extent], directory: Path, limit: int, settings: str) -> list[_Part]:
     """Extents in order, gathered up to `limit` bytes a part. A part's name tells all that its content depends on."""
-    groups: list[list[corpus.Extent]] = [[]]
+    groups: list[list[text_files.Extent]] = [[]]
     size = 0
     for extent in extents:
         if groups[-1] and size + extent.bytes > limit:
@@ -263,7 +263,7 @@ def _tokenize_part(part: _Part, tokenizer: Tokenizer, json_key: str, read: Calla
     with open(f"{temporary}.tmp", "wb") as out:
         for extent in part.extents:
             begun = False
-            for text, last in corpus.documents(extent, json_key, read):
+            for text, last in text_files.documents(extent, json_key, read):
                 ids = tokenizer.encode(text).astype(dtype, copy=False) if text else np.empty(0, dtype)
                 out.write(ids.tobytes())
                 for start in range(0, len(ids), _SEQUENCE_TOKENS):

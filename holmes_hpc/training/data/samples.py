@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from holmes_hpc.errors import ConfigError, DataError, nearest
+from holmes_hpc.errors import DataError
 from holmes_hpc.planning.spec.plan import Plan
-
-KINDS = ("synthetic", "indexed")
-_VALIDATION = 1 << 32  # sets the validation samples of synthetic data apart from those of any 32-bit seed
-_NOISE = 0.1
 
 
 class Samples(Protocol):
@@ -34,30 +29,6 @@ class Samples(Protocol):
     def tokens(self, index: int) -> np.ndarray:
         """Sample `index` >= 0: int64, shape (sequence length + 1); its first part is input, its last part labels."""
         ...
-
-
-@dataclass(frozen=True)
-class Synthetic:
-    """Seeded tokens, each sample a function of its index. `learnable`: nine of ten tokens follow from the last one."""
-
-    seed: int
-    vocab: int
-    sequence_length: int
-    learnable: bool = False
-    name: str = "synthetic"
-
-    def __len__(self) -> int:
-        return 1 << 62
-
-    def tokens(self, index: int) -> np.ndarray:
-        random = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
-        drawn = random.integers(self.vocab, size=self.sequence_length + 1, dtype=np.int64)
-        if not self.learnable:
-            return drawn
-        fresh = random.random(self.sequence_length + 1) < _NOISE
-        fresh[0] = True
-        since = np.arange(len(drawn)) - np.maximum.accumulate(np.where(fresh, np.arange(len(drawn)), 0))
-        return (drawn[np.arange(len(drawn)) - since] + since) % self.vocab
 
 
 def shuffled(index: int, size: int, key: tuple[int, int]) -> int:
@@ -110,28 +81,3 @@ def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
         wrong = int(tokens.max()) if int(tokens.max()) >= vocab else int(tokens.min())
         raise DataError(f"token id {wrong} is not in the model's vocabulary of {vocab}", where=where,
                         hint="prepare the data with the model's tokenizer, or set model.vocab")
-
-
-def build_datasets(config: Mapping[str, Any], plan: Plan) -> tuple[Samples, Samples | None]:
-    """The training samples that `config` names, and the validation samples when `train.eval_interval` is above 0.
-
-    Rank 0 and every rank that needs data call it, after torch.distributed is initialised (if it is to be): rank 0
-    checks the data and makes the index, the others wait for its word in the rendezvous store, without a barrier.
-    Raises DataError, the same on every rank, for data that are missing, damaged, too short or of another vocabulary.
-    """
-    data = config["data"]
-    kind, seed = data["kind"], data.get("seed")
-    seed = config["train"]["seed"] if seed is None else seed
-    if kind not in KINDS:
-        raise ConfigError(f"unknown kind {kind!r}", where="data.kind", hint=nearest(str(kind), KINDS))
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 32:
-        raise ConfigError(f"seed is {seed!r}", where="data.seed", hint="use a whole number from 0, below 2^32")
-    evaluates = config["train"].get("eval_interval", 0) > 0
-    if kind == "synthetic":
-        vocab, length = plan.model.vocab, plan.batch.sequence_length
-        learnable = bool(data.get("learnable", False))
-        return (Synthetic(seed, vocab, length, learnable),
-                Synthetic(seed + _VALIDATION, vocab, length, learnable, "synthetic validation") if evaluates else None)
-    from holmes_hpc.training.data import indexed  # Megatron's data sets take seconds to load
-
-    return indexed.build(data, config.get("run_dir"), seed, plan, evaluates)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, exactly: at every moment one part is running, and the parts add up to the step.
+"""Where the time of a training step goes: computing, waiting, communicating. The parts add up to the step.
 
 :class:`Breakdown` is a stack of parts; the innermost one's clock runs. Megatron-Core's schedules and optimizers report
 to it as to their timers; waits that hide inside other parts (a parameter gather before a layer's forward pass, the

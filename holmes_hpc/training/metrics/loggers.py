@@ -1,15 +1,16 @@
-"""The metrics to where people look at them besides: TensorBoard, Weights & Biases, MLflow. When asked for, by rank 0.
-"""
+"""Sending the metrics to TensorBoard, Weights & Biases or MLflow as well, by rank 0 when asked to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.run import RunDirectory
 
-Log = Callable[[int, Mapping[str, float]], None]
+Write = Callable[[int, Mapping[str, float]], None]
 
 
 def figures(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -27,8 +28,8 @@ def figures(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, f
 class Loggers:
     """All that the configuration asks for. ConfigError, with what to install, for one that is not there."""
 
-    def __init__(self, train: Mapping[str, Any], run: RunDirectory) -> None:
-        made = [(tensorboard, bool(train["tensorboard"])), (wandb, train["wandb"]), (mlflow, train["mlflow"])]
+    def __init__(self, train: TrainConfig, run: RunDirectory) -> None:
+        made = [(tensorboard, train.tensorboard), (wandb, train.wandb), (mlflow, train.mlflow)]
         opened = [make(run, value, train) for make, value in made if value]
         self._logs, self._closes = [log for log, _ in opened], [close for _, close in opened]
 
@@ -42,7 +43,7 @@ class Loggers:
             close()
 
 
-def tensorboard(run: RunDirectory, value: Any, train: Mapping[str, Any]) -> tuple[Log, Callable[[], None]]:
+def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
     """Event files under tensorboard/ of the run directory."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,18 +58,18 @@ def tensorboard(run: RunDirectory, value: Any, train: Mapping[str, Any]) -> tupl
     return log, writer.close
 
 
-def wandb(run: RunDirectory, value: Any, train: Mapping[str, Any]) -> tuple[Log, Callable[[], None]]:
+def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
     """A run of the project `value`, named after the run directory; another attempt goes on with it."""
     try:
         import wandb as package
     except ImportError as e:
         raise _missing("wandb", "train.wandb") from e
     opened = package.init(project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path),
-                          config=dict(train))
+                          config=asdict(train))
     return (lambda step, values: opened.log(dict(values), step=step)), opened.finish
 
 
-def mlflow(run: RunDirectory, value: Any, train: Mapping[str, Any]) -> tuple[Log, Callable[[], None]]:
+def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
     """A run under the tracking address `value`."""
     try:
         import mlflow as package
@@ -76,7 +77,7 @@ def mlflow(run: RunDirectory, value: Any, train: Mapping[str, Any]) -> tuple[Log
         raise _missing("mlflow", "train.mlflow") from e
     package.set_tracking_uri(str(value))
     package.start_run(run_name=run.name)
-    package.log_params({k: v for k, v in train.items() if v is not None})
+    package.log_params({k: v for k, v in asdict(train).items() if v is not None})
     return (lambda step, values: package.log_metrics({k.replace("/", "."): v for k, v in values.items()}, step=step)), \
         package.end_run
 

@@ -19,7 +19,7 @@ import torch
 
 from holmes_hpc.planning.schedule.orders import Pass
 from holmes_hpc.records.files import append_line
-from holmes_hpc.training.pipeline.run_ahead import Event
+from holmes_hpc.training.pipeline.run_ahead import TraceEvent
 
 
 class Trace:
@@ -28,10 +28,10 @@ class Trace:
     def __init__(self, path: Path, stage: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._stage = path, stage
-        self._events: list[Event] = []
+        self._events: list[TraceEvent] = []
         self._lock = threading.Lock()  # transfers end on threads of their own
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: TraceEvent) -> None:
         with self._lock:
             self._events.append(event)
 
@@ -48,7 +48,7 @@ class Trace:
         """Drop what happened since the last call: it was no step."""
         self._take()
 
-    def _take(self) -> list[Event]:
+    def _take(self) -> list[TraceEvent]:
         with self._lock:
             taken, self._events = self._events, []
         return sorted(taken, key=lambda event: event.start)
@@ -77,7 +77,7 @@ class TracedTimers:
         self._at += 1
         self._held += done.forward
         kind = "forward" if done.forward else "backward"
-        self._trace(Event(kind, done.micro_batch, done.chunk, start, time.time(), self._held))
+        self._trace(TraceEvent(kind, done.micro_batch, done.chunk, start, time.time(), self._held))
         self._held -= not done.forward
 
 

@@ -1,5 +1,4 @@
-"""The model of a plan: Megatron-Core's GPTModel with this rank's own layers, and weights that do not depend on the
-layout."""
+"""The model of a plan: Megatron-Core's GPTModel with this rank's layers, and weights that no layout changes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def transformer_engine() -> bool:
 
 
 def dtype_name(wanted: str, cuda: bool) -> str:
-    """What ``train.dtype`` means on this device; `auto` is what the planner takes it for, too (planning/costs.py)."""
+    """What ``train.dtype`` means on this device; for `auto` the planner has the same rule (planning/cost/costs.py)."""
     return wanted if wanted != "auto" else "bf16" if cuda else "fp32"
 
 

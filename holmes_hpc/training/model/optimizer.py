@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -12,34 +12,25 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
-from holmes_hpc.errors import ConfigError, RunFailed
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.metrics.breakdown import Breakdown
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
 
 
-def learning_rate(step: int, train: Mapping[str, Any]) -> float:
+def learning_rate(step: int, train: TrainConfig) -> float:
     """The learning rate of `step` (from 1): linear warm-up over `warmup_steps`, then a half cosine down to `min_lr` at
     `lr_decay_steps` (default: the last step), constant after that (Loshchilov and Hutter 2017)."""
-    peak, low, warm = train["lr"], train["min_lr"], train["warmup_steps"]
+    peak, low, warm = train.lr, train.min_lr, train.warmup_steps
     if step <= warm:
         return float(peak * step / warm)
-    end = train["lr_decay_steps"] or train["steps"]
+    end = train.lr_decay_steps or train.steps
     if step >= end:
         return float(low)
     done = (step - warm) / max(1, end - warm)
     return float(low + 0.5 * (peak - low) * (1 + math.cos(math.pi * done)))
-
-
-def check_schedule(train: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a learning-rate schedule that makes no sense."""
-    if not 0 <= train["min_lr"] <= train["lr"]:
-        raise ConfigError(f"min_lr {train['min_lr']} is not between 0 and lr {train['lr']}", where="train",
-                          hint="lower min_lr")
-    if train["warmup_steps"] < 0 or train["warmup_steps"] > (train["lr_decay_steps"] or train["steps"]):
-        raise ConfigError(f"warmup_steps is {train['warmup_steps']}", where="train",
-                          hint="use 0 up to lr_decay_steps (or steps)")
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
@@ -50,14 +41,14 @@ def groups_for_ddp() -> ProcessGroupCollection:
     return groups
 
 
-def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: Mapping[str, Any]) -> list[DistributedDataParallel]:
+def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
     """The model chunks under Megatron-Core's DDP, buckets of `plan.bucket_bytes`."""
     p = plan.parallel
     # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
-    overlap = train["overlap_grad_reduce"] and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
+    overlap = train.overlap_grad_reduce and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlap,
-        overlap_param_gather=train["overlap_param_gather"] and p.distributed_optimizer and overlap,
+        overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
         bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES), check_for_nan_in_grad=False)
@@ -70,15 +61,14 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: Mapping[str, Any
     return wrapped
 
 
-def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: Mapping[str, Any],
+def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: TrainConfig,
           breakdown: Breakdown) -> Any:
     """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so; `config` learns
     what the schedules need of it."""
-    check_schedule(train)
     ddp = models[0].ddp_config
     optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=train["lr"], min_lr=train["min_lr"], weight_decay=train["weight_decay"],
-        adam_beta1=train["beta1"], adam_beta2=train["beta2"], adam_eps=train["eps"], clip_grad=train["clip_grad"],
+        optimizer="adam", lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay,
+        adam_beta1=train.beta1, adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad,
         bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
         use_distributed_optimizer=plan.parallel.distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather, timers=breakdown), list(models))
@@ -90,13 +80,13 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
     return optimizer
 
 
-def set_options(optimizer: Any, train: Mapping[str, Any], rate: float) -> None:
+def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
     """Adam's numbers for the next step: `train`'s own, also where a checkpoint brought others along. Norms and biases
     do not decay (Megatron's wd_mult, which its own scheduler applies)."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
-        group["weight_decay"] = train["weight_decay"] * group.get("wd_mult", 1.0)
-        group["betas"], group["eps"] = (train["beta1"], train["beta2"]), train["eps"]
+        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:

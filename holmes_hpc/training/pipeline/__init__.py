@@ -1,1 +1,1 @@
-"""What crosses stage boundaries: point-to-point transfers, their form on the wire, the schedule that runs ahead."""
+"""Pipeline parallelism: schedules, and the transfers between stages with their form on the wire."""

@@ -1,8 +1,8 @@
-"""An edge for an edge: point-to-point traffic between pipeline stages over two-rank groups of its own.
+"""Sending activations and their gradients between neighbouring pipeline stages, over groups of two ranks each.
 
-Each direction of each edge is a :class:`Stream`: tensors of known shape, received in the order in which they were sent,
-over process groups that hold nothing but its two ranks. So a hop inside a fabric goes by RDMA and only a hop between
-fabrics by TCP, nothing goes over WORLD, and no stream ever waits for another one:
+Each direction of each edge is a :class:`Channel`: tensors of known shape, received in the order in which they were
+sent, over process groups that hold nothing but its two ranks. So a transfer inside a fabric goes by RDMA and only one
+between fabrics by TCP, nothing goes over WORLD, and no channel ever waits for another one:
 
     stage 0            stage 1            stage 2
        ── forward_out ▸ forward_in ── forward_out ▸ forward_in        activations
@@ -10,8 +10,8 @@ fabrics by TCP, nothing goes over WORLD, and no stream ever waits for another on
 
 Why one group for each direction: NCCL runs the operations of one communicator one after the other, so a receive posted
 ahead of need would hold up every later send on it. Gloo would manage with tags, and gets the same for simplicity.
-:class:`EdgeCommunicator` is Megatron-Core's ``P2PCommunicator`` with streams under it, for all of Megatron's schedules;
-``training.schedule.run_ahead`` uses the streams themselves.
+:class:`EdgeCommunicator` is Megatron-Core's ``P2PCommunicator`` over channels, for all of Megatron's schedules;
+``run_ahead`` uses the channels themselves.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ Watch = Callable[[str, Any, float, float], None]
 class Transfer:
     """A tensor on its way. :meth:`wait` returns once it has left or arrived, and again at once when asked again."""
 
-    def __init__(self, stream: Stream, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
-        self._stream, self._tensor, self._finish = stream, tensor, finish
+    def __init__(self, channel: Channel, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._channel, self._tensor, self._finish = channel, tensor, finish
         self.done = False
 
     def wait(self) -> torch.Tensor:
         """The tensor sent or received. Raises NetworkError with the edge's name when the other end is gone."""
         if not self.done:
             asked = time.perf_counter()
-            with _named(self._stream.name):
+            with _named(self._channel.name):
                 self._finish()
             self.done = True
-            self._stream.waited_s += time.perf_counter() - asked
+            self._channel.waited_s += time.perf_counter() - asked
         return self._tensor
 
 
-class Stream:
+class Channel:
     """One direction of one edge, seen from one of its two ends.
 
-    `lanes`: groups of just these two ranks; a tensor is cut into as many stripes, one per lane. `peer`: the other
-    end's global rank. `codec`: how a tensor looks on the wire. `waited_s`: seconds that callers were blocked so far.
+    `connections`: groups of just these two ranks, each of which connects them anew; a tensor is cut into as many
+    stripes. `peer`: the other end's global rank. `codec`: how a tensor looks on the wire. `waited_s`: seconds that
+    callers were blocked so far.
     `watch`, when set, is told of every transfer, at the cost of a thread: ("send_forward", label, posted, done) where
-    the stream's name begins with "forward".
+    the channel's name begins with "forward".
     """
 
-    def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], peer: int, codec: Codec = SAME) -> None:
-        self.name, self.lanes, self.peer, self.codec = name, tuple(lanes), peer, codec
+    def __init__(self, name: str, connections: Sequence[dist.ProcessGroup], peer: int, codec: Codec = SAME) -> None:
+        self.name, self.connections, self.peer, self.codec = name, tuple(connections), peer, codec
         self.waited_s = 0.0
         self.watch: Watch | None = None
-        self._nccl = "nccl" in str(dist.get_backend(self.lanes[0])).lower()
+        self._nccl = "nccl" in str(dist.get_backend(self.connections[0])).lower()
         # How many receives to post ahead of need. NCCL's are kernels that wait behind each other: one at a time is
         # enough to receive while computing, and does not fill the GPU's queues.
         self.most_posted = 1 if self._nccl else 1 << 30
@@ -156,10 +157,10 @@ class Stream:
         return Transfer(self, tensor, finish)
 
     def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
-        stripes = wire.view(-1).tensor_split(len(self.lanes))
+        stripes = wire.view(-1).tensor_split(len(self.connections))
         with _named(self.name):
-            return [operation(stripe, self.peer, group=lane, tag=tag)
-                    for stripe, lane in zip(stripes, self.lanes, strict=True) if stripe.numel()]
+            return [operation(stripe, self.peer, group=connection, tag=tag)
+                    for stripe, connection in zip(stripes, self.connections, strict=True) if stripe.numel()]
 
     def _in_background(self, task: Callable[[], None]) -> Callable[[], None]:
         if self._thread is None:
@@ -196,31 +197,31 @@ def _wait_all(works: Iterable[Any]) -> None:
 
 
 class EdgeCommunicator(P2PCommunicator):
-    """Megatron-Core's point-to-point interface over streams; give it to any of its schedules as ``p2p_communicator``.
+    """Megatron-Core's point-to-point interface over channels; give it to any of its schedules as ``p2p_communicator``.
 
-    `streams`: those this rank is an end of, by their role: forward_in, forward_out, backward_in, backward_out. The
+    `channels`: those this rank is an end of, by their role: forward_in, forward_out, backward_in, backward_out. The
     first stage has no forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages
     close the ring. Tensors have the shape that the schedule names: sequences of varying length are refused.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any, streams: Mapping[str, Stream]) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel]) -> None:
         super().__init__(pp_group, config)
         if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
             raise ConfigError("sequences of varying length cannot go over edges of their own", where="model",
                               hint="unset variable_seq_lengths")
-        self.streams = dict(streams)
-        self.forward_in, self.forward_out = streams.get("forward_in"), streams.get("forward_out")
-        self.backward_in, self.backward_out = streams.get("backward_in"), streams.get("backward_out")
+        self.channels = dict(channels)
+        self.forward_in, self.forward_out = channels.get("forward_in"), channels.get("forward_out")
+        self.backward_in, self.backward_out = channels.get("backward_in"), channels.get("backward_out")
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has been blocked by its edges since it started: the exposed part of the hops."""
-        return sum(stream.waited_s for stream in self.streams.values())
+        """Seconds that this rank has been blocked by its edges since it started: the exposed part of the transfers."""
+        return sum(channel.waited_s for channel in self.channels.values())
 
     def close(self) -> None:
         """Wait for what is still under way. Call it before the groups are destroyed."""
-        for stream in self.streams.values():
-            stream.close()
+        for channel in self.channels.values():
+            channel.close()
 
     def _communicate(self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None,
                      recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
@@ -228,16 +229,16 @@ class EdgeCommunicator(P2PCommunicator):
         """What all of Megatron's methods come down to. Handles have its names: send_next, recv_prev and so on."""
         started: dict[str, Transfer] = {}
         received: dict[str, torch.Tensor] = {}
-        for name, stream, wanted in (("recv_prev", self.forward_in, recv_prev),
+        for name, channel, wanted in (("recv_prev", self.forward_in, recv_prev),
                                      ("recv_next", self.backward_in, recv_next)):
             if wanted:
                 received[name] = torch.empty(tensor_shape, dtype=self.config.pipeline_dtype, device=_device(),
                                              requires_grad=True)
-                started[name] = self._there(stream, name).receive(received[name])
-        for name, stream, tensor in (("send_next", self.forward_out, tensor_send_next),
+                started[name] = self._there(channel, name).receive(received[name])
+        for name, channel, tensor in (("send_next", self.forward_out, tensor_send_next),
                                      ("send_prev", self.backward_out, tensor_send_prev)):
             if tensor is not None:
-                there = self._there(stream, name)
+                there = self._there(channel, name)
                 there.settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept for ever
                 started[name] = there.send(tensor)
         if wait_on_reqs:
@@ -245,11 +246,11 @@ class EdgeCommunicator(P2PCommunicator):
                 transfer.wait()
         return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else started
 
-    def _there(self, stream: Stream | None, name: str) -> Stream:
-        if stream is None:
+    def _there(self, channel: Channel | None, name: str) -> Channel:
+        if channel is None:
             raise ConfigError(f"the schedule asks for {name}, and stage {self.pp_group.rank()} has no such edge",
                               where="plan.schedule", hint="use the schedule that the plan's virtual_stages ask for")
-        return stream
+        return channel
 
 
 def _device() -> torch.device:
@@ -257,7 +258,7 @@ def _device() -> torch.device:
 
 
 def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any,
-          stream: type[Stream] = Stream) -> EdgeCommunicator:
+          channel: type[Channel] = Channel) -> EdgeCommunicator:
     """The communicator of this rank. All ranks of the job call it at the same time, as they do `new_group`.
 
     `new_group`: makes the process group of one edge on its transport (all ranks call it, in the same order, its two
@@ -266,22 +267,22 @@ def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessG
     edges = [group for group in plan.transports() if group.kind == "edge"]
     if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
         edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
-    streams: dict[str, Stream] = {}
+    channels: dict[str, Channel] = {}
     for edge in edges:
         tcp = edge.transport.kind == "tcp"
         wire = codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME
         for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
-            lanes = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
+            connections = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
             if rank in (source, target):
                 name = f"{direction} {source}->{target}"
                 role, peer = (f"{direction}_out", target) if rank == source else (f"{direction}_in", source)
-                streams[role] = stream(name, [lane for lane in lanes if lane is not None], peer, wire)
-                _try(streams[role], sends=rank == source)
-    return EdgeCommunicator(pp_group, config, streams)
+                channels[role] = channel(name, [c for c in connections if c is not None], peer, wire)
+                _try(channels[role], sends=rank == source)
+    return EdgeCommunicator(pp_group, config, channels)
 
 
-def _try(stream: Stream, sends: bool) -> None:
-    """One number across, one stream after the other in the same order everywhere: NCCL connects at the first operation
+def _try(channel: Channel, sends: bool) -> None:
+    """One number across, one channel after the other in the same order everywhere: NCCL connects at the first operation
     and blocks both ends until it has, which in the disorder of a first step could lock up a ring."""
-    number = torch.ones(len(stream.lanes) * 8, device=_device())
-    (stream.send(number) if sends else stream.receive(number)).wait()
+    number = torch.ones(len(channel.connections) * 8, device=_device())
+    (channel.send(number) if sends else channel.receive(number)).wait()

@@ -1,8 +1,8 @@
 """A pipeline schedule that runs ahead: 1F1B with a deeper warm-up, in which no stage waits for the wire.
 
-Megatron-Core's 1F1B waits for every send and every receive, twice for each micro-batch, so on a slow hop every stage
+Megatron-Core's 1F1B waits for every send and every receive, twice for each micro-batch, so with a slow edge every stage
 idles through it. Time runs to the right; ``0`` is the forward pass of micro-batch 0, ``aa`` its backward pass, ``.`` is
-idle; a hop takes as long as a forward pass, a third of a stage's time for a micro-batch:
+idle; a stage transfer takes as long as a forward pass, a third of a stage's time for a micro-batch:
 
     1F1B        stage 0   0.1...aa2.bb3.cc4.dd
                 stage 1   ..0aa.1bb.2cc.3dd.4e
@@ -11,8 +11,8 @@ idle; a hop takes as long as a forward pass, a third of a stage's time for a mic
 
 Three things make the difference. Receives are posted ahead of need, so that data crosses as soon as it exists. Sends
 complete in the background. And stage s holds `in_flight[s]` micro-batches: where 1F1B holds one more than the stage
-below it, a hop of h stage times one way wants 2h more than that (planning decides how many there is memory for). With
-1F1B's pp - s in flight the order of computing is exactly 1F1B's.
+below it, a transfer of h stage times one way wants 2h more than that (planning decides how many there is memory for).
+With 1F1B's pp - s in flight the order of computing is exactly 1F1B's.
 
 The order of computing in a stage is fixed beforehand, for all ranks of a tensor-parallel group must take the same one,
 and goes through the micro-batches forward and backward in Megatron's order. So every gradient is summed up in the same
@@ -36,10 +36,10 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.schedule.orders import Order, Pass
-from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator, Stream, Transfer
+from holmes_hpc.training.pipeline.point_to_point import Channel, EdgeCommunicator, Transfer
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """What a tracer is told. `kind`: forward, backward (computing), wait_forward, wait_backward (blocked by an edge),
     send_forward, receive_forward, send_backward, receive_backward (posted at `start`, left or arrived at `end`). Times:
     seconds since the epoch. `held`: micro-batches (passes of a chunk) whose activations the stage held meanwhile."""
@@ -52,7 +52,7 @@ class Event(NamedTuple):
     held: int
 
 
-Tracer = Callable[[Event], None]
+Tracer = Callable[[TraceEvent], None]
 
 
 def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int,
@@ -73,7 +73,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
     order = Order("ahead", stages, num_microbatches, len(models), tuple(in_flight))
     check(order, forward_only)
     passes = passes_of(order, stage, forward_only)
-    log = Log(tracer, edges)
+    report = TraceReporter(tracer, edges)
 
     shape = megatron.get_tensor_shapes(
         seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config,
@@ -99,10 +99,10 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
         arrives, leaves = order.transfer_to(stage, step) is not None, order.transfer_from(stage, step) is not None
         key = step.micro_batch, step.chunk
         if step.forward:
-            with log.span("wait_forward", step, held):
+            with report.span("wait_forward", step, held):
                 input_tensor = inputs.take() if arrives else None
             held[key] = input_tensor, None
-            with log.span("forward", step, held):
+            with report.span("forward", step, held):
                 output, count = megatron.forward_step(
                     forward_step_func, data[step.chunk], models[step.chunk], num_microbatches, input_tensor, losses,
                     config, cp_group_size=pg_collection.cp.size(), collect_non_loss_data=collect_non_loss_data,
@@ -119,10 +119,10 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
             if forward_only:
                 del held[key]
         else:
-            with log.span("wait_backward", step, held):
+            with report.span("wait_backward", step, held):
                 output_grad = output_grads.take() if arrives else None
             last = step.micro_batch == num_microbatches - 1
-            with log.span("backward", step, held), reduction.around(step, last):
+            with report.span("backward", step, held), reduction.around(step, last):
                 input_tensor, output = held.pop(key)
                 input_grad = megatron.backward_step(input_tensor, output, output_grad, model_type, config)
             if leaves:
@@ -138,13 +138,13 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
     return losses
 
 
-class Log:
+class TraceReporter:
     """Tells a tracer, if there is one, what happened when."""
 
     def __init__(self, tracer: Tracer | None, edges: EdgeCommunicator) -> None:
         self._tracer, self._held = tracer, 0
-        for stream in edges.streams.values():
-            stream.watch = None if tracer is None else self._transferred
+        for channel in edges.channels.values():
+            channel.watch = None if tracer is None else self._transferred
 
     def span(self, kind: str, step: Pass, held: Sized) -> contextlib.AbstractContextManager[None]:
         """Around one thing that the stage does."""
@@ -157,11 +157,11 @@ class Log:
         yield
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # so that the times are the device's, at the cost of some overlap
-        self._tracer(Event(kind, step.micro_batch, step.chunk, start, time.time(), self._held))
+        self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, time.time(), self._held))
 
     def _transferred(self, kind: str, step: Any, posted: float, done: float) -> None:
         if self._tracer is not None and isinstance(step, Pass):
-            self._tracer(Event(kind, step.micro_batch, step.chunk, posted, done, self._held))
+            self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, posted, done, self._held))
 
 
 def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
@@ -189,10 +189,10 @@ def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any, in_flight: Se
 class Inbox:
     """What a stage receives over one direction of an edge: up to `window` receives are posted ahead of need."""
 
-    def __init__(self, stream: Stream | None, expected: Sequence[Pass], window: int, new: Callable[[], torch.Tensor],
+    def __init__(self, channel: Channel | None, expected: Sequence[Pass], window: int, new: Callable[[], torch.Tensor],
                  ) -> None:
-        self._stream, self._new = stream, new
-        self._window = window if stream is None else min(window, stream.most_posted)
+        self._channel, self._new = channel, new
+        self._window = window if channel is None else min(window, channel.most_posted)
         self._expected, self._posted = deque(expected), deque[Transfer]()
         self._post()
 
@@ -204,7 +204,7 @@ class Inbox:
 
     def _post(self) -> None:
         while self._expected and len(self._posted) < self._window:
-            self._posted.append(_there(self._stream).receive(self._new(), self._expected.popleft()))
+            self._posted.append(_there(self._channel).receive(self._new(), self._expected.popleft()))
 
 
 class Outbox:
@@ -214,28 +214,28 @@ class Outbox:
     and bounds the memory. Sends that are under way when a step ends complete during the next one.
     """
 
-    def __init__(self, stream: Stream | None, window: int) -> None:
-        self._stream, self._window = stream, window
+    def __init__(self, channel: Channel | None, window: int) -> None:
+        self._channel, self._window = channel, window
 
     def give(self, tensor: torch.Tensor, step: Pass) -> None:
-        stream = _there(self._stream)
-        stream.send(tensor, step)
-        stream.settle(keep=self._window)
+        channel = _there(self._channel)
+        channel.send(tensor, step)
+        channel.settle(keep=self._window)
 
 
-def _there(stream: Stream | None) -> Stream:
-    if stream is None:
+def _there(channel: Channel | None) -> Channel:
+    if channel is None:
         raise ConfigError("virtual stages need an edge from the last stage to the first", where="plan.parallel",
                           hint="make the model with as many chunks as the plan has virtual stages")
-    return stream
+    return channel
 
 
 class GradientReduction:
     """When gradients are reduced across data-parallel ranks: Megatron's rules, for one chunk or several.
 
     They are held back (``no_sync``) but for each chunk's last backward pass, in which every bucket is reduced as soon
-    as it is complete, beside the hops that are still under way. With a ``grad_sync_func`` (aligned reductions) only
-    the first stage does so; the others reduce after that pass.
+    as it is complete, beside the transfers still under way. With a ``grad_sync_func`` (aligned reductions) only the
+    first stage does so; the others reduce after that pass.
     """
 
     def __init__(self, config: Any, models: Sequence[torch.nn.Module], first_stage: bool) -> None:

@@ -1,1 +1,1 @@
-"""One process of a run: who it is, its log, how it fails, signals, watchdog, running without a GPU."""
+"""One process (rank) of a run: who it is, its log, failures, signals, hangs, slow nodes, running without a GPU."""

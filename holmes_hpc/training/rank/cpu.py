@@ -49,7 +49,7 @@ def _cpu(device: Any) -> Any:
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-class Stream:
+class CpuStream:
     """A CUDA stream where there is none: everything in it has already happened. A context, as ``torch.cuda.stream``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,15 +62,15 @@ class Stream:
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        return event or CpuEvent()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> CpuStream:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
 
-class Event:
+class CpuEvent:
     """A CUDA event where there is none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -104,11 +104,11 @@ def install() -> None:
         return
     _mode = _CudaMeansCpu()
     _mode.__enter__()
-    stream = Stream()
+    stream = CpuStream()
     for name, value in {
         "current_device": lambda: _CPU, "set_device": lambda device: None, "device_count": lambda: 1,
         "synchronize": lambda device=None: None, "empty_cache": lambda: None,
-        "Stream": Stream, "Event": Event, "stream": lambda s: s or stream,
+        "Stream": CpuStream, "Event": CpuEvent, "stream": lambda s: s or stream,
         "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),

@@ -1,9 +1,9 @@
-"""What a rank says and leaves behind: its log, its exit record, and its word to the other ranks when it fails."""
+"""How a rank that fails ends: its exit record, what it tells the other ranks, and what they say when another one is
+killed, hangs or loses its connection."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import re
@@ -12,73 +12,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import datetime
-from typing import IO, Any
+from typing import Any
 
 from holmes_hpc.errors import HolmesError, RunFailed
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.log import one_line, say
 
 _FAILED = "holmes/failed"
-LOOK_S = 1.0
-_TELL_S = 2.0  # to tell the store, which may be behind the very network that failed
+POLL_S = 1.0
+_ANSWER_S = 2.0  # to tell the store, which may be behind the very network that failed
 _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's words
-
-
-class Both:
-    """A stream that writes into the log as well."""
-
-    def __init__(self, stream: IO[str], log: IO[str]) -> None:
-        self._stream, self._log = stream, log
-
-    def fileno(self) -> int:
-        """Of the log: what writes to a descriptor (a dump of stacks) belongs there."""
-        return self._log.fileno()
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-        return self._log.write(text)
-
-    def flush(self) -> None:
-        for stream in (self._stream, self._log):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class RankLog:
-    """logs/rank-N.txt: all that this rank prints. Where the launcher (srun, submitit) already sends the rank's output
-    there, nothing is doubled; else rank 0 goes on to speak to its terminal too, the others keep to their log."""
-
-    def __init__(self, run: RunDirectory, launch: Launch) -> None:
-        path = run.log_path(launch.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._saved = sys.stdout, sys.stderr
-        self._file: IO[str] | None = None
-        if not _same_file(path):
-            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed at the end of the rank)
-            out: Any = Both(sys.stdout, self._file) if launch.rank == 0 else self._file
-            sys.stdout, sys.stderr = out, Both(sys.stderr, self._file)
-        faulthandler.enable(self._file or sys.stderr)
-
-    def close(self) -> None:
-        """Give the process its own streams back."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.stdout, sys.stderr = self._saved
-        faulthandler.disable()
-        if self._file is not None:
-            self._file.close()
-
-
-def _same_file(path: Any) -> bool:
-    try:
-        return os.path.samestat(os.fstat(1), os.stat(path))
-    except (OSError, ValueError):
-        return False
 
 
 def _exit(code: int) -> None:
@@ -88,20 +32,9 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def say(text: str) -> None:
-    """One line with the time."""
-    print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
-
-
-def _echo(word: dict[str, Any]) -> str:
+def _echo(failure: dict[str, Any]) -> str:
     """What a rank says that ends because another one failed."""
-    return f"Connection lost: rank {word['rank']} on {word['node']} failed: {word['error']}"
-
-
-def one_line(error: BaseException) -> str:
-    """An error as a line. Errors of our own tell what to do; others tell their type."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, HolmesError) else f"{type(error).__name__}: {text}"[:500]
+    return f"Connection lost: rank {failure['rank']} on {failure['node']} failed: {failure['error']}"
 
 
 def _broken(error: BaseException) -> RuntimeError | None:
@@ -109,7 +42,7 @@ def _broken(error: BaseException) -> RuntimeError | None:
     return next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
 
 
-class Exits:
+class RankExit:
     """How this rank ends, for the record and for the other ranks.
 
     A rank that fails tells the store; the others, who may be waiting for it in a collective, hear of it by a thread
@@ -128,7 +61,7 @@ class Exits:
         self._thread: threading.Thread | None = None
         self._look_for_cause: Callable[[], HolmesError | None] | None = None
 
-    def watch(self, store: Any, every_s: float = LOOK_S) -> None:
+    def watch(self, store: Any, every_s: float = POLL_S) -> None:
         """From now on hear of the others' failures. `store`: of this thread's own (a clone)."""
         self._store = store
         self._thread = threading.Thread(target=self._look, args=(every_s,), name="failures of other ranks", daemon=True)
@@ -149,24 +82,25 @@ class Exits:
             try:
                 if not self._store.check([_FAILED]):
                     continue
-                word = json.loads(self._store.get(_FAILED))
+                failure = json.loads(self._store.get(_FAILED))
             except Exception as e:
                 if self._stop.is_set():
                     return
-                word = {"rank": 0, "node": "its node", "error": f"its store is gone ({one_line(e)[:120]})", "code": 1}
-            if word["rank"] != self._launch.rank:
-                self._follow(word)
+                gone = f"its store is gone ({one_line(e)[:120]})"
+                failure = {"rank": 0, "node": "its node", "error": gone, "code": 1}
+            if failure["rank"] != self._launch.rank:
+                self._follow(failure)
 
-    def _follow(self, word: dict[str, Any]) -> None:
+    def _follow(self, failure: dict[str, Any]) -> None:
         time.sleep(0.5)  # should this rank be failing by itself, let it say so
         if self._stop.is_set() or not self._once.acquire(blocking=False):
             return
-        if word.get("hung") and self.before_exit is not None:
+        if failure.get("hung") and self.before_exit is not None:
             self.before_exit()
-        say(_echo(word))
-        self._write("failed", _echo(word))
+        say(_echo(failure))
+        self._write("failed", _echo(failure))
         self._let_others_hear()
-        _exit(int(word["code"]))
+        _exit(int(failure["code"]))
 
     def _end(self, error: HolmesError) -> None:
         if self._stop.is_set() or not self._once.acquire(blocking=False):
@@ -178,7 +112,7 @@ class Exits:
         _exit(error.exit_code)
 
     def _tell(self, error: BaseException, hung: bool = False) -> None:
-        """The first failure's word to the other ranks, if the store answers soon."""
+        """Tell the other ranks, where no failure has been told yet, if the store answers soon."""
         def tell() -> None:
             with contextlib.suppress(Exception):
                 if not self._store.check([_FAILED]):
@@ -187,27 +121,27 @@ class Exits:
                         "code": error.exit_code if isinstance(error, HolmesError) else 1, "hung": hung}))
 
         if self._store is not None:
-            teller = threading.Thread(target=tell, name="last word", daemon=True)
+            teller = threading.Thread(target=tell, name="tell of the failure", daemon=True)
             teller.start()
-            teller.join(_TELL_S)
+            teller.join(_ANSWER_S)
 
-    def _word_of_another(self) -> dict[str, Any] | None:
+    def _failure_of_another(self) -> dict[str, Any] | None:
         """What another rank says of its failure, if it and the store do so soon."""
-        words: list[dict[str, Any]] = []
-        end = time.monotonic() + _TELL_S
+        failures: list[dict[str, Any]] = []
+        end = time.monotonic() + _ANSWER_S
 
         def ask() -> None:
             with contextlib.suppress(Exception):
                 while not self._store.check([_FAILED]) and time.monotonic() < end:
                     time.sleep(0.1)
                 if self._store.check([_FAILED]):
-                    words.append(json.loads(self._store.get(_FAILED)))
+                    failures.append(json.loads(self._store.get(_FAILED)))
 
         if self._store is not None:
-            asker = threading.Thread(target=ask, name="word of another rank", daemon=True)
+            asker = threading.Thread(target=ask, name="failure of another rank", daemon=True)
             asker.start()
-            asker.join(_TELL_S + 0.5)
-        return next((word for word in words if word["rank"] != self._launch.rank), None)
+            asker.join(_ANSWER_S + 0.5)
+        return next((failure for failure in failures if failure["rank"] != self._launch.rank), None)
 
     def _explained(self, error: BaseException) -> BaseException:
         """What is behind an error from below: a NIC that is down breaks connections before the guard has seen it."""
@@ -231,15 +165,15 @@ class Exits:
         hang = self._as_hang(below) if below is not None else None
         if hang is not None:
             error, hung = hang, True
-        word = self._word_of_another() if below is not None and hang is None else None
-        if word is not None and not word.get("hung") and isinstance(error, HolmesError):
-            word = None  # this rank knows better
+        failure = self._failure_of_another() if below is not None and hang is None else None
+        if failure is not None and not failure.get("hung") and isinstance(error, HolmesError):
+            failure = None  # this rank knows better
         if not self._once.acquire(blocking=False):
             time.sleep(5)  # the other thread is ending this process
         self._stop.set()
-        if word is not None:  # a connection that broke because the rank at its other end failed
-            code, line = int(word["code"]), _echo(word)
-            if word.get("hung") and below is not None:
+        if failure is not None:  # a connection that broke because the rank at its other end failed
+            code, line = int(failure["code"]), _echo(failure)
+            if failure.get("hung") and below is not None:
                 self._show(below)
             say(line)
         else:
@@ -272,24 +206,10 @@ class Exits:
         """Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang all
         are to show where they stand before a connection breaks."""
         if (self.rank == 0 or hung) and self._store is not None and self._launch.world_size > 1:
-            time.sleep(2 * LOOK_S)
+            time.sleep(2 * POLL_S)
 
     def _write(self, state: str, error: str | None, **more: Any) -> None:
         if self.attempt is not None:
             more["attempt"] = self.attempt
         with contextlib.suppress(HolmesError, OSError):
             self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more)
-
-
-def checked_run(config: dict[str, Any]) -> RunDirectory:
-    """The run directory of a configuration; RunFailed when it is not there on this node."""
-    if not config.get("run_dir"):
-        raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
-    run = RunDirectory(config["run_dir"])
-    deadline = time.monotonic() + 20  # rank 0 may be making it, on a file system that takes its time
-    while not run.exists():
-        if time.monotonic() > deadline:
-            raise RunFailed("no run.yaml", where=str(run.path),
-                            hint="put run_dir on a file system that all nodes share")
-        time.sleep(0.1)
-    return run

@@ -1,4 +1,4 @@
-"""Who this process is: its rank, its node and its component, from whoever started it.
+"""Who this process is: its rank, its node and its part of the job, from the variables of srun or torchrun.
 
 Three ways in: ``srun`` (plain or by submitit), ``torchrun`` or anything that sets its variables, and one process alone.
 Inside a step that spans the components of a heterogeneous job SLURM_JOB_PARTITION and SLURM_NTASKS_PER_NODE hold the

@@ -1,4 +1,4 @@
-"""Being asked to stop: signals, and how all ranks come to stop after the same step."""
+"""Stopping when asked to: signals from Slurm or a user, and how all ranks come to stop after the same step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_hpc.training.rank.failure import say
+from holmes_hpc.training.rank.log import say
 
 STOP = (signal.SIGTERM, signal.SIGUSR2)  # Slurm's cancel and preemption; sbatch --signal before the time limit
 
@@ -39,33 +39,33 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What any rank said a step ago: it wants to `stop`; its checkpoint is still `writing`."""
+class AnyRank:
+    """What held for at least one rank a step ago: it was asked to `stop`; its checkpoint was still `writing`."""
 
     stop: bool = False
     writing: bool = True
 
 
-class Word:
-    """A word of every rank to all, once a step and never waited for: it travels beside the next step, and is heard at
-    that step's end, by all ranks alike."""
+class ControlAllReduce:
+    """Two flags of every rank, combined over all ranks once a step: sent beside the next step, so that nobody waits,
+    and read at that step's end, by all ranks alike."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._under_way: tuple[torch.Tensor, Any] | None = None
 
-    def exchange(self, *, stop: bool, writing: bool) -> Said:
-        """Say this step's word, hear the last one's."""
-        heard = self.finish()
+    def exchange(self, *, stop: bool, writing: bool) -> AnyRank:
+        """Start with this step's flags; what came of the last step's comes back."""
+        last = self.finish()
         own = torch.tensor([int(stop), int(writing)])
         self._under_way = own, dist.all_reduce(own, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return heard
+        return last
 
-    def finish(self) -> Said:
-        """Hear what was said last, and say no more."""
+    def finish(self) -> AnyRank:
+        """What came of the last flags, and no more are sent."""
         if self._under_way is None:
-            return Said()
-        word, work = self._under_way
+            return AnyRank()
+        flags, work = self._under_way
         self._under_way = None
         work.wait()
-        return Said(bool(word[0]), bool(word[1]))
+        return AnyRank(bool(flags[0]), bool(flags[1]))

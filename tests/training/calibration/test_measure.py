@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
-from holmes_hpc.training.calibration import networks as links
+from holmes_hpc.training.calibration import networks
 from holmes_hpc.training.calibration.networks import Sample
 
 PACE_MS = 30.0  # a busy machine's delays are small beside it
@@ -34,6 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibra
     return ended, Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text()))
 
 
+@pytest.mark.integration
 def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[spawn.Ended, Calibration]) -> None:
     calibration = made[1]
     assert sorted(p.part for p in calibration.parts) == ["embedding", "head", "layer"]
@@ -45,12 +46,14 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
     assert Calibration.from_dict(calibration.to_dict()) == calibration
 
 
+@pytest.mark.integration
 def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> None:
     layer = next(p for p in made[1].parts if p.part == "layer")
     assert layer.forward_s == pytest.approx(PACE_MS / 1e3, rel=0.10)
     assert layer.backward_s == pytest.approx(2 * PACE_MS / 1e3, rel=0.10)
 
 
+@pytest.mark.integration
 def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -> None:
     plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), made[1]
     costs = Costs(calibration, PACE_MS)
@@ -64,6 +67,7 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -
     assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * least
 
 
+@pytest.mark.integration
 def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) -> None:
     ended = made[0]
     assert len(ended.run.metrics()) == 8
@@ -73,26 +77,27 @@ def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) 
 
 def test_every_network_between_the_nodes_has_a_pair() -> None:
     plan = spawn.plan(pp=2, dp=2, tp=2)  # an InfiniBand and a RoCE fabric, two nodes each
-    found = links.pairs(plan, one_host=False)
+    found = networks.pairs(plan, one_host=False)
     assert set(found) == {"local", "ib", "roce", "ethernet"}
     for name, (transport, (a, b)) in found.items():
         same_fabric = plan.places[a].fabric == plan.places[b].fabric
         assert same_fabric == (name != "ethernet"), name
-        assert (plan.places[a] == plan.places[b]) == (name == "local") and links.link_name(transport) == name
+        assert (plan.places[a] == plan.places[b]) == (name == "local") and networks.link_name(transport) == name
     alone = spawn.plan(dp=2)
-    assert {k: t.kind for k, (t, _) in links.pairs(alone, one_host=False).items()} == {"ib": "rdma", "ethernet": "tcp"}
+    found = networks.pairs(alone, one_host=False)
+    assert {k: t.kind for k, (t, _) in found.items()} == {"ib": "rdma", "ethernet": "tcp"}
 
 
 @given(st.floats(0, 1e-2), st.floats(0.1, 1.4), st.lists(st.floats(1e-6, 1e-1), min_size=2, max_size=6, unique=True))
 def test_the_fit_finds_a_link_that_keeps_to_the_model(latency: float, efficiency: float, sent: list[float]) -> None:
     rows = [Sample("ib", "", 1 + i % 2, s, (1 + i % 2) * latency + s / efficiency) for i, s in enumerate(sent)]
-    found = links.fit(rows)
+    found = networks.fit(rows)
     for row in rows:
-        assert links.fitted_s(row, found) == pytest.approx(row.seconds, rel=1e-2)
+        assert networks.fitted_s(row, found) == pytest.approx(row.seconds, rel=1e-2)
 
 
 def test_a_fit_of_what_no_link_can_do_is_still_a_link() -> None:
-    faster = links.fit([Sample("local", "", 1, 1.0, 0.1), Sample("local", "", 1, 2.0, 0.1)])["local"]
+    faster = networks.fit([Sample("local", "", 1, 1.0, 0.1), Sample("local", "", 1, 2.0, 0.1)])["local"]
     assert faster.efficiency > 5 and faster.latency_s >= 0
 
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
-from holmes_hpc.training.data import corpus, prepare
+from holmes_hpc.training.data import prepare, text_files
 from holmes_hpc.training.data.tokenizer import ByteTokenizer, load
 
 EOD = ByteTokenizer.eod
@@ -71,17 +71,17 @@ def test_cutting_a_file_into_parts_loses_and_doubles_nothing(lines: list[str], p
                                                              tmp_path: Path) -> None:
     whole = ("\n".join(lines) + ending).encode()
     (tmp_path / "a.txt").write_bytes(whole)
-    got = [(t, last) for e in corpus.extents(str(tmp_path / "a.txt"), part)
-           for t, last in corpus.documents(e, "text", lambda n: None)]
+    got = [(t, last) for e in text_files.extents(str(tmp_path / "a.txt"), part)
+           for t, last in text_files.documents(e, "text", lambda n: None)]
     assert "".join(t for t, _ in got) == whole.decode().removeprefix("\ufeff")
     assert [last for _, last in got].count(True) == bool(whole) and (not got or got[-1][1])
     file = jsonl(tmp_path / "a.jsonl", lines)
-    texts = [t for e in corpus.extents(str(file), part) for t, _ in corpus.documents(e, "text", lambda n: None)]
+    texts = [t for e in text_files.extents(str(file), part) for t, _ in text_files.documents(e, "text", lambda n: None)]
     assert texts == [t for t in lines if t]
 
 
 def test_pieces_of_a_long_line_join_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 7)  # cuts inside characters
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)  # cuts inside characters
     text = "🦉ß漢" * 50 + "\nend\n" + "ä" * 99
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     for part in (5, 64, 10_000):
@@ -123,6 +123,7 @@ def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path:
     ("a.jsonl", b'{"text": "\xff"}\n', "not JSON"), ("a.jsonl", b"[" * 100_000 + b"\n", "not JSON"),
     (None, b"", "No such file"), (".", b"", "directory"),
 ])
+@pytest.mark.integration
 def test_a_corpus_that_cannot_be_used_is_one_line(name: str | None, raw: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / (name or "missing")
     if name and name != ".":
@@ -188,6 +189,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.integration
 def test_killed_and_run_again_it_goes_on(tmp_path: Path) -> None:
     """KILL the whole preparation after some parts; the second run keeps them, and the result is that of one go."""
     texts = [f"{i} " + "word " * 200 for i in range(12_000)]  # 12 MB, 61 parts
@@ -253,6 +255,7 @@ def _group_alive(group: int) -> bool:
     return False
 
 
+@pytest.mark.integration
 def test_a_killed_worker_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = jsonl(tmp_path / "a.jsonl", ["word " * 400] * 4000)
     killed: list[int] = []

@@ -6,6 +6,7 @@ import itertools
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.errors import ConfigError, DataError
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import DataError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
-from holmes_hpc.training.data import indexed, prepare
-from holmes_hpc.training.data.samples import Synthetic, batches, build_datasets, sample_indices, shuffled
+from holmes_hpc.training.data import indexed_dataset, prepare
+from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.samples import batches, sample_indices, shuffled
+from holmes_hpc.training.data.synthetic import Synthetic
 
 VOCAB = 257
 
@@ -31,9 +36,9 @@ def plan(dp: int = 1, micro: int = 2, size: int = 8, length: int = 16, vocab: in
                 components=(Component("p", "", "f", 1, dp, (0,)),), stages=(Stage("f", 2),), site=site)
 
 
-def config(tmp_path: Path | None = None, **data: object) -> dict:
-    return {"data": {"kind": "synthetic", "seed": 7, **data}, "run_dir": str(tmp_path) if tmp_path else None,
-            "train": {"seed": 1, "eval_interval": 0}}
+def datasets(p: Plan, run_dir: Path | None = None, eval_interval: int = 0, **data: Any) -> tuple[Any, Any]:
+    return build_datasets(DataConfig(**{"seed": 7, "split": "100", **data}), TrainConfig(eval_interval=eval_interval),
+                          p, str(run_dir) if run_dir else None)
 
 
 def write_prefix(path: Path, documents: list[list[int]]) -> str:
@@ -92,7 +97,7 @@ def test_samples_of_a_step_are_the_same_for_every_layout(kind: str, prefix: str,
     expected = None
     for dp, micro in [(1, 8), (1, 2), (2, 2), (4, 1), (4, 2)]:
         p = plan(dp, micro)
-        train, _ = build_datasets(config(tmp_path, kind=kind, prefix=prefix, split="100,0"), p)
+        train, _ = datasets(p, tmp_path, kind=kind, prefix=prefix, split="100,0")
         seen = rows(train, p, range(0, 30))  # several epochs of the 80 documents
         assert [len(s) for s in seen] == [8] * 30
         assert expected is None or seen == expected, (dp, micro)
@@ -102,9 +107,9 @@ def test_samples_of_a_step_are_the_same_for_every_layout(kind: str, prefix: str,
 @pytest.mark.parametrize("kind", ["synthetic", "indexed"])
 def test_resuming_at_a_step_gives_the_rest_of_the_stream(kind: str, prefix: str, tmp_path: Path) -> None:
     p = plan(2, 2)
-    train, _ = build_datasets(config(tmp_path, kind=kind, prefix=prefix), p)
+    train, _ = datasets(p, tmp_path, kind=kind, prefix=prefix)
     whole = list(itertools.islice(batches(train, p, 1, 0), 20 * p.micro_batches))
-    again, _ = build_datasets(config(tmp_path, kind=kind, prefix=prefix), p)
+    again, _ = datasets(p, tmp_path, kind=kind, prefix=prefix)
     rest = list(itertools.islice(batches(again, p, 1, 13), 7 * p.micro_batches))
     for a, b in zip(whole[13 * p.micro_batches:], rest, strict=True):
         assert torch.equal(a["tokens"], b["tokens"]) and torch.equal(a["labels"], b["labels"])
@@ -112,7 +117,7 @@ def test_resuming_at_a_step_gives_the_rest_of_the_stream(kind: str, prefix: str,
 
 def test_a_micro_batch_has_the_shapes_and_types_the_model_takes() -> None:
     p = plan()
-    train, valid = build_datasets(config(), p)
+    train, valid = datasets(p)
     assert valid is None
     b = next(batches(train, p, 0))
     assert b["attention_mask"] is None
@@ -126,10 +131,9 @@ def test_a_micro_batch_has_the_shapes_and_types_the_model_takes() -> None:
 def test_the_seed_changes_the_order_and_validation_is_apart(prefix: str, tmp_path: Path) -> None:
     p = plan()
     for kind in ("synthetic", "indexed"):
-        c = config(tmp_path, kind=kind, prefix=prefix, split="80,20")
-        c["train"]["eval_interval"] = 5
-        train, valid = build_datasets(c, p)
-        other, _ = build_datasets({**c, "data": {**c["data"], "seed": 8}}, p)
+        data = {"kind": kind, "prefix": prefix, "split": "80,20"}
+        train, valid = datasets(p, tmp_path, 5, **data)
+        other, _ = datasets(p, tmp_path, 5, **data, seed=8)
         assert valid is not None
         assert rows(train, p, range(3)) != rows(other, p, range(3))
         steps = range(0, len(train) // 8) if kind == "indexed" else range(3)
@@ -138,7 +142,7 @@ def test_the_seed_changes_the_order_and_validation_is_apart(prefix: str, tmp_pat
 
 
 def test_an_epoch_of_indexed_data_is_every_sample_of_its_documents(prefix: str, tmp_path: Path) -> None:
-    train, _ = build_datasets(config(tmp_path, kind="indexed", prefix=prefix), plan())
+    train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=prefix)
     first = [tuple(train.tokens(i)) for i in range(len(train))]
     second = [tuple(train.tokens(i)) for i in range(len(train), 2 * len(train))]
     assert len(set(first)) == len(first) == (sum(map(len, random_documents(80))) - 1) // 16
@@ -148,14 +152,14 @@ def test_an_epoch_of_indexed_data_is_every_sample_of_its_documents(prefix: str, 
 def test_a_blend_keeps_its_weights_at_every_moment(tmp_path: Path) -> None:
     low = write_prefix(tmp_path / "low", random_documents(40, 1, 0, 100))
     high = write_prefix(tmp_path / "high", random_documents(10, 2, 100, 200))  # short: repeats long before the other
-    train, _ = build_datasets(config(tmp_path, kind="indexed", prefix=[3, low, 1, high]), plan())
+    train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=[3, low, 1, high])
     from_high = [train.tokens(i).min() >= 100 for i in range(400)]
     for upto in range(8, 400, 7):
         assert abs(sum(from_high[:upto]) - upto / 4) <= 1.5
     drawn = [tuple(train.tokens(i)) for i in range(400) if from_high[i]]
     epoch = (sum(map(len, random_documents(10, 2, 100, 200))) - 1) // 16
     assert len(set(drawn[:epoch])) == epoch == len(set(drawn))
-    by_size, _ = build_datasets(config(tmp_path, kind="indexed", prefix=[low, high]), plan())
+    by_size, _ = datasets(plan(), tmp_path, kind="indexed", prefix=[low, high])
     share = sum(by_size.tokens(i).min() >= 100 for i in range(len(by_size))) / len(by_size)
     assert share == pytest.approx(epoch / len(by_size), abs=0.02)
 
@@ -164,10 +168,10 @@ def test_new_data_under_an_old_name_are_not_read_by_the_old_index(tmp_path: Path
     old = random_documents(40)
     for new in (random_documents(30, 5), old[::-1]):  # the second has as many documents and tokens as the first
         at = tmp_path / f"text{len(new)}"
-        build_datasets(config(tmp_path, kind="indexed", prefix=write_prefix(at, old)), plan())
+        datasets(plan(), tmp_path, kind="indexed", prefix=write_prefix(at, old))
         name = write_prefix(at, new)
-        again, _ = build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
-        fresh, _ = build_datasets(config(tmp_path / "fresh", kind="indexed", prefix=name), plan())
+        again, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
+        fresh, _ = datasets(plan(), tmp_path / "fresh", kind="indexed", prefix=name)
         assert len(again) == len(fresh) == (sum(map(len, new)) - 1) // 16
         assert all((again.tokens(i) == fresh.tokens(i)).all() for i in range(len(fresh)))
 
@@ -184,10 +188,10 @@ def test_a_half_written_index_is_never_used(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(np, "save", dies)
     with pytest.raises(DataError, match=r"cannot write the index.*No space left"):
-        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert not list((tmp_path / "data").glob("*"))
     monkeypatch.setattr(np, "save", real)
-    train, _ = build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+    train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert len(train) > 8
 
 
@@ -212,7 +216,7 @@ def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path:
     name = write_prefix(tmp_path / "text", random_documents(40))
     harm(name)  # type: ignore[operator]
     with pytest.raises(DataError, match=says) as e:
-        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert "\n" not in str(e.value) and e.value.hint and e.value.exit_code == 2
 
 
@@ -220,7 +224,7 @@ def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path:
 def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without PREFIX.json, beside one of other data, and beside one that names a larger vocabulary."""
-    monkeypatch.setattr(indexed, "_SCAN_BYTES", 64)
+    monkeypatch.setattr(indexed_dataset, "_SCAN_BYTES", 64)
     documents = random_documents(40)
     name = write_prefix(tmp_path / "text", [*documents, [VOCAB]])
     tokens = sum(map(len, documents)) + 1
@@ -228,22 +232,22 @@ def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_p
         said = {"vocab": prepared, "tokens": tokens - (prepared < VOCAB), "sequences": 41}
         Path(f"{name}.json").write_text(json.dumps(said))
     with pytest.raises(DataError, match=f"token id {VOCAB} is not in the model's vocabulary of {VOCAB}"):
-        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
-    build_datasets(config(tmp_path, kind="indexed", prefix=name), plan(vocab=VOCAB + 1))
+        datasets(plan(), tmp_path, kind="indexed", prefix=name)
+    datasets(plan(vocab=VOCAB + 1), tmp_path, kind="indexed", prefix=name)
     with pytest.raises(DataError, match="token id"):  # what was checked for another vocabulary is checked again
-        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        datasets(plan(), tmp_path, kind="indexed", prefix=name)
 
 
 def test_tokens_are_read_once_and_prepared_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(indexed, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
+    monkeypatch.setattr(indexed_dataset, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
     name = write_prefix(tmp_path / "text", random_documents(40))
     for count in (1, 1):
-        build_datasets(config(tmp_path, kind="indexed", prefix=name), plan())
+        datasets(plan(), tmp_path, kind="indexed", prefix=name)
         assert len(read) == count
     (tmp_path / "words.txt").write_text("some words " * 500)
     prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
-    build_datasets(config(tmp_path / "other", kind="indexed", prefix=str(tmp_path / "words")), plan())
+    datasets(plan(), tmp_path / "other", kind="indexed", prefix=str(tmp_path / "words"))
     assert len(read) == 1
 
 
@@ -259,16 +263,14 @@ def test_a_wrong_token_far_inside_is_found_when_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(("data", "says"), [
-    ({"kind": "parquet"}, "unknown kind 'parquet'"), ({"seed": -1}, "seed is -1"), ({"seed": "x"}, "seed is 'x'"),
-    ({"kind": "indexed", "prefix": None}, "no data set is named"),
     ({"kind": "indexed", "prefix": [0.5, "a", "b"]}, "weight"),
     ({"kind": "indexed", "prefix": [0.5, "a", -1, "b"]}, "weights above 0"),
     ({"kind": "indexed", "prefix": "a", "split": "ninety"}, "split is 'ninety'"),
     ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "split is '0,10'"),
 ])
 def test_options_that_cannot_be_meant_are_one_line(data: dict, says: str) -> None:
-    with pytest.raises((DataError, ConfigError), match=says):
-        build_datasets(config(**data), plan())
+    with pytest.raises(DataError, match=says):
+        datasets(plan(), **data)
 
 
 def test_learnable_tokens_mostly_follow_from_the_last() -> None:
@@ -281,7 +283,7 @@ def _rank(rank: int, world: int, address: str, prefix: str, directory: str, voca
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     try:
         p = plan(vocab=vocab)
-        train, _ = build_datasets(config(Path(directory), kind="indexed", prefix=prefix), p)
+        train, _ = datasets(p, Path(directory), kind="indexed", prefix=prefix)
         answers.put((rank, [tuple(train.tokens(i)) for i in range(20)]))  # type: ignore[attr-defined]
     except DataError as e:
         answers.put((rank, str(e)))  # type: ignore[attr-defined]
@@ -305,6 +307,7 @@ def _ask_ranks(ranks: int, tmp_path: Path, prefix: str, vocab: int) -> list[obje
     return [got[r] for r in range(ranks)]
 
 
+@pytest.mark.integration
 def test_ranks_share_one_index_and_one_error(prefix: str, tmp_path: Path) -> None:
     samples = _ask_ranks(3, tmp_path, prefix, VOCAB)
     assert isinstance(samples[0], list) and samples == [samples[0]] * 3

@@ -128,12 +128,12 @@ import time
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.failure import Exits
+from holmes_hpc.training.rank.failure import RankExit
 
 class Gone:  # a store behind the NIC that failed
     def check(self, keys): time.sleep(60)
 
-exits = Exits(RunDirectory(sys.argv[1]), Launch(0, 2, 0, "srun", "n1", "key", False))
+exits = RankExit(RunDirectory(sys.argv[1]), Launch(0, 2, 0, "srun", "n1", "key", False))
 exits._store = Gone()
 error = NetworkError("NIC ib0 went down", where="node n1", hint="bring it up again")
 looks = itertools.chain([None], itertools.repeat(error))
@@ -145,6 +145,7 @@ else:
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("main", ["waits", "breaks"])
 def test_the_cause_is_said_and_ends_the_rank_whatever_its_main_thread_does(tmp_path, main) -> None:
     run = RunDirectory.create(tmp_path / "run")

@@ -23,7 +23,7 @@ assert len(MANY) == STEPS
 
 
 def deep(stages: int) -> list[int]:
-    """Two more in flight for every hop than 1F1B has."""
+    """Two more in flight for every transfer than 1F1B has."""
     return [3 * (stages - s) - 2 for s in range(stages)]
 
 
@@ -50,8 +50,9 @@ def test_too_few_passes_for_virtual_stages_are_refused_before_they_hang() -> Non
         check(Order("ahead", 2, 4, 2, (2, 2)))
 
 
-def picture(order: Order, waits: bool, hop: int = 1, slots: int = 20) -> list[str]:
-    """Who computes what when, one character a slot: a forward pass takes one, a backward pass two, a hop `hop`."""
+def picture(order: Order, waits: bool, transfer: int = 1, slots: int = 20) -> list[str]:
+    """Who computes what when, one character a slot: a forward pass takes one, a backward pass two, a stage transfer
+    `transfer`."""
     ends: dict[Any, int] = {}
     rows = [["."] * 200 for _ in range(order.stages)]
     clock, queues = [0] * order.stages, [list(order.passes(s)) for s in range(order.stages)]
@@ -61,11 +62,11 @@ def picture(order: Order, waits: bool, hop: int = 1, slots: int = 20) -> list[st
             if not queue or (into is not None and (into.source, into.made) not in ends):
                 continue
             step = queue.pop(0)
-            begin = max(clock[s], ends[into.source, into.made] + hop if into else 0)
+            begin = max(clock[s], ends[into.source, into.made] + transfer if into else 0)
             end = begin + (1 if step.forward else 2)
             rows[s][begin:end] = [("01234567" if step.forward else "abcdefgh")[step.micro_batch]] * (end - begin)
             ends[s, step] = end
-            clock[s] = end + (hop if waits and order.transfer_from(s, step) else 0)
+            clock[s] = end + (transfer if waits and order.transfer_from(s, step) else 0)
     return ["".join(row)[:slots] for row in rows]
 
 
@@ -92,6 +93,7 @@ def long_runs() -> Iterator[dict[Any, Any]]:
     yield dict(zip(cases, play_apart(list(cases.values())), strict=True))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
@@ -110,6 +112,7 @@ def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: i
             assert held(ours[stage], step) > stages - stage  # 1F1B's
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_megatrons_own_schedule_over_edges_is_unchanged(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
@@ -157,6 +160,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
     return cases
 
 
+@pytest.mark.integration
 def test_every_variant_is_megatrons() -> None:
     cases = variant_cases()
     variants = dict(zip(cases, play_apart(list(cases.values())), strict=True))
@@ -176,10 +180,11 @@ SHAPES = ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 1)
 PACE_S = 0.002  # of a layer's forward pass; its backward pass takes twice as long
 
 
+@pytest.mark.integration
 def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
-    """Each hop takes a random time from none to three stage times; each stage has a depth of its own. Every run comes
-    out as under Megatron's own schedule. A stage's time is 6 ms a layer, by pacing, and some 2 ms that are not paced:
-    three of it are four of what is paced."""
+    """Each transfer takes a random time from none to three stage times; each stage has a depth of its own. Every run
+    comes out as under Megatron's own schedule. A stage's time is 6 ms a layer, by pacing, and some 2 ms that are not
+    paced: three of it are four of what is paced."""
     delayed: list[Case] = []
     theirs: dict[tuple[int, int, int], Case] = {}
     for number in range(200):
@@ -194,7 +199,7 @@ def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
             schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common))
     results = play_apart(delayed + list(theirs.values()))
     late, exact = results[:200], dict(zip(theirs, results[200:], strict=True))
-    deeper, hops = 0, []  # hops: in paced stage times
+    deeper, transfers = 0, []  # transfers: in paced stage times
     for case, ranks in zip(delayed, late, strict=True):
         stages, chunks, micro_batches = len(case.layers), len(case.layers[0]), case.micro_batches[0]
         assert same(exact[stages, chunks, micro_batches], ranks), case
@@ -202,7 +207,7 @@ def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
         order = Order("ahead", stages, micro_batches, chunks, tuple(case.in_flight or ()))
         assert [held(rank, 0) for rank in ranks] == [order.depth(s) for s in range(stages)], case
         deeper += order.depth(0) > in_flight(stages, micro_batches, chunks)[0]
-        hops += [(end - start) / (3 * PACE_S * chunks) for rank in ranks
+        transfers += [(end - start) / (3 * PACE_S * chunks) for rank in ranks
                  for kind, _, _, start, end, _ in rank["events"][0] if kind == "send_forward"]
     assert deeper > 80  # than Megatron's schedules
-    assert len(hops) > 1000 and max(hops) > 3  # the delays were there
+    assert len(transfers) > 1000 and max(transfers) > 3  # the delays were there

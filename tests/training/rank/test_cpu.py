@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import torch
 import torch.distributed as dist
-from holmes_hpc.training import cpu
+from holmes_hpc.training.rank import cpu
 cpu.install()
 cpu.install()
 from megatron.core import parallel_state
@@ -53,7 +53,7 @@ def test_a_model_trains_on_a_cpu() -> None:
 
 def test_a_rank_loads_megatron_without_a_compiler() -> None:
     """Where there is no GPU; and torch.compile is itself again afterwards."""
-    script = ("import sys, torch; before = torch.compile; from holmes_hpc.training import cpu\n"
+    script = ("import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
               "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
               "assert torch.compile is before\n"
               "print(torch.cuda.is_available(), 'torch._inductor.compile_fx' in sys.modules)")

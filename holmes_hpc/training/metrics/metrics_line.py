@@ -1,4 +1,4 @@
-"""One line of metrics per step, from all ranks' figures: gathered to rank 0 beside the next step, never waited for."""
+"""A line of metrics.jsonl: what a step was like, from all ranks, gathered to rank 0 beside the next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def peak_memory_bytes(cuda: bool) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def row(loss_sum: float, loss_count: int, step_time_s: float, parts: Mapping[str, float],
+def rank_row(loss_sum: float, loss_count: int, step_time_s: float, parts: Mapping[str, float],
         nic: tuple[float, float, float, float, float], memory: int) -> torch.Tensor:
     """One rank's figures of one step. `loss_sum`: of its micro-batches, on the last stage's first TP rank, else 0."""
     return torch.tensor([loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)],
@@ -42,8 +42,8 @@ def stage_breakdown(plan: Plan, rows: Sequence[Sequence[float]]) -> list[dict[st
             for ranks in stages]
 
 
-def line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float,
-         more: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float,
+                 more: Mapping[str, Any]) -> dict[str, Any]:
     """A line of metrics.jsonl (its fields: holmes_hpc/records/metrics.py) from every rank's row; not rounded."""
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: checked at the door, split, blended, and read in an order that no layout changes.
+"""Reading Megatron's indexed data sets: checked first, split, blended, and in an order that no layout changes.
 
 GPTDataset cuts one epoch of documents into shuffled samples. Its indices are made by one rank, in a cache directory
 that appears complete or not at all. Megatron's own BlendedMegatronDatasetBuilder is not used: it holds barriers over
@@ -16,7 +16,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -31,6 +31,7 @@ from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.datasets.utils import Split
 from megatron.core.package_info import __version__ as megatron_version
 
+from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import DataError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data.samples import Samples, check_vocabulary, shuffled
@@ -169,12 +170,10 @@ class Blend:
         return self._sources[chosen].tokens(period * int(counts[chosen]) + int(nth[inside]))
 
 
-def parse_blend(prefix: Any) -> tuple[list[str], list[float] | None]:
-    """`PREFIX`, `[a, b]` (by size) or `[0.7, a, 0.3, b]` -> prefixes and weights."""
-    items: list[Any] = [prefix] if isinstance(prefix, (str, os.PathLike)) else list(prefix or [])
+def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], list[float] | None]:
+    """`PREFIX`, `[a, b]` (by size) or `[0.7, a, 0.3, b]` -> prefixes and weights. `prefix` is not empty."""
+    items: list[Any] = [prefix] if isinstance(prefix, str) else list(prefix or [])
     hint = "give data.prefix=PREFIX or data.prefix=[0.7,A,0.3,B]"
-    if not items:
-        raise DataError("no data set is named", where="data.prefix", hint=hint)
     if not isinstance(items[0], (int, float)):
         if any(isinstance(i, (int, float)) for i in items):
             raise DataError(f"{items} mixes prefixes with and without a weight", where="data.prefix", hint=hint)
@@ -207,13 +206,13 @@ def _samples(prefix: Prefix, part: tuple[float, float], length: int) -> int:
     return (prefix.first_token(last) - prefix.first_token(first) - 1) // length
 
 
-def build(data: Mapping[str, Any], run_dir: str | None, seed: int, plan: Plan, evaluates: bool
+def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
           ) -> tuple[Samples, Samples | None]:
-    """See data.build_datasets. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
-    names, weights = parse_blend(data.get("prefix"))
-    parts = parse_split(data.get("split", "100"))[:2 if evaluates else 1]
+    """See data/build.py. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
+    names, weights = parse_blend(data.prefix)
+    parts = parse_split(data.split)[:2 if evaluates else 1]
     length, wanted = plan.batch.sequence_length, [names, weights, parts, seed, plan.batch.sequence_length]
-    root = Path(data.get("cache") or (Path(run_dir) / "data" if run_dir else f"{names[0]}.cache"))
+    root = Path(data.cache or (Path(run_dir) / "data" if run_dir else f"{names[0]}.cache"))
 
     def open_all() -> tuple[list[Prefix], Path]:
         prefixes = [Prefix.open(name) for name in names]
@@ -299,7 +298,7 @@ def _make_cache(cache: Path, make: Callable[[Path], object]) -> None:
 
 
 def _first_on_rank0(key: str, prepare: Callable[[], None]) -> None:
-    """Run `prepare` on rank 0 alone; the others wait for its word. Its DataError is raised on every rank."""
+    """Run `prepare` on rank 0 alone; the others wait for its answer. Its DataError is raised on every rank."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_world_size() == 1:
         return prepare()

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from holmes_hpc.errors import ConfigError
-
 
 class _Mark(torch.autograd.Function):
     """The same tensor; `passed()` is called when its gradient comes by."""
@@ -103,10 +101,8 @@ def _finish_device_work() -> None:
 def pace(chunks: Iterable[Iterable[torch.nn.Module]], layer_ms: float) -> None:
     """Pace the layers of a rank's model chunks to `layer_ms` forward.
 
-    Layers are modules that take and return hidden states, alone or first in a tuple.
+    `layer_ms` is above 0. Layers are modules that take and return hidden states, alone or first in a tuple.
     """
-    if layer_ms <= 0:
-        raise ConfigError(f"pace_layer_ms is {layer_ms}", where="train", hint="use milliseconds above 0, or null")
     clock = Clock()
     for c, layers in enumerate(chunks):
         for number, layer in enumerate(layers):

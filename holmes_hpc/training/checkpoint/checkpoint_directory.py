@@ -26,7 +26,7 @@ _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
 @dataclass(frozen=True)
-class Save:
+class Checkpoint:
     """A complete checkpoint: the state after `step` steps. `about`: what holmes.json says."""
 
     step: int
@@ -43,27 +43,27 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
     return folder / f".saving-{name_of(step)}-{attempt}"
 
 
-def complete(folder: Path) -> list[Save]:
+def complete(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints in `folder`, the latest first."""
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             match = _NAME.match(path.name)
             if match and (about := _describe(path)) is not None:
-                found.append(Save(int(match[1]), path, about))
-    return sorted(found, key=lambda save: -save.step)
+                found.append(Checkpoint(int(match[1]), path, about))
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 
-def at(path: Path) -> Save:
+def at(path: Path) -> Checkpoint:
     """The checkpoint that is `path`. DataError when it is none, or not complete."""
     match, about = _NAME.match(path.resolve().name), _describe(path)
     if match is None or about is None:
         raise DataError("not a complete checkpoint", where=str(path),
                         hint="give a directory checkpoints/step-… of a run, with its holmes.json")
-    return Save(int(match[1]), path, about)
+    return Checkpoint(int(match[1]), path, about)
 
 
-def seen(path: Path, patience_s: float = 30) -> Save | None:
+def seen(path: Path, patience_s: float = 30) -> Checkpoint | None:
     """The checkpoint that is `path`, which another node sees; None when it does not show here in time."""
     until = time.monotonic() + patience_s
     while True:
@@ -91,15 +91,15 @@ def checksum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def damage(save: Save, share: int = 0, shares: int = 1) -> str | None:
+def damage(checkpoint: Checkpoint, share: int = 0, shares: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None when nothing is. With `shares` readers each reads its own."""
-    for index, (name, (size, crc)) in enumerate(sorted(save.about["files"].items())):
+    for index, (name, (size, crc)) in enumerate(sorted(checkpoint.about["files"].items())):
         if index % shares != share:
             continue
         try:
-            if os.stat(save.path / name).st_size != size:
+            if os.stat(checkpoint.path / name).st_size != size:
                 return f"{name} is not {size} bytes long"
-            if checksum(save.path / name)[1] != crc:
+            if checksum(checkpoint.path / name)[1] != crc:
                 return f"{name} has other bytes than were written"
         except OSError as e:
             return f"{name}: {e.strerror}"
@@ -137,9 +137,9 @@ def failed(path: Path, error: OSError) -> RunFailed:
 def prune(folder: Path, keep: int) -> list[int]:
     """Remove all complete checkpoints but the latest `keep`; the steps of those removed."""
     old = complete(folder)[keep:]
-    for save in old:
-        shutil.rmtree(save.path, ignore_errors=True)
-    return [save.step for save in old]
+    for checkpoint in old:
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
+    return [checkpoint.step for checkpoint in old]
 
 
 def sweep(folder: Path) -> None:

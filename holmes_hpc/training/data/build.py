@@ -1,0 +1,31 @@
+"""Which data a run trains on, as its configuration says: synthetic tokens or an indexed data set."""
+
+from __future__ import annotations
+
+from holmes_hpc.config.data import DataConfig
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.data.samples import Samples
+from holmes_hpc.training.data.synthetic import Synthetic
+
+_VALIDATION = 1 << 32  # sets the validation samples of synthetic data apart from those of any 32-bit seed
+
+
+def build_datasets(data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None,
+                   ) -> tuple[Samples, Samples | None]:
+    """The training samples that `data` names, and the validation samples when `train.eval_interval` is above 0.
+
+    Rank 0 and every rank that needs data call it, after torch.distributed is initialised (if it is to be): rank 0
+    checks the data and makes the index (in `data.cache`, else under `run_dir`), the others wait for its answer in the
+    rendezvous store, without a barrier. Raises DataError, the same on every rank, for data that are missing, damaged,
+    too short or of another vocabulary.
+    """
+    seed = train.seed if data.seed is None else data.seed
+    evaluates = train.eval_interval > 0
+    if data.kind == "indexed":
+        from holmes_hpc.training.data import indexed_dataset  # Megatron's data sets take seconds to load
+
+        return indexed_dataset.build(data, seed, plan, run_dir, evaluates)
+    vocab, length = plan.model.vocab, plan.batch.sequence_length
+    return (Synthetic(seed, vocab, length, data.learnable),
+            Synthetic(seed + _VALIDATION, vocab, length, data.learnable, "synthetic validation") if evaluates else None)

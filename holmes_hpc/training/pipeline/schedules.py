@@ -1,0 +1,35 @@
+"""Which pipeline schedule a plan trains with, and what carries tensors between its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.pipeline import point_to_point
+from holmes_hpc.training.pipeline.run_ahead import Tracer, run_ahead
+
+
+def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
+    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or the one that runs ahead. `tracer`:
+    is told of what the latter does."""
+    if plan.schedule.kind == "ahead" and plan.parallel.pp > 1:
+        return partial(run_ahead, in_flight=plan.schedule.in_flight, tracer=tracer)
+    function: Callable[..., Any] = get_forward_backward_func()
+    return function
+
+
+def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, groups: ProcessGroupCollection, config: Any,
+                 ) -> Any:
+    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's;
+    None without a pipeline."""
+    if plan.parallel.pp == 1:
+        return None
+    if plan.transport_mode == "single" and plan.schedule.kind != "ahead":
+        return P2PCommunicator(groups.pp, config)
+    return point_to_point.build(plan, new_group, rank=rank, pp_group=groups.pp, config=config)

@@ -1,0 +1,54 @@
+"""What a line of the metrics says of the ranks' figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import spawn
+
+from holmes_hpc.records.metrics import FIELDS, PARTS
+from holmes_hpc.training.metrics import metrics_line
+from holmes_hpc.training.network.nic_bytes import sum_by_kind
+
+
+def test_a_line_of_the_metrics_adds_up() -> None:
+    plan = spawn.plan(pp=2, dp=2)
+    parts = {p: 0.1 for p in PARTS}
+    rows = [metrics_line.rank_row(0, 0, 0.6, parts, (10, 20, 30, 40, 7), 100),
+            metrics_line.rank_row(0, 0, 0.7, parts, (1, 2, 3, 4, 0), 200),
+            metrics_line.rank_row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0), 300),
+            metrics_line.rank_row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0), 400)]
+    line = metrics_line.metrics_line(plan, rows, 7, 123.0, {"grad_norm": 1.0})
+    assert (line["step"], line["time"], line["loss"], line["step_time_s"]) == (7, 123.0, 2.5, 0.6)
+    assert line["samples_per_s"] == pytest.approx(8 / 0.6, rel=1e-4)
+    assert line["tokens_per_s"] == pytest.approx(8 * 16 / 0.6, rel=1e-4)
+    assert line["breakdown"][1]["compute_s"] == pytest.approx(0.2) and line["breakdown"][0]["compute_s"] == 0.1
+    assert line["nic_bytes"] == {"ethernet": {"tx": 11, "rx": 22}, "ib-0": {"tx": 33, "rx": 44},
+                                 "roce-1": {"tx": 5, "rx": 6}}
+    assert line["peak_memory_bytes"] == [100, 200, 300, 400]
+    assert metrics_line.compute_by_rank(rows) == pytest.approx([0.1, 0.1, 0.3, 0.1])
+    assert line["hardware_tflops_per_gpu"] == line["model_tflops_per_gpu"] > 0
+
+
+def test_nothing_counted_is_nothing_recorded() -> None:
+    plan = spawn.plan(dp=2)
+    rows = [metrics_line.rank_row(0, 0, 1, dict.fromkeys(PARTS, 0.0), (0, 0, 0, 0, 0), 1)] * 2
+    line = metrics_line.metrics_line(plan, rows, 1, 0.0, {})
+    assert line["nic_bytes"] == {} and math.isnan(line["loss"])
+    assert sum_by_kind(plan, [[0, 0, 0, 0, 0]] * 2) == {}
+
+
+def test_a_line_has_every_field_of_the_schema_and_no_other() -> None:
+    plan = spawn.plan(dp=2)
+    rows = [metrics_line.rank_row(1.0, 1, 0.6, dict.fromkeys(PARTS, 0.1), (1, 2, 3, 4, 0), 100)] * 2
+    line = {**metrics_line.metrics_line(plan, rows, 1, 0.0, {"grad_norm": 1.0, "learning_rate": 0.1}), "attempt": 1}
+    assert set(line) == {name for name, field in FIELDS.items() if field.always}
+    assert all(tuple(stage) == PARTS for stage in line["breakdown"])
+
+
+def test_figures_are_not_rounded_before_they_are_recorded() -> None:
+    seconds = 0.123456789123
+    rows = [metrics_line.rank_row(1.0, 1, seconds, dict.fromkeys(PARTS, seconds / 6), (0, 0, 0, 0, 0), 100)] * 2
+    line = metrics_line.metrics_line(spawn.plan(dp=2), rows, 1, 0.0, {})
+    assert line["step_time_s"] == seconds and line["breakdown"][0]["compute_s"] == seconds / 6

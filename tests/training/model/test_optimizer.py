@@ -1,0 +1,76 @@
+"""Learning rates, Adam's numbers, and steps whose own numbers are none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import spawn
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import RunFailed
+from holmes_hpc.training.model import optimizer
+from holmes_hpc.training.rank import cpu
+
+RATES = TrainConfig(lr=1.0, min_lr=0.1, warmup_steps=4, steps=20)
+
+
+def test_learning_rates() -> None:
+    rates = [optimizer.learning_rate(step, RATES) for step in range(1, 31)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[19:] == [0.1] * 11
+    assert rates[11] == pytest.approx(0.55)  # half way down a half cosine
+    assert all(a > b for a, b in pairwise(rates[3:20]))
+
+
+@given(steps=st.integers(1, 50), warm=st.integers(0, 50), end=st.none() | st.integers(1, 80))
+def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int | None) -> None:
+    train = replace(RATES, steps=steps, warmup_steps=min(warm, end or steps), lr_decay_steps=end)
+    for step in range(1, 90):
+        assert 0 < optimizer.learning_rate(step, train) <= 1
+
+
+@pytest.mark.parametrize(("losses", "updated", "norm", "scale", "says"), [
+    ([2.0], True, 1.0, 8.0, None), ([], True, 0.0, 8.0, None), ([2.0], True, None, 8.0, None),
+    ([2.0], True, math.nan, 8.0, "the gradient norm is nan"), ([2.0], True, math.inf, 8.0, "the gradient norm is inf"),
+    ([2.0, math.nan], True, 1.0, 8.0, "the loss is nan"), ([math.inf], False, None, 8.0, "the loss is inf"),
+    ([2.0], False, None, 8.0, None), ([2.0], False, None, 1.0, "least loss scale"),
+    ([], False, None, 1.0, "least loss scale"),
+])
+def test_a_step_whose_numbers_are_none_ends_the_run(losses: list[float], updated: bool, norm: float | None,
+                                                    scale: float, says: str | None) -> None:
+    scaler = SimpleNamespace(scale=torch.tensor([scale]), min_scale=torch.tensor([1.0]))
+    for made in (SimpleNamespace(grad_scaler=scaler),
+                 SimpleNamespace(chained_optimizers=[SimpleNamespace(grad_scaler=scaler)])):
+        if says is None:
+            optimizer.check_numbers(made, 7, losses, updated, norm)
+        else:
+            with pytest.raises(RunFailed, match=f"step 7: .*{says}"):
+                optimizer.check_numbers(made, 7, losses, updated, norm)
+
+
+def test_fp16_ends_when_the_loss_scale_has_fallen_as_far_as_it_can() -> None:
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    with cpu._CudaMeansCpu():
+        scaler = DynamicGradScaler(2.0**6, 1.0, 2.0, 0.5, 1000, 2)
+    made, ended = SimpleNamespace(grad_scaler=scaler), 0
+    for step in range(1, 20):
+        scaler.update(found_inf=True)
+        try:
+            optimizer.check_numbers(made, step, [3.0], False, None)
+        except RunFailed:
+            ended = step
+            break
+    assert ended == 7  # the first is let pass (hysteresis), then six halvings
+
+
+def test_norms_and_biases_do_not_decay_and_the_runs_own_numbers_count() -> None:
+    groups = [{"wd_mult": 1.0, "lr": 9.0, "weight_decay": 9.0}, {"wd_mult": 0.0, "lr_mult": 2.0, "eps": 9.0}]
+    optimizer.set_options(SimpleNamespace(param_groups=groups), replace(spawn.TRAIN, weight_decay=0.1, eps=1e-6), 0.5)
+    assert [(g["lr"], g["weight_decay"], g["eps"]) for g in groups] == [(0.5, 0.1, 1e-6), (1.0, 0.0, 1e-6)]

@@ -1,0 +1,66 @@
+"""What goes over NICs: which are counted, what a sample says of headers, and what is written."""
+
+from __future__ import annotations
+
+import json
+
+import spawn
+
+from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
+from holmes_hpc.fabric.site import NicType
+from holmes_hpc.training.network.nic_bytes import NicLog, Traffic, header_factors, sample_pairs
+from holmes_hpc.training.rank.launch import Launch
+
+
+def test_samples_are_sent_between_nodes_of_every_kind_of_nic() -> None:
+    assert sample_pairs(spawn.plan(pp=3, dp=2)) == {"ib-0": (0, 1), "roce-1": (2, 3), "ethernet": (4, 5)}
+    assert sample_pairs(spawn.plan()) == {}
+
+
+class Counted:
+    """A NIC that carries what others send beside the sample, too."""
+
+    def take(self) -> tuple[float, float, float, float, float]:
+        return 3e6, 3e6, 5e6, 5e6, 0.0
+
+
+def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkeypatch) -> None:
+    plan, made = spawn.plan(pp=3, dp=2), []
+    monkeypatch.setattr("holmes_hpc.training.network.nic_bytes._send", lambda ranks, rank, group, data: None)
+
+    def new_group(ranks, kind):
+        made.append(kind)
+
+    found = header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size, cuda=True)
+    assert found.pop("ethernet") > 1
+    assert found == {"ib-0": 1.0, "roce-1": 1.0} and made == ["sample ethernet"]
+    assert set(header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size)) == {
+        "ib-0", "roce-1", "ethernet"}
+
+
+IB_NODE = NodeNics((Nic("eth0", NicType.ETHERNET), Nic("mgmt0", NicType.ETHERNET), Nic("docker0", NicType.ETHERNET)), (
+    RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_1", 1, "ib", True, "ACTIVE", 100.0)))
+
+
+def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch) -> None:
+    readings = iter([{n: (0, 0) for n in ("eth0", "mgmt0", "docker0", "mlx5_0:1", "mlx5_1:1")},
+                     {"eth0": (1, 2), "mgmt0": (10, 20), "docker0": (0, 0), "mlx5_0:1": (100, 200),
+                      "mlx5_1:1": (1000, 0)}])
+    monkeypatch.setattr("holmes_hpc.training.network.nic_bytes.read_counters", lambda: next(readings))
+    counted = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
+    assert counted.take() == (1, 2, 100, 200, 1010)  # mlx5_1 is slower: storage, not one of NCCL's ports
+    assert counted.by_nic["mlx5_1:1"] == (1000, 0)
+
+
+def test_the_log_of_nics_holds_every_step_and_is_written_now_and_then(tmp_path) -> None:
+    log = NicLog(tmp_path / "nics", "ib1", attempt=2)
+    for step in range(1, 40):
+        log.add(step, {"eth0": (step, 0), "mlx5_0:1": (0, 0), "docker0": (5, 5)})
+    path = tmp_path / "nics" / "ib1.jsonl"
+    assert len(path.read_text().splitlines()) < 39
+    log.write()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 40))
+    assert lines[6] == {"step": 7, "attempt": 2, "node": "ib1", "nics": {"eth0": {"tx": 7, "rx": 0}}}
+    NicLog(tmp_path / "none", "ib1", 1).add(1, {})
+    assert not (tmp_path / "none").exists()
