@@ -5,6 +5,7 @@ import pytest
 from holmes_hpc.errors import SiteError, SubmissionError
 from holmes_hpc.slurm.commands import output, partial_output, slurm
 
+pytestmark = pytest.mark.integration  # real processes
 SHOW = ("sh", "-c", "echo ${SLURM_JOB_ID-none} ${SBATCH_PARTITION-none} ${SLURM_CONF-none}")
 
 

@@ -157,7 +157,8 @@ def test_cancelled(folder: Path, which: str) -> None:
     if which == "leader":
         job.cancel()
         until(lambda: job.slurm_state().state == "CANCELLED")
-    else:  # cancelling one component must not leave the others running
+    else:  # cancelling one component must not leave the others running; srun heeds it once all ranks have started
+        until(lambda: all(job.task(i).paths.stdout.exists() for i in range(job.num_tasks)))
         subprocess.run(["scancel", f"{job.job_id}+1"], check=True)
         until(lambda: job.slurm_state().ended)
         assert job.slurm_state().state != "COMPLETED"

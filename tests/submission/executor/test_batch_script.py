@@ -208,6 +208,7 @@ def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [("", 0), ("1", 0), ("2", 1)])
 def test_a_job_that_was_requeued_too_often_does_not_start(tmp_path: Path, restarts: str, code: int) -> None:
     job = JobRequest((ComponentRequest(),), use_srun=False, exit_record=str(tmp_path / "exit"), max_requeues=1)
