@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test test-breaking test-trixie faults bench-gpu evaluation lint quick clean
+.PHONY: help install demo lint unit quick test test-breaking test-trixie explore faults bench-gpu evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -30,15 +30,23 @@ lint: install ## ruff, mypy, the contracts between rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+unit: install ## the tests that start no process: some seconds
+	$(BIN)/pytest -q -m "not integration and not slurm and not breaking and not gpu"
+
 quick: install ## the tests that need no Slurm
-	$(BIN)/pytest -q -m "not slurm"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm"
 
 test: lint ## lint, types, import contracts and the tests, those on the testbed included
-	$(BIN)/pytest -q -m "not slurm and not breaking" --durations=10
-	$(BIN)/pytest -q -m "slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "slurm and not breaking" --durations=10
 
 test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
 	$(BIN)/pytest -q -m breaking --durations=10
+
+MINUTES ?= 30
+
+explore: install ## property tests with fresh seeds and many examples for MINUTES (30); says what it finds, then fails
+	$(BIN)/python tests/support/explore.py $(MINUTES)
 
 faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)

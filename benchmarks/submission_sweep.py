@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
@@ -80,7 +81,7 @@ def main() -> int:
             began, inside = time.perf_counter(), fake.seconds
             config = {"train": {"steps": 100}, "run_dir": str(root / str(num))}
             run = RunDirectory.create(root / str(num), plan_text=PLAN.to_yaml(), config=config)
-            job = submit_plan(PLAN, run.path, work, config, {"timeout_min": 60})
+            job = submit_plan(PLAN, run.path, work, config, SlurmSettings(timeout_min=60))
             manifest.put(SweepJob(num, (f"seed={num}",), str(num), "plan", "slurm", job.job_id, f"{num}/submission",
                                   64, f"holmes-{num}", time.time()))
             each.append(time.perf_counter() - began - (fake.seconds - inside))

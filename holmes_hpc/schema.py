@@ -171,6 +171,8 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
         return isinstance(value, tuple(m for m in members if isinstance(m, type)))
     if all(dataclasses.is_dataclass(m) for m in members):
         return value is None and type(None) in _all_members(declared.type)
+    if isinstance(value, float):
+        value = float(value)  # of numpy's too, which msgspec does not know
     try:
         msgspec.convert(value, _bounded(cls, name), strict=True)
     except msgspec.ValidationError:

@@ -100,8 +100,7 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     on = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, on)
-    values = config.to_dict()
-    return Planned(plan, values, run_rank, values["slurm"], facts(config, plan))
+    return Planned(plan, config.to_dict(), run_rank, config.slurm, facts(config, plan))
 
 
 _site = functools.cache(given_site)  # of a sweep's jobs, read once for all of them

@@ -1,6 +1,7 @@
-"""The testbed for all tests marked `slurm`: the one that is up, or one of the session's own.
+"""The testbed for all tests marked `slurm` (the one that is up, or one of the session's own), and what every test
+has to keep to: the same examples every time, no process in a unit test, nothing left behind.
 
-HOLMES_TESTBED_RELEASE=trixie makes it one with that Debian release's Slurm.
+HOLMES_TESTBED_RELEASE=trixie makes the testbed one with that Debian release's Slurm.
 """
 
 from __future__ import annotations
@@ -9,15 +10,24 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import leftovers
+import process_guard
 import pytest
 from hypothesis import HealthCheck, settings
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script starts the tests in the background
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+ANY_MACHINE = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("pinned", ANY_MACHINE, derandomize=True)
+settings.register_profile("fresh", ANY_MACHINE, print_blob=True)
+settings.load_profile("pinned")  # `make explore` takes the other
+process_guard.install()
+CHECKOUT = Path(__file__).parents[1]
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)  # submitit's, where a test plays a task
 
 
 @dataclass(frozen=True)
@@ -53,12 +63,83 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    process_guard.begin(item)
+    try:
+        return (yield)
+    finally:
+        process_guard.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the tests of this worker, and what they start, put temporary files."""
+    made = tmp_path_factory.mktemp("temporary", numbered=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(made))
+        patch.setenv(leftovers.MARK, str(os.getpid()))
+        patch.setattr(tempfile, "tempdir", None)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(temporary_folder: Path) -> Iterator[None]:
+    """Fail the test that leaves a process or a temporary file, and take both away; fail a unit test that hid that it
+    was kept from starting a process."""
+    before, files = leftovers.process_ids(), set(temporary_folder.iterdir())
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    hidden = process_guard.end()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    alive = leftovers.after_a_while(lambda: leftovers.processes(before))
+    written = leftovers.after_a_while(lambda: sorted(set(temporary_folder.iterdir()) - files))
+    named = [leftovers.described(process) for process in alive]
+    leftovers.kill(alive)
+    leftovers.remove(written)
+    assert not named, f"left alive: {named}"
+    assert not written, f"left in the folder for temporary files: {[path.name for path in written]}"
+    assert not hidden, f"a unit test tried to start a process: {hidden}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # one look at the whole, by the process that runs all workers
+        session.config.stash[_BEFORE] = leftovers.checkout(CHECKOUT) | leftovers.shared_memory()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    before = session.config.stash.get(_BEFORE, None)
+    if before is None:
+        return
+    left = leftovers.after_a_while(
+        lambda: sorted((leftovers.checkout(CHECKOUT) | leftovers.shared_memory()) - before))
+    if left:
+        print("\nleft behind by the tests:", *left, sep="\n  ", file=sys.__stderr__)
+        session.exitstatus = max(session.exitstatus, 1)
+
+
+_BEFORE = pytest.StashKey[set[Path]]()
+
+
 def _tell(line: str) -> None:
     print(f"testbed: {line}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(scope="session")
-def testbed() -> Iterator[Bed]:
+def place_of_testbed() -> Iterator[None]:
+    """Workers that run side by side have a testbed each, of their own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix=worker, dir="/tmp") as folder, pytest.MonkeyPatch.context() as p:
+        p.setenv("HOLMES_TESTBED", f"{folder}/bed")  # a short path: sockets are made below it
+        yield
+
+
+@pytest.fixture(scope="session")
+def testbed(place_of_testbed: None) -> Iterator[Bed]:
     """The testbed that is up (it stays), or one that is brought up for this session and taken down after it."""
     from holmes_hpc import testbed as beds
 

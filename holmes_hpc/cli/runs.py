@@ -31,7 +31,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         from holmes_hpc.submission.plan_job import script_for_plan
 
         run_dir = config.run_dir or str(new_run_path(config, chosen))
-        console.text(script_for_plan(chosen, run_dir, config.to_dict()["slurm"]))
+        console.text(script_for_plan(chosen, run_dir, config.slurm))
         return
     run, job = start(chosen, config, overrides)
     if json:
@@ -77,16 +77,16 @@ def resume(run: Run, overrides: Overrides = None,
 
     record = find_run(run)
     to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
-    chosen, settings, before = to_go_on.plan, to_go_on.config.to_dict(), record.read_run()
+    chosen, before = to_go_on.plan, record.read_run()
     if to_go_on.missing:
         console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
     if not checkpoint_directory.complete(record.checkpoints):
         console.note("no complete checkpoint: it begins again with step 1")
     kept = record.reopen(chosen.to_yaml() if plan_path else None)
-    record.update_run(config=settings, plan_id=chosen.id, components=chosen.layout,
+    record.update_run(config=to_go_on.config.to_dict(), plan_id=chosen.id, components=chosen.layout,
                       overrides=[*before["overrides"], *(overrides or [])])
     try:
-        job = submit_run(chosen, record, settings)
+        job = submit_run(chosen, record, to_go_on.config)
     except Unsure:
         raise
     except BaseException:

@@ -55,7 +55,7 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
 
     record = new_run(config, chosen, overrides or [], True)
     try:
-        return record, submit_run(chosen, record, record.config)
+        return record, submit_run(chosen, record, config)
     except Unsure:
         raise
     except BaseException:
@@ -67,16 +67,16 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
         raise
 
 
-def submit_run(chosen: Plan, record: RunDirectory, settings: dict[str, Any]) -> Job:
-    """Submit a run as its launcher says; its job comes back. `settings`: its configuration, as its record has it."""
+def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job:
+    """Submit a run as its launcher says; its job comes back."""
     from holmes_hpc.submission.lifecycle.status import job_of
     from holmes_hpc.submission.local import run_plan_here
     from holmes_hpc.submission.plan_job import submit_plan
     from holmes_hpc.train import run_rank
 
-    if settings["launcher"]["kind"] == "local":
-        return run_plan_here(chosen, record.path, run_rank, settings, settings["slurm"])
-    submit_plan(chosen, record.path, run_rank, settings, settings["slurm"])
+    if config.local:
+        return run_plan_here(chosen, record.path, run_rank, config.to_dict(), config.slurm)
+    submit_plan(chosen, record.path, run_rank, config.to_dict(), config.slurm)
     return job_of(record)
 
 
@@ -99,7 +99,7 @@ def earliest_ends(config: Configuration) -> list[PlannedStart]:
     with console.waiting("planning for the site and its parts"):
         plans = plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]
     with console.waiting("asking Slurm when each could start"):
-        found = order(plans, config.train.steps, config.to_dict()["slurm"])
+        found = order(plans, config.train.steps, config.slurm)
     if found[0].end is None:
         raise SubmissionError(f"none of {len(found)} plans can run; the best: {found[0].reason}", where="--earliest",
                               hint="see `holmes nodes` and `holmes doctor`")

@@ -1,4 +1,4 @@
-"""Nodes and partitions become fabrics: pure functions, and every supposition is a line that the doors print."""
+"""Nodes and partitions become fabrics: pure functions, and every supposition is a line that is printed."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import combinations
@@ -12,10 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import check_components, parse_answer
@@ -97,20 +99,21 @@ def _epoch(text: str) -> float:
         raise SubmissionError(f"start time {text!r}", where="sbatch --test-only", hint="unset SLURM_TIME_FORMAT") from e
 
 
-def earliest(plans: Sequence[Plan], steps: int, settings: Mapping[str, Any]) -> list[PlannedStart]:
+def earliest(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[PlannedStart]:
     """Candidates by end of training, those that cannot run last. A plan's own time limit is its predicted time with
     half as much again, at least five minutes and at most the settings' `timeout_min`: a short job can start in a gap
     that a long one cannot."""
-    found = []
+    found, most = [], minutes(settings.timeout_min)
     for plan in plans:
         duration = training_time_s(plan, steps)
-        minutes = min(int(settings.get("timeout_min") or 60), max(SHORTEST_MIN, round(duration * 1.5 / 60 + 0.5)))
+        limit = max(SHORTEST_MIN, round(duration * 1.5 / 60 + 0.5))
+        limit = limit if most is None else min(int(most), limit)
         try:
-            if duration > 60 * int(settings.get("timeout_min") or 60):
+            if most is not None and duration > 60 * most:
                 raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it")
-            found.append(PlannedStart(plan, slurm_start(plan_components(plan, settings), minutes), duration, minutes))
+            found.append(PlannedStart(plan, slurm_start(plan_components(plan, settings), limit), duration, limit))
         except SubmissionError as e:
-            found.append(PlannedStart(plan, None, duration, minutes, str(e)))
+            found.append(PlannedStart(plan, None, duration, limit, str(e)))
     return sorted(found, key=lambda c: (c.end is None, c.end or 0.0))
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import submitit
 from submitit.local.local import LocalExecutor
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.ports import first_ephemeral, free_port
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine
 from holmes_hpc.submission.plan_job import RankTask
 
@@ -63,13 +65,13 @@ def _rendezvous_port() -> int:
 
 
 def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any],
-                  config: Mapping[str, Any], settings: Mapping[str, Any]) -> Job:
+                  config: Mapping[str, Any], settings: SlurmSettings) -> Job:
     """Start `plan`'s ranks as processes of this machine; they survive this process. The job to follow comes back."""
     run = RunDirectory(Path(run_dir).absolute())
     executor = LocalExecutor(run.path / "submission")
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
-    executor.update_parameters(tasks_per_node=ranks, timeout_min=settings.get("timeout_min") or 60,
+    executor.update_parameters(tasks_per_node=ranks, timeout_min=int(minutes(settings.timeout_min) or 60),
                                gpus_per_node=gpus, stderr_to_stdout=True)
     started = time.time()
     config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}

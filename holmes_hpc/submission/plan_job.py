@@ -15,6 +15,7 @@ from typing import Any
 
 from submitit.core import utils
 
+from holmes_hpc.config.slurm_settings import ComponentSettings, SlurmSettings
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -27,11 +28,7 @@ from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 from holmes_hpc.submission.executor.submit import cancelled_on_error
 from holmes_hpc.submission.lifecycle.starts import START_MARK, gained, note_progress, start_of
 
-COMPONENT_SETTINGS = ("account", "qos", "reservation", "mem", "cpus_per_task", "gres", "exclusive", "additional",
-                      "nodelist", "exclude")
-JOB_SETTINGS = ("timeout_min", "setup", "container")
 WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
-SETTINGS = (*COMPONENT_SETTINGS, *JOB_SETTINGS, "fabrics")
 
 
 class RankTask:
@@ -55,26 +52,17 @@ class RankTask:
         return utils.DelayedSubmission(self)
 
 
-def plan_components(plan: Plan, settings: Mapping[str, Any]) -> tuple[ComponentRequest, ...]:
+def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentRequest, ...]:
     """What each component of `plan` asks for, with the site's settings and those of its fabric."""
-    own = dict(settings.get("fabrics") or {})
-    for key in settings:
-        if key not in SETTINGS:
-            raise SubmissionError(f"unknown key {key!r}", where="slurm", hint=nearest(str(key), SETTINGS))
-    site_fabrics = [f.name for f in plan.site.fabrics]
-    for name, values in own.items():
-        if name not in site_fabrics:
-            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, site_fabrics))
-        for key in values or {}:
-            if key not in COMPONENT_SETTINGS:
-                hint = "set it for the whole job" if key in JOB_SETTINGS else nearest(key, COMPONENT_SETTINGS)
-                raise SubmissionError(f"{key!r} cannot be set for one fabric", where=f"slurm.fabrics.{name}", hint=hint)
+    fabrics, known = settings.fabrics or {}, [f.name for f in plan.site.fabrics]
+    for name in fabrics:
+        if name not in known:
+            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, known))
     made = []
     for index, part in enumerate(plan.components):
-        values = {k: settings[k] for k in COMPONENT_SETTINGS if settings.get(k) is not None}
-        fabric_values = {k: v for k, v in (own.get(part.fabric) or {}).items() if v is not None}
-        values = {**values, **fabric_values,
-                  "additional": {**(values.get("additional") or {}), **(fabric_values.get("additional") or {})}}
+        own = fabrics.get(part.fabric) or ComponentSettings()
+        values = {**settings.given(), **own.given(), "additional": {**(settings.additional or {}),
+                                                                   **(own.additional or {})}}
         gpus = part.gpus_per_node if plan.site.fabric(part.fabric).gres and not values.get("gres") else None
         values |= {"partition": part.partition or None, "constraint": part.constraint or None, "nodes": part.nodes,
                    "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
@@ -85,15 +73,15 @@ def plan_components(plan: Plan, settings: Mapping[str, Any]) -> tuple[ComponentR
 class PlanExecutor(SlurmHetExecutor):
     """The executor, arranged around a run directory: logs/rank-N.txt, and result.json at the end."""
 
-    def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: Mapping[str, Any],
+    def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings,
                  *, dependency: str | None = None) -> None:
         self.run_path = Path(run.path).expanduser().absolute()
-        self.container = settings.get("container")
+        self.container = settings.container
         python = "python3" if self.container else None  # the image's own
         super().__init__(self.run_path / "submission", components=list(parts), python=python,  # type: ignore[arg-type]
                          max_num_timeout=WHILE_IT_GAINS)
         self._internal_update_parameters(
-            job_name=name, time=settings.get("timeout_min") or 60, setup=settings.get("setup") or [],
+            job_name=name, time=settings.timeout_min, setup=list(settings.setup),
             container=self.container, requeue=True, dependency=dependency)
 
     @classmethod
@@ -137,19 +125,19 @@ def finish_command(run_path: Path, status: str = "$status", signalled: str = "$s
     return f'{python} -m holmes_hpc.submission.lifecycle.finish {words([str(run_path)])} "{status}" "{signalled}"'
 
 
-def _executor(plan: Plan, run_dir: str | Path, settings: Mapping[str, Any],
+def _executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings,
               dependency: str | None = None) -> PlanExecutor:
     run = RunDirectory(run_dir)
     return PlanExecutor(run, plan_components(plan, settings), f"holmes-{run.name}", settings, dependency=dependency)
 
 
-def script_for_plan(plan: Plan, run_dir: str | Path, settings: Mapping[str, Any]) -> str:
+def script_for_plan(plan: Plan, run_dir: str | Path, settings: SlurmSettings) -> str:
     """The batch script that :func:`submit_plan` hands to Slurm (``holmes submit --dry-run``)."""
     return _executor(plan, run_dir, settings).text()
 
 
 def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any],
-                settings: Mapping[str, Any], *, dependency: str | None = None) -> SlurmHetJob:
+                settings: SlurmSettings, *, dependency: str | None = None) -> SlurmHetJob:
     """Submit `plan`: every rank calls ``function(config)``, with `config["plan_file"]` and `config["run_dir"]` set.
 
     `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. Raises SubmissionError when a

@@ -179,6 +179,7 @@ def answer(name: str, late_s: float = 0.0) -> str:
     return f"echo '{MARK}" + json.dumps({**facts(name).to_dict(), "clock": time.time() + late_s}) + "'"
 
 
+@pytest.mark.integration
 def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     does, asked = srun
     does(f"echo noise\n{answer('a1', 100)}\necho '{MARK}not json'")
@@ -193,6 +194,7 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     assert _understand("holmes-facts {}") is None
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("ending", "why"), [
     ("echo 'srun: error: a2: task 1: Exited with exit code 1' >&2; exit 1", "a2: task 1: Exited with exit code 1"),
     ("exec sleep 30", "no answer in 1 s")])

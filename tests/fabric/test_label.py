@@ -129,6 +129,7 @@ def test_rates_are_spelled_as_features_are_read() -> None:
         assert VOCABULARY.meaning(f"nic_{text}").rate == rate
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", list(trees.ALL))
 def test_the_helper_script_and_the_probe_agree(tmp_path: Path, name: str) -> None:
     tree = Tree(tmp_path / "sys")

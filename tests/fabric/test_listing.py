@@ -52,6 +52,7 @@ def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scontrol.read_node("ib1") is not None and scontrol.read_node("ib2") is None
 
 
+@pytest.mark.integration
 def test_no_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SiteError, match="no command scontrol; load Slurm's client commands"):

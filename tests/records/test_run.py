@@ -65,6 +65,7 @@ def _bump(path: str, key: str) -> None:
         RunDirectory(path).update_run(**{f"{key}{i}": i})
 
 
+@pytest.mark.integration
 def test_writers_do_not_lose_each_others_updates(run: RunDirectory) -> None:
     workers = [multiprocessing.get_context("fork").Process(target=_bump, args=(str(run.path), k)) for k in "xyz"]
     for worker in workers:
@@ -152,6 +153,7 @@ def test_full_disk_keeps_the_old_run_yaml(run: RunDirectory, monkeypatch: pytest
     assert sorted(set(os.listdir(run.path)) - {".lock"}) == listing
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system of one page")
 def test_a_really_full_disk(tmp_path: Path) -> None:
     import subprocess

@@ -64,6 +64,7 @@ def test_the_kept_records_are_whole() -> None:
     assert (runs["state"] == "completed").sum() >= 3 and set(runs["transport"]) == {"holmes", "single"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NAMES)
 def test_notebooks_on_the_kept_records(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     book = run(name, ANALYSIS / "records", monkeypatch)
@@ -72,12 +73,14 @@ def test_notebooks_on_the_kept_records(name: str, monkeypatch: pytest.MonkeyPatc
     assert pictures, "no figure was drawn"
 
 
+@pytest.mark.integration
 def test_one_run_shows_its_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_RUN", "traced")
     book = run("one_run", ANALYSIS / "records", monkeypatch)
     assert "image/png" in book.cells[-1].outputs[0]["data"]
 
 
+@pytest.mark.integration
 def test_nic_environments_on_fresh_runs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(run("nic_environments", fresh, monkeypatch))
     fraction = re.search(r"holmes\s+([\d.]+)\n(?:.*\n)*?Name: of the mean of IB and RoCE", text)

@@ -92,6 +92,7 @@ window.innerHeight,
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)], ids=["phone", "desktop"])
+@pytest.mark.integration
 def test_the_page_in_a_real_browser(pages: list[Path], width: int, height: int) -> None:
     if reason := missing():
         pytest.skip(reason)

@@ -24,6 +24,7 @@ def test_the_files_are_what_the_executor_would_write() -> None:
         "python -m holmes_hpc.submission.templates slurm"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", templates())
 def test_shellcheck_is_content(name: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), SLURM / name], capture_output=True, text=True)
@@ -68,7 +69,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("testbed")
 @pytest.mark.parametrize("name", templates())
 def test_each_is_submitted_for_real(bench: Path, name: str) -> None:

@@ -51,6 +51,7 @@ def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, ar
         assert (code, out, err.count("\n")) == (2, "", 1) and word in err
 
 
+@pytest.mark.integration
 def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={
         "job_id": 7, "submitted": time.time() - 100})
@@ -76,7 +77,6 @@ def test_a_long_table_shows_what_is_worth_showing() -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("busy_roce")
 def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path) -> None:
     """A plan that starts now beats the best one for a short training; for a long one waiting pays."""
@@ -97,7 +97,6 @@ def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("busy_roce")
 def test_run_takes_the_plan_that_ends_first(holmes: Holmes) -> None:
     code, out, err = holmes("run", "--earliest", "--steps", "2", "model=gpt_tiny", "--json")

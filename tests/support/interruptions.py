@@ -220,9 +220,9 @@ def interrupted(fault: Fault, root: Path, whole: dict[int, tuple[float, float]])
     run = submit(directory, "train.max_restarts=1", f"train.checkpoint_async={fault.background}".lower())
     node, hit_at, under_way, repair = hit(fault, run)
     if fault.kind == "node killed":
-        until(lambda: _state_of(node).startswith("down"), f"Slurm's notice that {node} is down", 60)
+        until(lambda: _state_of(node).startswith("down"), f"Slurm's notice that {node} is down")
     elif fault.kind != "slurmctld restarted":
-        until(lambda: run.read_exits() or run.attempt > 1, "an end", 60)
+        until(lambda: run.read_exits() or run.attempt > 1, "an end")
     repair()
     how = to_the_end(run)
     end = figures(run)

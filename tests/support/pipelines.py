@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from leftovers import stays
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -339,11 +340,13 @@ class Server:
         self._process = subprocess.Popen([sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, text=True,
                                          stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
                                          start_new_session=True)
+        stays(self._process.pid)
         atexit.register(self._process.kill)
 
     def call(self, function: str, *args: Any, timeout_s: float) -> Any:
         """`play` or `pair` over there. RuntimeError with what was said when it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        sys.audit("tests.process", function)
         self._process.stdin.write(json.dumps([function, *args]) + "\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from leftovers import stays
+
 from holmes_hpc import ports
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.data import DataConfig
@@ -29,8 +31,9 @@ from holmes_hpc.records.run import RunDirectory
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)
 BATCH = Batch(global_size=8, micro_size=1, sequence_length=16)
 TRAIN = TrainConfig(steps=4, device="cpu", dtype="fp32", lr=1e-2, min_lr=1e-3, warmup_steps=2, eval_steps=2,
-                    checkpoint_async=False, watchdog_s=60, net_timeout_s=30)
+                    checkpoint_async=False, watchdog_s=600, net_timeout_s=300)
 DATA = DataConfig(split="90,10", learnable=True)
+LIMIT_S = 150  # for whatever a run here does, on a busy machine too, and far below its own time-outs
 
 
 
@@ -95,6 +98,7 @@ class Nursery:
         self._ready = threading.Event()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
+        stays(self._process.pid)
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self._process.kill)
 
@@ -119,6 +123,7 @@ class Nursery:
 
     def fork(self, environment: dict[str, str], config: Path, output: Path) -> int:
         assert self._process.stdin is not None
+        sys.audit("tests.process", "a rank")
         self._process.stdin.write(json.dumps(
             {"environment": environment, "config": str(config), "output": str(output)}) + "\n")
         self._process.stdin.flush()
@@ -152,7 +157,7 @@ class Started:
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = LIMIT_S) -> None:
         """Until the record holds `step`."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -162,7 +167,7 @@ class Started:
             time.sleep(0.02)
         raise AssertionError(f"no step {step} in {timeout_s} s: {[p.read_text()[-2000:] for p in self.outputs]}")
 
-    def finish(self, timeout_s: float = 60) -> Ended:
+    def finish(self, timeout_s: float = LIMIT_S) -> Ended:
         """Wait for the ranks; one that does not end is killed and has the code -9."""
         end, codes = time.monotonic() + timeout_s, []
         for rank, pid in enumerate(self.pids):

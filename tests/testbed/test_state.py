@@ -107,6 +107,7 @@ def pretend(tmp_path: Path) -> Iterator[Callable[..., int]]:
         process.wait()
 
 
+@pytest.mark.integration
 def test_only_servers_of_this_directory_are_ours(tmp_path: Path, pretend: Callable[..., int]) -> None:
     mine, other, below = tmp_path / "bed", tmp_path / "bed2", tmp_path / "x" / "bed"
     ours = {pretend("slurmctld-wlm", cwd=mine / "run"),
@@ -122,6 +123,7 @@ def test_only_servers_of_this_directory_are_ours(tmp_path: Path, pretend: Callab
     assert len(processes.find(other, ())) == 2 and len(processes.find(below, ())) == 1
 
 
+@pytest.mark.integration
 def test_a_server_is_known_by_a_file_in_its_command_line(tmp_path: Path, pretend: Callable[..., int]) -> None:
     # sleep takes no such option, so it is given as its own name
     mine = tmp_path / "bed"
@@ -131,6 +133,7 @@ def test_a_server_is_known_by_a_file_in_its_command_line(tmp_path: Path, pretend
     assert [found.pid for found in processes.find(mine, ())] == [pid]
 
 
+@pytest.mark.integration
 def test_everything_in_our_namespaces_is_ours() -> None:
     own = os.stat("/proc/self/ns/net").st_ino
     child = subprocess.Popen(["sleep", "600"])
@@ -149,6 +152,7 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["none", "file", "link"])
 def test_the_machines_policy_is_put_aside_and_back(policy: Path, kind: str) -> None:
     if kind == "file":

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import spawn
 
-SOON_S = 30
+pytestmark = pytest.mark.integration
+
+SOON_S = spawn.LIMIT_S
 PLAN = spawn.plan(pp=2, dp=2)
 
 

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended, tmp_path: Path) -> None:
     layout, train = LAYOUTS[name]
@@ -62,6 +63,7 @@ def test_gelu_is_one_function_on_all_devices() -> None:
     assert [c.bias_activation_fusion for c in configs] == [False, True]
 
 
+@pytest.mark.integration
 def test_a_tied_model_gives_the_same_numbers_on_two_stages(tmp_path: Path) -> None:
     tied = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, bias=True)
     losses = []

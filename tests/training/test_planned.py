@@ -13,6 +13,8 @@ from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
+pytestmark = pytest.mark.integration
+
 
 def site(ib: int = 2, roce: int = 2, per_node: int = 1) -> Site:
     return Site("test", (Fabric("ib-a", NicType.IB, "ib", ib, per_node, 0.05, CPU, rdma_gbps=0.4, gres=False),

@@ -25,6 +25,7 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
 from holmes_hpc.submission.sweeps.launcher_settings import OWN, settings_of_plan
@@ -46,7 +47,7 @@ class Planned:
     plan: Plan
     config: dict[str, Any]
     function: Callable[[dict[str, Any]], Any]
-    settings: dict[str, Any]
+    settings: SlurmSettings
     record: dict[str, Any] = field(default_factory=dict)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 from omegaconf import DictConfig, OmegaConf
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError
 
 OWN = ("detach", "submitit_folder", "max_num_timeout", "array_parallelism")  # the launcher's, not the executor's
@@ -39,18 +40,18 @@ class LocalLauncherConf(LocalQueueConf):
     array_parallelism: int = field(default=0)  # 0: of jobs with a Plan one at a time, of others all
 
 
-def settings_of_plan(config: DictConfig, settings: dict[str, Any], where: str) -> dict[str, Any]:
+def settings_of_plan(config: DictConfig, settings: SlurmSettings, where: str) -> SlurmSettings:
     """The site's `settings` for a job with a Plan that runs on `where` (slurm, local); launcher keys that were changed
     are taken over or refused."""
     default = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
     changed = {str(k): v for k, v in config.hydra.launcher.items()
                if k in default and k not in (*OWN, "name", "_target_", "components") and v != default[k]}
-    merged = dict(settings)
+    taken: dict[str, Any] = {}
     for key, value in changed.items():
         if key not in OF_A_PLANS_JOB:
             raise ConfigError(f"{key} is the Plan's to say", where=f"hydra.launcher.{key}",
                               hint="use the configuration groups plan and slurm")
-        merged[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        taken[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if config.hydra.launcher.get("components"):
         raise ConfigError("components are the Plan's to say", where="hydra.launcher.components", hint="drop it")
-    return merged
+    return replace(settings, **taken)

@@ -7,10 +7,13 @@ the layout it was saved under. What makes a directory a checkpoint is in checkpo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
 import queue
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +42,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
             "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
 RESULT_WAIT_S = 30  # after the writer has ended
 LOOK_S = 0.05  # while a save is waited for
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
 # A model's identity: what its weights' shapes and their use depend on.
 _IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
@@ -314,18 +318,29 @@ def _offsets_without_padding(optimizer: Any) -> Iterator[None]:
 
 
 def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncRequest:
-    """The writer, in its own process, also notes the checksums of the files it wrote."""
-    write = request.async_fn
+    """The writer, in its own process, ends with its rank, and also notes the checksums of the files it wrote."""
+    write, own_rank = request.async_fn, os.getpid()
     if write is None:
         return request
 
     def write_and_check(*args: Any, **kwargs: Any) -> None:
+        writer = os.getpid()
+        _end_with(own_rank)
+        os.register_at_fork(after_in_child=lambda: _end_with(writer))  # Megatron-Core forks one more for the file
         write(*args, **kwargs)
         own = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
         with contextlib.suppress(OSError):  # of a full disk the writer itself tells
             (path / f".crc-{rank}.json").write_text(json.dumps(own))
 
     return request._replace(async_fn=write_and_check)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends, however that ends. Elsewhere than on Linux nobody does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended before it was asked for
+            os._exit(1)
 
 
 def _generators() -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import brute
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -36,10 +37,24 @@ def models(draw: st.DrawFn) -> ModelSpec:
                      tied=draw(st.booleans()), max_positions=4096)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12)
 @given(models(), sites(), st.sampled_from((1, 2, 4, 6, 8)), st.sampled_from((512, 2048)))
 def test_no_plan_is_1_percent_better(model: ModelSpec, site: Site, micro_batches: int, sequence: int) -> None:
-    batch, costs = Batch(2 * micro_batches, 2, sequence), Costs()
+    near_the_optimum(model, Batch(2 * micro_batches, 2, sequence), site)
+
+
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="9.7% slower: the plan takes one node alone, and DP over "
+                   "one node of each fabric, hierarchically, is faster")
+def test_one_layer_on_two_infiniband_fabrics() -> None:
+    gpu = GPUS[0]
+    near_the_optimum(
+        ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096), Batch(8, 2, 2048),
+        Site("small", tuple(Fabric(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0)
+                            for nodes in (1, 2))))
+
+
+def near_the_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:
+    costs = Costs()
     optimum = brute.best_step_s(model, batch, site, costs)
     try:
         plan = best_plan(model, batch, site, PlanOptions(), costs)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sites import two_clusters
 
 from holmes_hpc.config.model import Batch
@@ -24,6 +25,7 @@ def text(nodes: int) -> str:
     return made.to_yaml()
 
 
+@pytest.mark.integration
 def test_plans_of_equal_inputs_are_equal_bytes() -> None:
     program = "import sys; sys.path.insert(0, sys.argv[1]); from test_equal_plans import text; print(text(1), end='')"
     elsewhere = [subprocess.run(

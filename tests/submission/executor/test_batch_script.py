@@ -73,6 +73,7 @@ NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch p
          "*", "-n", "\\", "a\\'b", "!x", "$HOME", "#SBATCH --x", "\n#SBATCH --array=1-9", "%j%t"]
 
 
+@pytest.mark.integration
 def test_bash_runs_the_script_with_every_argument_unchanged(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != CMD ]; do shift; done; shift\n"
                                    "for a in \"$@\"; do printf '%s\\0' \"$a\"; done > \"$OUT\"\n")
@@ -90,6 +91,7 @@ def test_bash_runs_the_script_with_every_argument_unchanged(tmp_path: Path) -> N
     assert (tmp_path / "exit 7").read_text().split()[0] == "0"
 
 
+@pytest.mark.integration
 def test_exit_status_and_record_are_the_steps(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
@@ -100,6 +102,7 @@ def test_exit_status_and_record_are_the_steps(tmp_path: Path) -> None:
     assert (tmp_path / "9_exit").read_text().split()[0::2] == ["3", "-"]
 
 
+@pytest.mark.integration
 def test_a_signal_is_noticed_and_the_step_still_awaited(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nkill -TERM $PPID; sleep 0.3; exit 5\n")
     (tmp_path / "srun").chmod(0o755)
@@ -131,6 +134,7 @@ def test_srun_never_sees_an_output_pattern() -> None:
     assert "%j" not in step and "%t" not in step and "--output" not in step
 
 
+@pytest.mark.integration
 def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != sh ]; do shift; done\n"
                                    "for r in 0 1; do SLURM_PROCID=$r \"$@\"; done\n")
@@ -194,6 +198,7 @@ def test_impossible_jobs_are_refused(arguments: dict[str, object], match: str) -
         directives(JobRequest(**{"components": (IB,), **arguments}))  # type: ignore[arg-type]
 
 
+@pytest.mark.integration
 def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
     job = JobRequest((IB, ETH), directories=("/a b",), exit_record="/a b/%j_exit", step_errors="/a b/srun.txt",
                      environment=(("X", "y z"),))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_text import node, partition_line
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.slurm.scontrol import Config, parse_partition
@@ -68,10 +69,11 @@ echo "sbatch: Job 9 to start at $when using 4 processors on nodes n1 in partitio
 """
 
 
+@pytest.mark.integration
 def test_a_smaller_plan_that_starts_now_beats_the_best_that_waits(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     fast, slow = plans.plan("ib-a", "roce-a", step_time_s=1.0), plans.plan("ib-a", step_time_s=2.0)
-    found = earliest([fast, slow], 3600, {"timeout_min": 600})
+    found = earliest([fast, slow], 3600, SlurmSettings(timeout_min=600))
     assert [c.plan.id for c in found] == [slow.id, fast.id]
     assert found[0].start == datetime(2030, 1, 1).timestamp()
     assert found[0].end == found[0].start + training_time_s(slow, 3600)
@@ -96,21 +98,21 @@ def test_candidates_are_the_best_plans_of_parts_of_the_site() -> None:
     assert len(plans_to_try(plan_for, plans.site(), most=3)) == 3
 
 
+@pytest.mark.integration
 def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     possible = plans.plan("ib-a")
-    found = earliest([plans.plan("ib-a", step_time_s=100), possible], 3600, {"timeout_min": 600})
+    found = earliest([plans.plan("ib-a", step_time_s=100), possible], 3600, SlurmSettings(timeout_min=600))
     assert found[0].plan.id == possible.id and found[1].end is None and "timeout_min" in found[1].reason
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("testbed")
 def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("busy_roce")
     preflight.forget()
     waits, starts_now = plans.plan("ib-a", "roce-a", step_time_s=0.5), plans.plan("ib-a", step_time_s=1.0)
-    found = earliest([waits, starts_now], 30, {"timeout_min": 10})
+    found = earliest([waits, starts_now], 30, SlurmSettings(timeout_min=10))
     assert [c.plan.id for c in found] == [starts_now.id, waits.id]
     assert found[1].start is not None and found[0].start is not None and found[1].start - found[0].start > 60
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", start_rows(found)[1][0][2])

@@ -11,6 +11,7 @@ import pytest
 import submitit
 from submitit.core import plugins
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import commands
@@ -46,6 +47,7 @@ def test_it_is_a_plug_in_and_never_chosen_unasked(slurm: Any, tmp_path: Path) ->
     assert submitit.AutoExecutor.which() == "slurm"
 
 
+@pytest.mark.integration
 def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurm_max_num_timeout=7)
     executor.update_parameters(name="gpt", timeout_min=90, mem_gb=4, gpus_per_node=8, stderr_to_stdout=True,
@@ -67,6 +69,7 @@ def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> N
     assert job.submission()._timeout_countdown == 7
 
 
+@pytest.mark.integration
 def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(slurm: Any, tmp_path: Path) -> None:
     parts = [PARTS[0], {**PARTS[1], "gres": "gpu:a:2", "additional": {"exclusive": "user"}}]
     executor = SlurmHetExecutor(tmp_path / "log", components=parts)
@@ -101,6 +104,7 @@ def test_other_clusters_keep_their_parameters(slurm: Any, tmp_path: Path) -> Non
     assert executor.parameters["partition"] == "p" and executor.parameters["qos"] == "q"
 
 
+@pytest.mark.integration
 def test_one_component_is_a_plain_job_without_preflight(slurm: Any, tmp_path: Path) -> None:
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
     job = executor.submit(print)
@@ -108,6 +112,7 @@ def test_one_component_is_a_plain_job_without_preflight(slurm: Any, tmp_path: Pa
     assert len(slurm.calls("sbatch")) == 1
 
 
+@pytest.mark.integration
 def test_map_array_is_a_throttled_chain(slurm: Any, tmp_path: Path) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
     executor.update_parameters(slurm_array_parallelism=2, slurm_dependency="afterok:7")
@@ -121,6 +126,7 @@ def test_map_array_is_a_throttled_chain(slurm: Any, tmp_path: Path) -> None:
     assert [j.job_id for j in delayed] == ["46", "47", "48"]
 
 
+@pytest.mark.integration
 def test_a_batch_that_fails_half_way_leaves_nothing(slurm: Any, tmp_path: Path) -> None:
     third = '[ $n = 43 ] && { echo "sbatch: error: no" >&2; exit 1; };'
     slurm.answer("sbatch", FEASIBLE.replace("n=$((n+1));", "n=$((n+1)); " + third))
@@ -131,6 +137,7 @@ def test_a_batch_that_fails_half_way_leaves_nothing(slurm: Any, tmp_path: Path) 
     assert slurm.calls("scancel") == [["42"], ["41"]]  # later ones first, or a cancelled one would let the next begin
 
 
+@pytest.mark.integration
 def test_an_answer_that_got_lost_is_looked_up(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("sbatch", 'grep -o "holmes-[0-9a-f]*" "$2" > "$0.token"; '
                            'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
@@ -141,6 +148,7 @@ def test_an_answer_that_got_lost_is_looked_up(slurm: Any, tmp_path: Path) -> Non
     assert len(slurm.calls("sbatch")) == 1
 
 
+@pytest.mark.integration
 def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("sbatch", 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
@@ -151,6 +159,7 @@ def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) ->
     assert not list((tmp_path / "log").glob(".submission*"))
 
 
+@pytest.mark.integration
 def test_infeasible_components_reach_no_controller_as_a_hetjob(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("sbatch", """
 for a in "$@"; do case "$a" in --test-only) test=1;; --nodes=1) one=1;; --partition=ib) ib=1;; esac; done
@@ -165,6 +174,7 @@ echo 50""")
     assert submissions(slurm) == []
 
 
+@pytest.mark.integration
 def test_a_component_is_tested_with_the_jobs_time_limit(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("sbatch", """
 for a in "$@"; do [ "$a" = --time=99 ] && {
@@ -176,10 +186,11 @@ echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes 
         executor.submit(print)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     with pytest.raises(SubmissionError, match="shorter time limit than 99"):
-        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, {"timeout_min": 99})
+        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, SlurmSettings(timeout_min=99))
     assert submissions(slurm) == []
 
 
+@pytest.mark.integration
 def test_a_controller_that_is_away_makes_no_component_impossible(slurm: Any, tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     slurm.answer("sbatch", 'echo "allocation failure: Unable to contact slurm controller" >&2; exit 1')
@@ -189,6 +200,7 @@ def test_a_controller_that_is_away_makes_no_component_impossible(slurm: Any, tmp
     assert "component" not in str(caught.value)
 
 
+@pytest.mark.integration
 def test_identical_components_are_tested_once(slurm: Any, tmp_path: Path) -> None:
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0], PARTS[1]])
     for _ in range(3):
@@ -196,6 +208,7 @@ def test_identical_components_are_tested_once(slurm: Any, tmp_path: Path) -> Non
     assert len(slurm.calls("sbatch")) == 2 + 3
 
 
+@pytest.mark.integration
 def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("sacct", f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
                           f"{SEPARATOR}submitit\\n' $(date +%s)")
@@ -207,6 +220,7 @@ def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_p
         raise job.exception()
 
 
+@pytest.mark.integration
 def test_a_job_made_again_from_its_folder_knows_itself(slurm: Any, tmp_path: Path) -> None:
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
     executor.update_parameters(job_name="me")
@@ -216,6 +230,7 @@ def test_a_job_made_again_from_its_folder_knows_itself(slurm: Any, tmp_path: Pat
     assert again.watcher._expected[job.job_id].record == tmp_path / "log" / "41_exit"
 
 
+@pytest.mark.integration
 def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slurm.answer("scontrol", "echo 'SchedulerType           = sched/builtin'")
     executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)

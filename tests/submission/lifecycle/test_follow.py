@@ -15,9 +15,11 @@ import cloudpickle
 import plans
 import pytest
 
-from holmes_hpc.errors import RecordError, RunFailed, SubmissionError
+from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.errors import ConfigError, RecordError, RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import make
 from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.slurm.job_states import JobState
@@ -131,6 +133,7 @@ def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
     assert job.cancelled is (answer == "cancel")
 
 
+@pytest.mark.integration
 def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:
     lines = []
     runs = []
@@ -161,12 +164,14 @@ def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm
     assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
 
 
+@pytest.mark.integration
 def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("squeue", "exit 0")
     assert cancel_run(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
 
 
+@pytest.mark.integration
 def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time() - 600})
     (made.path / "submission").mkdir()
@@ -180,6 +185,7 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
     assert cancel_run(made).state == "FAILED" and fake_slurm.calls("scancel") == []
 
 
+@pytest.mark.integration
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
@@ -197,9 +203,10 @@ def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path:
 
 
 def test_settings_reach_their_components(tmp_path: Path) -> None:
-    settings = {"account": "ml", "timeout_min": 90, "setup": ["module load x"], "gres": None, "exclusive": True,
-                "additional": {"switches": 1}, "container": None,
-                "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}}}
+    settings = make(SlurmSettings, {
+        "account": "ml", "timeout_min": 90, "setup": ["module load x"], "gres": None, "exclusive": True,
+        "additional": {"switches": 1}, "container": None,
+        "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}}}, "slurm")
     plan = plans.plan("ib-a", "eth-a")
     ib, eth = plan_components(plan, settings)
     assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
@@ -211,18 +218,18 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings, error", [
     ({"acount": "x"}, "did you mean 'account'"), ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
-    ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "for the whole job"),
+    ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
     ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'")])
 def test_settings_that_cannot_be(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(SubmissionError, match=error):
-        plan_components(plans.plan("ib-a", "eth-a"), settings)
+    with pytest.raises((SubmissionError, ConfigError), match=error):
+        plan_components(plans.plan("ib-a", "eth-a"), make(SlurmSettings, settings, "slurm"))
 
 
 def test_gpus_are_asked_for_where_slurm_counts_them() -> None:
     with_gpus = plans.plan("ib-a", site=plans.site(gres=True))
-    assert plan_components(with_gpus, {})[0].gpus_per_node == 1
-    assert plan_components(plans.plan("ib-a"), {})[0].gpus_per_node is None
-    own = plan_components(with_gpus, {"gres": "gpu:a100:1"})[0]
+    assert plan_components(with_gpus, SlurmSettings())[0].gpus_per_node == 1
+    assert plan_components(plans.plan("ib-a"), SlurmSettings())[0].gpus_per_node is None
+    own = plan_components(with_gpus, SlurmSettings(gres="gpu:a100:1"))[0]
     assert own.gres == "gpu:a100:1" and own.gpus_per_node is None
 
 
@@ -250,12 +257,13 @@ def here(tmp_path: Path, **config: Any) -> RunDirectory:
     site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     plan = plans.plan("local", nodes=1, site=site)
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
-    job = run_plan_here(plan, run.path, rank_here, run.config, {"timeout_min": 1})
+    job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
     code = follow(run, job, poll_s=0.1)
     assert code == (0 if config.get("die") is None else 1)
     return run
 
 
+@pytest.mark.integration
 def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
     run = here(tmp_path)
     result = run.read_result()
@@ -265,6 +273,7 @@ def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
     assert run_status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
 
 
+@pytest.mark.integration
 def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
     run = here(tmp_path, die=1)
     found = run_status(run)
@@ -281,13 +290,15 @@ def waits_here(config: dict[str, Any]) -> None:
     run.write_exit(rank, "completed")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("what", ["cancel", "go"])
 def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(),
                               config=plans.CONFIG)
-    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config, {"timeout_min": 1})
+    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config,
+                        SlurmSettings(timeout_min=1))
     while not run.metrics():
         time.sleep(0.05)
     os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it

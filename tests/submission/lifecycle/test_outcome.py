@@ -190,6 +190,7 @@ def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: i
         assert run.read_run()["attempts"][0]["start"] == "7/0" and not gained(run, "7/1")
 
 
+@pytest.mark.integration
 def test_a_requeue_that_rank_0_asked_for_is_no_failure(run: RunDirectory, fake_slurm: Any) -> None:
     fake_slurm.answer("scontrol", 'echo "scontrol: error: Job is pending execution" >&2; exit 1')
     run.append_metrics({"step": 1, "attempt": 1})
@@ -198,6 +199,7 @@ def test_a_requeue_that_rank_0_asked_for_is_no_failure(run: RunDirectory, fake_s
     assert run.read_result() is None and run.read_run()["attempts"][0]["ended"] == "preempted"
 
 
+@pytest.mark.integration
 def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirectory, fake_slurm: Any) -> None:
     fake_slurm.answer("scontrol", AWAY_TWICE)
     run.append_metrics({"step": 1, "attempt": 1})
@@ -205,6 +207,7 @@ def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirec
     assert fake_slurm.calls("scontrol").count(["requeue", "23"]) == 3 and run.read_result() is None
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "2 times already")])
 def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
         most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +223,7 @@ def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
     assert fake_slurm.calls("scontrol") == [["requeue", "23"]] * (0 if error else 3)
 
 
+@pytest.mark.integration
 def test_a_requeue_that_slurm_refuses_is_said(fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
     fake_slurm.answer("scontrol", 'echo "Requested operation is presently disabled" >&2; exit 1')
@@ -227,6 +231,7 @@ def test_a_requeue_that_slurm_refuses_is_said(fake_slurm: Any, monkeypatch: pyte
         SlurmHetJobEnvironment()._requeue(3)
 
 
+@pytest.mark.integration
 def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, fake_slurm: Any) -> None:
     fake_slurm.answer("scontrol", 'case "$1" in requeue) exit 0;; *) exit 1;; esac')
     run.append_metrics({"step": 1, "attempt": 1, "loss": 2.5})

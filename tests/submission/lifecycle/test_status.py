@@ -16,8 +16,10 @@ import pytest
 
 from holmes_hpc.config.composition import applied, load
 from holmes_hpc.config.configuration import recorded as read_back
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import make
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.watcher import Expected, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
@@ -104,12 +106,12 @@ def test_ranks_of_an_earlier_and_larger_plan_are_not_blamed(tmp_path: Path) -> N
 
 
 def test_setup_is_lines_and_not_a_text() -> None:
-    with pytest.raises(SubmissionError, match="setup"):
-        script_for_plan(PLAN, "/somewhere/run", {"setup": "module load cuda"})
+    with pytest.raises(ConfigError, match="setup is 'module load cuda'; use a list of texts"):
+        make(SlurmSettings, {"setup": "module load cuda"}, "slurm")
 
 
 def test_no_setting_of_the_shell_keeps_the_ranks_without_their_environment() -> None:
-    assert "srun --het-group=0,1 --export=ALL " in script_for_plan(PLAN, "/somewhere/run", {})
+    assert "srun --het-group=0,1 --export=ALL " in script_for_plan(PLAN, "/somewhere/run", SlurmSettings())
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------

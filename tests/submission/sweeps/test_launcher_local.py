@@ -28,11 +28,13 @@ def test_discovery() -> None:
     assert {"HolmesSlurmLauncher", "HolmesLocalLauncher"} <= found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("launcher_name, overrides", [("holmes_local", [])])
 class TestLocal(LauncherTestSuite):
     pass
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("task_launcher_cfg, extra_flags", [({}, ["-m", "hydra/launcher=holmes_local"])])
 class TestLocalIntegration(IntegrationTestSuite):
     pass
@@ -42,6 +44,7 @@ APPLICATION = """
 import os, sys, time
 sys.path.insert(0, {here!r})
 import cloudpickle, hydra, plans
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
@@ -63,7 +66,7 @@ def plan_job(cfg, where):
         raise PlanError(f"x is {{cfg.x}}", where="plan", hint="use less")
     site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     config = {{"x": cfg.x, "good": cfg.good, "train": {{"steps": 1, "max_restarts": 0}}}}
-    return Planned(plans.plan("local", nodes=1, site=site), config, rank, {{"timeout_min": 1}})
+    return Planned(plans.plan("local", nodes=1, site=site), config, rank, SlurmSettings(timeout_min=1))
 
 def app(cfg):
     raise AssertionError("a job with a plan is run by its ranks")
@@ -80,6 +83,7 @@ def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]
          f"hydra.sweep.dir={folder / 'sweep'}", *more], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.integration
 def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(tmp_path: Path) -> None:
     done = sweep(tmp_path, "1,2")
     assert done.returncode != 0 and "not yet" in done.stderr
@@ -95,6 +99,7 @@ def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(t
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1 and RunDirectory(tmp_path / "sweep" / "1").attempt == 2
 
 
+@pytest.mark.integration
 def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) -> None:
     assert "not yet" in sweep(tmp_path, "1,2").stderr
     done = sweep(tmp_path, "2")  # now job 0, whose directory is that of x=1
@@ -104,6 +109,7 @@ def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) ->
     assert done.returncode == 0 and "completed as job" in done.stdout
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("xs, more, error", [
     ("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")])
 def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str, more: tuple[str, ...],
@@ -113,6 +119,7 @@ def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
+@pytest.mark.integration
 def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
     assert sweep(tmp_path, "1").returncode == 0
     (tmp_path / "good2").touch()
@@ -121,6 +128,7 @@ def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Pa
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("database", ["away", "exit 0"], ids=["away", "without the job"])
 def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any, database: str) -> None:
     """A job that nobody knows may have ended, or its Slurm is away; only the first may be submitted again."""
@@ -151,6 +159,7 @@ def test_jobs_of_the_same_overrides_and_of_other_launcher_settings_are_kept_apar
     assert [again.find(job.key, "d") for job in jobs] == jobs and again.find(("+x=2",), "d") is None
 
 
+@pytest.mark.integration
 def test_the_same_overrides_twice_are_two_jobs_and_a_percent_sign_is_refused(tmp_path: Path) -> None:
     (tmp_path / "good").touch()
     for _ in range(2):
@@ -162,6 +171,7 @@ def test_the_same_overrides_twice_are_two_jobs_and_a_percent_sign_is_refused(tmp
     assert done.returncode != 0 and "leave out '%'" in done.stderr
 
 
+@pytest.mark.integration
 def test_two_launches_at_once_into_one_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sweep").mkdir()
     with locked(tmp_path / "sweep" / ".sweep.lock"):
@@ -201,6 +211,7 @@ app()
 """
 
 
+@pytest.mark.integration
 def test_after_ctrl_c_the_same_command_takes_up_where_it_was_left(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(WAITS)
     (tmp_path / "mark").mkdir()

@@ -15,7 +15,7 @@ from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, Launche
 
 from holmes_hpc.submission.sweeps.table import collect, sweep_status
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180), pytest.mark.usefixtures("testbed")]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 COMPONENTS = ["hydra.launcher.components=[{partition:ib,constraint:nic_ib,nodes:1},{partition:eth,nodes:1}]",
               "hydra.launcher.timeout_min=3"]
 

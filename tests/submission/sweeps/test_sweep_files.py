@@ -62,7 +62,6 @@ def test_the_sweeps_of_the_papers_evaluation_are_there() -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("testbed")
 @pytest.mark.parametrize("name, overrides, jobs", [
     ("nic_environments", ["model.layers=8", "plan.nodes={ib-a: 1},{ib-a: 1, roce-a: 1}"], 2),

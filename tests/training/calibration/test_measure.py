@@ -34,6 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibra
     return ended, Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text()))
 
 
+@pytest.mark.integration
 def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[spawn.Ended, Calibration]) -> None:
     calibration = made[1]
     assert sorted(p.part for p in calibration.parts) == ["embedding", "head", "layer"]
@@ -45,12 +46,14 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
     assert Calibration.from_dict(calibration.to_dict()) == calibration
 
 
+@pytest.mark.integration
 def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> None:
     layer = next(p for p in made[1].parts if p.part == "layer")
     assert layer.forward_s == pytest.approx(PACE_MS / 1e3, rel=0.10)
     assert layer.backward_s == pytest.approx(2 * PACE_MS / 1e3, rel=0.10)
 
 
+@pytest.mark.integration
 def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -> None:
     plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), made[1]
     costs = Costs(calibration, PACE_MS)
@@ -64,6 +67,7 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -
     assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * least
 
 
+@pytest.mark.integration
 def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) -> None:
     ended = made[0]
     assert len(ended.run.metrics()) == 8

@@ -129,6 +129,7 @@ def megatron(directory: Path) -> dict[str, dict[str, Any]]:
     return {name: torch.load(directory / f"{name}.pt") for name in MODELS}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_logits(name: str, megatron: dict, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -145,6 +146,7 @@ def test_transformers_computes_the_same_logits(name: str, megatron: dict, tmp_pa
     assert made.parameters == sum(p.numel() for p in loaded.parameters())
 
 
+@pytest.mark.integration
 def test_transformer_engines_names_give_the_same_weights(megatron: dict) -> None:
     for name, spec in MODELS.items():
         state = megatron[name]["state"]
@@ -155,6 +157,7 @@ def test_transformer_engines_names_give_the_same_weights(megatron: dict) -> None
         assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
 
 
+@pytest.mark.integration
 def test_one_file_and_the_type_of_the_weights(megatron: dict, tmp_path: Path) -> None:
     half = {k: v.to(torch.bfloat16) for k, v in megatron["gpt2"]["state"].items()}
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -182,6 +185,7 @@ def test_a_mixture_without_a_class_is_refused(change: dict) -> None:
         hugging_face_config(replace(LLAMA, **change), torch.float32)
 
 
+@pytest.mark.integration
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(megatron: dict, tmp_path: Path) -> None:
     state = megatron["multi-head"]["state"]
     missing = {k: v for k, v in state.items() if "layers.1.mlp.linear_fc2" not in k}
@@ -197,6 +201,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(megatron: dict, 
     assert (tmp_path / "full" / "thesis.txt").read_text() == "all of it"
 
 
+@pytest.mark.integration
 def test_a_run_exports_its_models_and_its_tokenizer(directory: Path, megatron: dict, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     spec = MODELS["grouped-query"]
@@ -212,6 +217,7 @@ def test_a_run_exports_its_models_and_its_tokenizer(directory: Path, megatron: d
     assert torch.equal(loaded.model.embed_tokens.weight, first[:61])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", [name for name, _, _ in LAYOUTS])
 def test_any_layouts_checkpoint_gives_the_weights_of_one_process(name: str, directory: Path, megatron: dict) -> None:
     want = dict(convert(megatron[name]["first"], MODELS[name]))
@@ -221,6 +227,7 @@ def test_any_layouts_checkpoint_gives_the_weights_of_one_process(name: str, dire
         assert torch.equal(want[key], got[key]), key
 
 
+@pytest.mark.integration
 def test_a_damaged_checkpoint_is_one_line(directory: Path, tmp_path: Path) -> None:
     for harm, says in ((lambda p: p.write_bytes(p.read_bytes()[:-2000]), "cannot be read"),
                        (lambda p: p.unlink(), "cannot be read")):

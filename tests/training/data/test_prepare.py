@@ -123,6 +123,7 @@ def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path:
     ("a.jsonl", b'{"text": "\xff"}\n', "not JSON"), ("a.jsonl", b"[" * 100_000 + b"\n", "not JSON"),
     (None, b"", "No such file"), (".", b"", "directory"),
 ])
+@pytest.mark.integration
 def test_a_corpus_that_cannot_be_used_is_one_line(name: str | None, raw: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / (name or "missing")
     if name and name != ".":
@@ -188,6 +189,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.integration
 def test_killed_and_run_again_it_goes_on(tmp_path: Path) -> None:
     """KILL the whole preparation after some parts; the second run keeps them, and the result is that of one go."""
     texts = [f"{i} " + "word " * 200 for i in range(12_000)]  # 12 MB, 61 parts
@@ -253,6 +255,7 @@ def _group_alive(group: int) -> bool:
     return False
 
 
+@pytest.mark.integration
 def test_a_killed_worker_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = jsonl(tmp_path / "a.jsonl", ["word " * 400] * 4000)
     killed: list[int] = []

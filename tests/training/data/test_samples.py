@@ -307,6 +307,7 @@ def _ask_ranks(ranks: int, tmp_path: Path, prefix: str, vocab: int) -> list[obje
     return [got[r] for r in range(ranks)]
 
 
+@pytest.mark.integration
 def test_ranks_share_one_index_and_one_error(prefix: str, tmp_path: Path) -> None:
     samples = _ask_ranks(3, tmp_path, prefix, VOCAB)
     assert isinstance(samples[0], list) and samples == [samples[0]] * 3

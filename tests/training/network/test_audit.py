@@ -145,6 +145,7 @@ else:
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("main", ["waits", "breaks"])
 def test_the_cause_is_said_and_ends_the_rank_whatever_its_main_thread_does(tmp_path, main) -> None:
     run = RunDirectory.create(tmp_path / "run")

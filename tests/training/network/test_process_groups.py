@@ -91,6 +91,7 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         meet(["x", "y", "z", "z"])
 
 
+@pytest.mark.integration
 def test_gathers_in_flight_leave_the_process_whole(tmp_path: Path) -> None:
     """torch 2.13 writes the name of a group's last collective from all of the group's threads, without a lock."""
     script = Path(__file__).parents[2] / "support" / "gather_rounds.py"

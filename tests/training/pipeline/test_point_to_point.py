@@ -73,6 +73,7 @@ def test_nothing_is_rounded_where_nothing_is_saved() -> None:
     assert codec("fp8", torch.bfloat16) is not SAME
 
 
+@pytest.mark.integration
 def test_rounding_changes_losses_by_little() -> None:
     common: dict[str, Any] = {"layers": [[1], [1]], "micro_batches": [4], "schedule": "ahead", "in_flight": [3, 1],
                               "steps": 8, "trace": False}
@@ -163,6 +164,7 @@ def _two(rank: int, folder: str, part: str) -> None:
         assert "\n" not in str(e.value)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("part", ["order", "other end gone"])
 def test_two_processes(part: str) -> None:
     assert server().call("pair", __file__, "_two", part, timeout_s=120)

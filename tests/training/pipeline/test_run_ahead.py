@@ -93,6 +93,7 @@ def long_runs() -> Iterator[dict[Any, Any]]:
     yield dict(zip(cases, play_apart(list(cases.values())), strict=True))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
@@ -111,6 +112,7 @@ def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: i
             assert held(ours[stage], step) > stages - stage  # 1F1B's
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_megatrons_own_schedule_over_edges_is_unchanged(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
@@ -158,6 +160,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
     return cases
 
 
+@pytest.mark.integration
 def test_every_variant_is_megatrons() -> None:
     cases = variant_cases()
     variants = dict(zip(cases, play_apart(list(cases.values())), strict=True))
@@ -177,6 +180,7 @@ SHAPES = ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 1)
 PACE_S = 0.002  # of a layer's forward pass; its backward pass takes twice as long
 
 
+@pytest.mark.integration
 def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
     """Each transfer takes a random time from none to three stage times; each stage has a depth of its own. Every run
     comes out as under Megatron's own schedule. A stage's time is 6 ms a layer, by pacing, and some 2 ms that are not

@@ -22,12 +22,13 @@ from holmes_hpc.planning.spec.plan import Plan
 SLOW = {"steps": 500, "pace_layer_ms": 5}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": SLOW})
     run.wait_for_step(2)
     run.kill(victim)
-    ended = run.finish(20)
+    ended = run.finish()
     others = [rank for rank in range(4) if rank != victim]
     assert [ended.codes[r] for r in others] == [1, 1, 1] and ended.codes[victim] == -9, ended.output
     records = {e["rank"]: e for e in ended.run.read_exits()}
@@ -35,15 +36,16 @@ def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
     assert all("\n" not in e["error"] and e["host"] for e in records.values())
 
 
+@pytest.mark.integration
 def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {**SLOW, "watchdog_s": 8}})
     run.wait_for_step(2)
     run.kill(2, signal.SIGSTOP)
-    end = time.monotonic() + 40
+    end = time.monotonic() + spawn.LIMIT_S
     while time.monotonic() < end and len(run.run.read_exits()) < 3:
         time.sleep(0.1)
     run.kill(2, signal.SIGKILL)
-    ended = run.finish(20)
+    ended = run.finish()
     assert [ended.codes[r] for r in (0, 1, 3)] == [1, 1, 1], ended.output
     assert any(re.search(r"step \d+ takes longer than 8 s", e["error"]) for e in ended.run.read_exits())
     for rank in (0, 1, 3):
@@ -62,6 +64,7 @@ def stick(path: Path) -> int:
     return handle
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", [{"pp": 2, "dp": 2}, {"pp": 3, "schedule": "ahead"}])
 def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: dict[str, Any], tmp_path: Path) -> None:
     """As shipped: a collective's time-out is a fifth of the watchdog's."""
@@ -69,7 +72,7 @@ def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: di
         "train": {**SLOW, "trace": True, "watchdog_s": 40, "net_timeout_s": 8}})
     run.wait_for_step(2)
     handle = stick(run.run.trace_path(1))
-    ended = run.finish(50)
+    ended = run.finish()
     os.close(handle)
     assert set(ended.codes) == {1}, ended.output
     errors = [e["error"] for e in ended.run.read_exits()]
@@ -79,6 +82,7 @@ def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: di
     assert "append_line" in ended.log(1) and "append_line" not in ended.log(0)  # the one that is stuck, and where
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}])
 def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any], tmp_path: Path) -> None:
     """It gets a fifth of its time, as beside other processes; alone in its stage, and beside another rank."""
@@ -86,14 +90,14 @@ def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any]
                       {"train": {"steps": 60}})
     run.wait_for_step(1)
     warning = f"warning: node {socket.gethostname()}: rank 1 computes"
-    end = time.monotonic() + 60
+    end = time.monotonic() + spawn.LIMIT_S
     with contextlib.suppress(ProcessLookupError):  # its steps are over: what it says is written a little later
         while time.monotonic() < end and warning not in run.outputs[0].read_text() and len(run.run.metrics()) < 45:
             run.kill(1, signal.SIGSTOP)
             time.sleep(0.04)
             run.kill(1, signal.SIGCONT)
             time.sleep(0.01)
-    ended = run.finish(60)
+    ended = run.finish()
     assert set(ended.codes) == {0}, ended.output
     assert warning in ended.output[0], ended.output[0]
     assert "computes" not in ended.output[0].partition(warning)[0]  # nobody else before it
@@ -106,32 +110,38 @@ def one_line_and_2(ended: spawn.Ended, pattern: str) -> None:
     assert len([line for line in ended.output[0].splitlines() if "failed:" in line]) == 1
 
 
+@pytest.mark.integration
 def test_a_plan_for_another_number_of_ranks(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), ranks=2)
     one_line_and_2(ended, r"2 ranks were started, the plan is for 4; start 4 ranks")
 
 
+@pytest.mark.integration
 def test_a_plan_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("stages: [1")
     one_line_and_2(spawn.train(tmp_path / "run", path, ranks=2), r"plan.yaml: not YAML")
 
 
+@pytest.mark.integration
 def test_data_that_is_not_there(tmp_path: Path) -> None:
     data = {"kind": "indexed", "prefix": "/nowhere/data"}
     one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"data": data}), r"/nowhere/data")
 
 
+@pytest.mark.integration
 def test_fp16_on_a_cpu(tmp_path: Path) -> None:
     one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"dtype": "fp16"}}), "fp16 needs a GPU")
 
 
+@pytest.mark.integration
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"lr": 1e30, "warmup_steps": 0}})
     assert set(ended.codes) == {1}, ended.output
     assert "the gradient norm is" in ended.output[0] and "Traceback" not in "".join(ended.output)
 
 
+@pytest.mark.integration
 def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
@@ -140,7 +150,7 @@ def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
         pytest.skip("only root can mount a small disk")
     try:
         run = spawn.begin(small / "run", spawn.plan(dp=2), {"train": {**SLOW, "checkpoint_interval": 3}})
-        ended = run.finish(40)
+        ended = run.finish()
         assert set(ended.codes) == {1}, ended.output
         assert "No space left on device" in "".join(ended.output)
         assert "Traceback" not in "".join(ended.output)
@@ -150,34 +160,39 @@ def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
+@pytest.mark.integration
 def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {**SLOW, "trace": True}})
     run.wait_for_step(2)
     trace = run.run.trace_path(1)
     trace.unlink()
     trace.symlink_to("/dev/full")
-    ended = run.finish(20)
+    ended = run.finish()
     assert set(ended.codes) == {1} and "No space left on device" in ended.log(1), ended.output
     assert "Traceback" not in "".join(ended.output)
 
 
+@pytest.mark.integration
 def test_a_rank_whose_rank_0_never_comes(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {"net_timeout_s": 2}}, absent=(0,))
-    ended = run.finish(60)
+    ended = run.finish()
     assert ended.codes == [1] and "rank 0 did not publish" in ended.log(1), ended.output
 
 
+@pytest.mark.integration
 def test_launchers_rendezvous(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(dp=2), rendezvous="env")
     assert ended.codes == [0, 0], ended.output
 
 
+@pytest.mark.integration
 def test_bf16_trains(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"dtype": "bf16", "steps": 12}})
     assert set(ended.codes) == {0}, ended.output
     assert ended.column("loss")[-1] < ended.column("loss")[0] - 0.2
 
 
+@pytest.mark.integration
 def test_validation(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"eval_interval": 2, "steps": 4}})
     one = spawn.train(tmp_path / "one", spawn.plan(), {"train": {"eval_interval": 2, "steps": 4}})
@@ -189,6 +204,7 @@ def test_validation(tmp_path: Path) -> None:
     assert len(ended.run.metrics_path.read_text().splitlines()) == 4  # one line a step
 
 
+@pytest.mark.integration
 def test_the_record_of_a_run(tmp_path: Path) -> None:
     plan = spawn.plan(pp=2, dp=2)
     ended = spawn.train(tmp_path / "run", plan)
@@ -214,6 +230,7 @@ def test_plans_are_told_apart() -> None:
     assert plan.id != replace(plan, bucket_bytes=1).id and Plan.from_dict(plan.to_dict()).id == plan.id
 
 
+@pytest.mark.integration
 def test_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     ended = spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"tensorboard": True}})
@@ -224,5 +241,6 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert {"breakdown/0/compute_s", "step_time_s"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.integration
 def test_a_logger_that_is_not_installed(tmp_path: Path) -> None:
     one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"wandb": "p"}}), "wandb is not installed")

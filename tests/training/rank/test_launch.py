@@ -91,9 +91,9 @@ def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
     path.write_text(json.dumps({"address": "127.0.0.1", "port": spawn.free_port(), "word": "old", "attempt": 1,
                                 "host": "n0", "pid": 1, "error": "", "exit_code": 1}))
     found: list[Any] = []
-    other = threading.Thread(target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 20)))
+    other = threading.Thread(target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 200)))
     other.start()
-    store = rendezvous.host_store(tmp_path, member(0), "127.0.0.1", 2, 20)
+    store = rendezvous.host_store(tmp_path, member(0), "127.0.0.1", 2, 200)
     other.join()
     joined, attempt = found[0]
     joined.set("a", "b")
