@@ -51,8 +51,8 @@ def models(plan, rank, name):
                                          world_size=plan.world_size)
     parallel_state.initialize_model_parallel(plan.parallel.tp, plan.parallel.pp, create_gloo_process_groups=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = engine.transformer_config(plan, torch.float32, cuda=False)
-    return engine.build(plan, config, 5, torch.device("cpu"))
+    config = gpt.transformer_config(plan, torch.float32, cuda=False)
+    return gpt.build(plan, config, 5, torch.device("cpu"))
 
 def save(rank, spec, tp, stages, name):
     cpu.install()
@@ -64,10 +64,10 @@ def save(rank, spec, tp, stages, name):
 if __name__ == "__main__":
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-    from holmes_hpc.planning.grid import Parallel
-    from holmes_hpc.planning.model import Batch, ModelSpec
-    from holmes_hpc.planning.plan import Component, Plan, Schedule, Stage
-    from holmes_hpc.training import model as engine
+    from holmes_hpc.planning.spec.parallel import Parallel
+    from holmes_hpc.config.model import Batch, ModelSpec
+    from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
+    from holmes_hpc.training.model import gpt
 
     specs = {name: ModelSpec(**fields) for name, fields in json.load(open(f"{sys.argv[1]}/models.json")).items()}
     fork = torch.multiprocessing.get_context("fork")

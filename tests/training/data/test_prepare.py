@@ -181,7 +181,7 @@ def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path) -> None:
 
 KILLED = """
 import os, sys
-from holmes_hpc.training.prepare import prepare
+from holmes_hpc.training.data.prepare import prepare
 def progress(what, done, total):
     print(done, flush=True)
 if __name__ == "__main__":
