@@ -22,7 +22,7 @@ from holmes_hpc.planning.cost.hardware import FITTED, MEMORY_GBPS, Fitted, publi
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.schedule.orders import in_flight
-from holmes_hpc.planning.search.layers import chunked, uniform
+from holmes_hpc.planning.search.layers import uniform
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Schedule
 
@@ -97,7 +97,7 @@ def layout(run: Run, fitted: Fitted) -> Layout:
 def predicted_tflops(run: Run, fitted: Fitted) -> float:
     """TFLOP/s per GPU by the formula of both papers."""
     made = layout(run, fitted)
-    seconds = float(step_s(made, chunked(uniform(made), made.parallel.virtual_stages))[0])
+    seconds = float(step_s(made, uniform(made))[0])
     s, h, layers = SEQUENCE, run.hidden, run.layers
     flops = 96 * run.global_size * s * layers * h * h * (1 + s / (6 * h) + run.vocab / (16 * layers * h))
     return flops / seconds / run.gpus / 1e12

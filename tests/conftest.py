@@ -105,15 +105,14 @@ def nothing_is_left(temporary_folder: Path) -> Iterator[None]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # one look at the whole, by the process that runs all workers
-        session.config.stash[_BEFORE] = leftovers.checkout(CHECKOUT) | leftovers.shared_memory()
+        session.config.stash[_BEFORE] = leftovers.checkout(CHECKOUT)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     before = session.config.stash.get(_BEFORE, None)
     if before is None:
         return
-    left = leftovers.after_a_while(
-        lambda: sorted((leftovers.checkout(CHECKOUT) | leftovers.shared_memory()) - before))
+    left = leftovers.after_a_while(lambda: sorted(leftovers.checkout(CHECKOUT) - before))
     if left:
         print("\nleft behind by the tests:", *left, sep="\n  ", file=sys.__stderr__)
         session.exitstatus = max(session.exitstatus, 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
-from holmes_hpc.slurm.job_states import UNKNOWN, Row
+from holmes_hpc.slurm.commands import slurm
+from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, join
 
 SEPARATOR = "\x1f"
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName")
@@ -92,3 +94,14 @@ def _identity(job_id: str) -> tuple[str, int] | None:
 
 def _none(text: str) -> str:
     return "" if text in ("None", "(null)", "None assigned", "N/A") else text
+
+
+def ending_state(job_id: str) -> JobState | None:
+    """How the controller says that the job ends in which this process runs, if it answers soon; the leader's row
+    counts, which ends first."""
+    if not job_id:
+        return None
+    answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10)
+    rows = [replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row
+            for row in (parse_scontrol(answer.out) if answer.ok else []) if row.offset == 0]
+    return join(rows, "scontrol") if rows else None

@@ -7,6 +7,7 @@ failed one fails it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ ENDED = ("NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "PREE
          "REVOKED", "COMPLETED")
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
 CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld
+_DUE = re.compile(r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
+                  r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?")
+_DUE_STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL",
+               "JOB REQUEUE": "PREEMPTED", "": "CANCELLED"}
 _STALE = ("BeginTime", "Priority", "Resources", "Dependency")  # sacct keeps why a job once waited
 
 
@@ -79,3 +84,10 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
     return JobState(state, reason, nodes, code, tuple(states), source, max(r.restarts for r in ordered),
                     component_nodes=tuple(r.nodes for r in ordered))
+
+
+def told_to_end(text: str) -> JobState | None:
+    """Why slurmd says that the job is being ended, in the batch script's log. (A step alone is cancelled by srun too,
+    when one of its tasks ended badly, and then without a reason.)"""
+    found = [_DUE_STATES[why] for what, why in _DUE.findall(text) if why or what == "JOB"]
+    return JobState(found[-1], components=(found[-1],), source="slurmd") if found else None

@@ -71,22 +71,6 @@ def remove(paths: Iterable[Path]) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
-def shared_memory() -> set[Path]:
-    """What lies in /dev/shm and no living process has open or mapped."""
-    there = {path for path in Path("/dev/shm").glob("*")}
-    return {path for path in there if not _in_use(path)} if there else there
-
-
-def _in_use(path: Path) -> bool:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
-            if any(os.readlink(link) == str(path) for link in Path(f"/proc/{process.pid}/fd").iterdir()):
-                return True
-    return False
-
-
 def checkout(root: Path) -> set[Path]:
     """Every file of the checkout, but hidden ones and what Python and Git keep for themselves."""
     found = set()

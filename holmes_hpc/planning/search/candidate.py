@@ -137,23 +137,22 @@ class Evaluator:
         layers = self._layers(layout)
         if layers is None:
             return None
-        made = split.chunked(layers, chunks)
         sizes = np.array([layout.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
-        bounds, whole = least_s(layout, np.repeat(made, len(sizes), axis=0), sizes)
+        bounds, whole = least_s(layout, np.repeat(layers, len(sizes), axis=0), sizes)
         at = int(np.argmin(whole))
-        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), made, float(bounds[at]))
+        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), layers, float(bounds[at]))
 
-    def _layers(self, layout: Layout) -> list[int] | None:
+    def _layers(self, layout: Layout) -> np.ndarray | None:
         o, chunks, most = self.options, layout.parallel.virtual_stages, self.options.max_memory_gib
         if o.layers_per_stage is not None:
-            made = list(o.layers_per_stage)
+            made = split.chunked(o.layers_per_stage, chunks)
         elif o.partition == "exact":
             return split.balanced(layout, most)
         else:
             made = split.uniform(layout) if o.partition == "uniform" else split.proportional(layout)
-        if len(made) != layout.parallel.pp or sum(made) != self.model.layers or min(made) < chunks:
+        if made.shape[1] != layout.parallel.pp or made.sum() != self.model.layers or made.min() < 1:
             return None
-        return made if fits(layout, split.chunked(made, chunks), most)[0] else None
+        return made if fits(layout, made, most)[0] else None
 
     def simulated(self, candidate: Candidate, passes: int = WHOLE) -> Candidate:
         """The candidate with its seconds; the schedule that runs ahead gets its depth."""
@@ -229,9 +228,7 @@ class Evaluator:
         """The candidate with the layers that make its step shortest, if they may be chosen."""
         if self.options.layers_per_stage is not None or self.options.partition != "exact":
             return candidate
-        start = [int(n) for n in candidate.layers[0].sum(axis=1)]
-        layers = split.chunked(split.exact(candidate.layout, start, self.options.max_memory_gib),
-                               candidate.layout.parallel.virtual_stages)
+        layers = split.exact(candidate.layout, candidate.layers, self.options.max_memory_gib)
         return candidate if np.array_equal(layers, candidate.layers) else self._timed(replace(candidate, layers=layers))
 
     def plainer(self, candidate: Candidate) -> Candidate:

@@ -1,4 +1,7 @@
-"""How many layers each stage gets: exactly (shortest simulated step), by the paper's rule, or all the same."""
+"""How many layers each stage gets: exactly (shortest simulated step), by the paper's rule, or all the same.
+
+Everywhere in the search and the cost model layers are arrays of shape (1, S, C): S stages, C chunks of each.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from holmes_hpc.planning.cost.timing import step_s, timing
 WIDE = 10  # stages up to which every move of one layer is tried; beyond, only those from the busiest stages
 
 
-def chunked(layers: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
-    """Layers per stage as (1, S, C): each stage's cut into chunks that differ by one at most, the larger ones last but
-    in the last stage, whose last chunk has the head."""
-    counts = np.asarray(layers)
+def chunked(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
+    """Layers from their `counts` per stage: each stage's cut into chunks that differ by one at most, the larger ones
+    last but in the last stage, whose last chunk has the head."""
+    counts = np.asarray(counts)
     base, over = counts // chunks, counts % chunks
     made = np.repeat(base[:, None], chunks, axis=1)
     for s in range(len(counts)):
@@ -27,27 +30,27 @@ def chunked(layers: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
     return made[None]
 
 
-def uniform(layout: Layout) -> list[int]:
+def uniform(layout: Layout) -> np.ndarray:
     """As equal as can be; the first stages get one more where it does not divide."""
     stages = layout.parallel.pp
     base, over = divmod(layout.model.layers, stages)
-    return [base + (s < over) for s in range(stages)]
+    return chunked([base + (s < over) for s in range(stages)], layout.parallel.virtual_stages)
 
 
-def proportional(layout: Layout) -> list[int]:
+def proportional(layout: Layout) -> np.ndarray:
     """The paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers, the last one the rest
     (which may be too few). S_i: speed of its fabric, here one over the predicted seconds that an equal share of the
     layers keeps it busy: computing, and its data-parallel traffic."""
-    layers = layout.model.layers
-    d = timing(layout, chunked(uniform(layout), layout.parallel.virtual_stages)).replicas[0]
+    layers, chunks = layout.model.layers, layout.parallel.virtual_stages
+    d = timing(layout, uniform(layout)).replicas[0]
     busy = ((d.forward + d.backward).sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
     busy += d.ready[0].max(axis=1)
     speed = 1 / busy
-    made = [max(layout.parallel.virtual_stages, int(layers * s / speed.sum())) for s in speed[:-1]]
-    return [*made, layers - sum(made)]
+    made = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
+    return chunked([*made, layers - sum(made)], chunks)
 
 
-def balanced(layout: Layout, most_gib: float | None = None) -> list[int] | None:
+def balanced(layout: Layout, most_gib: float | None = None) -> np.ndarray | None:
     """The split with the least of the largest (computing + gradient traffic) over stages, within the stages' memory;
     None if the layers do not fit. Adding layers one by one where the result is least is optimal for such a maximum."""
     stages, layers, chunks = layout.parallel.pp, layout.model.layers, layout.parallel.virtual_stages
@@ -61,7 +64,7 @@ def balanced(layout: Layout, most_gib: float | None = None) -> list[int] | None:
     for _ in range(layers - made.sum()):
         after = np.where(made < most, fixed + each * (made + 1), np.inf)
         made[int(np.argmin(after))] += 1
-    return [int(n) for n in made]
+    return chunked(made, chunks)
 
 
 def full(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> bool:
@@ -92,38 +95,37 @@ def _most(layout: Layout, most_gib: float | None) -> np.ndarray:
     return np.floor(left / each).astype(int)
 
 
-def exact(layout: Layout, start: Sequence[int], most_gib: float | None = None, tries: int = 50) -> list[int]:
+def exact(layout: Layout, start: np.ndarray, most_gib: float | None = None, tries: int = 50) -> np.ndarray:
     """Move single layers between stages as long as the simulated step gets shorter, from `start`, within memory."""
-    stages, chunks = layout.parallel.pp, layout.parallel.virtual_stages
-    best = np.array(start)
-    if stages == 1:
-        return [int(n) for n in best]
+    best = start
+    if layout.parallel.pp == 1:
+        return best
     most = _most(layout, most_gib)
-    least = float(step_s(layout, chunked(best, chunks))[0])
+    least = float(step_s(layout, best)[0])
     for _ in range(tries):
         moves = _moves(layout, best, most)
         if not len(moves):
             break
-        times = step_s(layout, np.concatenate([chunked(m, chunks) for m in moves]))
+        times = step_s(layout, moves)
         at = int(np.argmin(times))
         if times[at] >= least * (1 - 1e-9):
             break
-        least, best = float(times[at]), moves[at]
-    return [int(n) for n in best]
+        least, best = float(times[at]), moves[at:at + 1]
+    return best
 
 
-def _moves(layout: Layout, layers: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
-    stages, chunks = len(layers), layout.parallel.virtual_stages
-    sources: Sequence[int] = range(stages)
-    if stages > WIDE:
-        busy = _load(layout, chunked(layers, chunks))[0]
-        sources = sorted(np.argsort(-busy, kind="stable")[:2].tolist())
-    moves = []
+def _moves(layout: Layout, layers: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """All ways to move one layer to another stage, (ways, S, C)."""
+    counts, chunks = layers[0].sum(axis=1), layout.parallel.virtual_stages
+    sources: Sequence[int] = range(len(counts))
+    if len(counts) > WIDE:
+        sources = sorted(np.argsort(-_load(layout, layers)[0], kind="stable")[:2].tolist())
+    moves = [np.empty((0, len(counts), chunks), layers.dtype)]
     for source in sources:
-        for target in range(stages):
-            if source != target and layers[source] > chunks and layers[target] < most[target]:
-                moved = layers.copy()
+        for target in range(len(counts)):
+            if source != target and counts[source] > chunks and counts[target] < most[target]:
+                moved = counts.copy()
                 moved[source] -= 1
                 moved[target] += 1
-                moves.append(moved)
-    return moves
+                moves.append(chunked(moved, chunks))
+    return np.concatenate(moves)

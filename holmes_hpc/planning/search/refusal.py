@@ -63,10 +63,11 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
         kind = "interleaved" if (o.virtual_stages or 1) > 1 else "1f1b"
         try:
             layout = evaluator.layout(placement, recompute, kind, o.virtual_stages or 1)
-            layers = list(o.layers_per_stage) if o.layers_per_stage else split.uniform(layout)
-            if len(layers) != placement.pp:
+            given, chunks = o.layers_per_stage, layout.parallel.virtual_stages
+            layers = split.chunked(given, chunks) if given else split.uniform(layout)
+            if layers.shape[1] != placement.pp:
                 continue
-            need = memory(layout, split.chunked(layers, layout.parallel.virtual_stages)).total()[0]
+            need = memory(layout, layers).total()[0]
         except PlanError as e:
             said = e
             continue
@@ -77,8 +78,8 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
     if best is None and said is not None:
         raise said
     if best is None or best[0] <= 0:
-        given = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
-        raise PlanError(f"no placement can have {given}", where="plan",
+        said_so = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
+        raise PlanError(f"no placement can have {said_so}", where="plan",
                         hint="layers_per_stage must sum up to the model's layers, and virtual stages need as many"
                              " layers in each stage and a multiple of PP micro-batches")
     short_bytes, need_bytes, stage, p = best

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,11 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
-from holmes_hpc.slurm.job_queries import parse_scontrol
-from holmes_hpc.slurm.job_states import JobState, join
+from holmes_hpc.slurm.job_queries import ending_state
+from holmes_hpc.slurm.job_states import told_to_end
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
-from holmes_hpc.submission.lifecycle.outcome import judge, told_to_end
+from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.starts import START_MARK, failures, gained, note_progress, noted
-
-
-def own_state(job_id: str) -> JobState | None:
-    """How the controller says that this job ends, if it answers soon; the leader's row counts, which ends first."""
-    if not job_id:
-        return None
-    answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10)
-    rows = [replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row
-            for row in (parse_scontrol(answer.out) if answer.ok else []) if row.offset == 0]
-    return join(rows, "scontrol") if rows else None
 
 
 def notices(run: RunDirectory) -> str:
@@ -60,7 +49,7 @@ def should_restart(run: RunDirectory, state: str, start: str, *, blameless: bool
 def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
     """Requeue or write result.json; the exit code for the job comes back."""
     text = notices(run)
-    state = (told_to_end(text) or own_state(job_id)) if status or signalled else None
+    state = (told_to_end(text) or ending_state(job_id)) if status or signalled else None
     said = complaints(text, ranks_of_job(os.environ))
     result: dict[str, Any] = judge(run, status, signalled=signalled, slurm=state, srun=said)
     start = f"{job_id}/{restarts}"
@@ -116,7 +105,7 @@ def again(run: RunDirectory, job_id: str, restarts: int) -> int:
 
 def so_far(run: RunDirectory, status: int, job_id: str) -> int:
     """Write what is known while the ranks are being ended; any later word replaces it."""
-    state = told_to_end(notices(run)) or own_state(job_id)
+    state = told_to_end(notices(run)) or ending_state(job_id)
     run.write_result(judge(run, status or 1, signalled=True, slurm=state), writer="follower")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,6 @@ from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culp
 from holmes_hpc.submission.lifecycle.run_states import run_state
 
 TAIL_LINES = 20
-_DUE = re.compile(r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
-                  r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?")
-_DUE_STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL",
-               "JOB REQUEUE": "PREEMPTED", "": "CANCELLED"}
-
-
-def told_to_end(text: str) -> JobState | None:
-    """Why slurmd says that the job is being ended, in the batch script's log. (A step alone is cancelled by srun too,
-    when one of its tasks ended badly, and then without a reason.)"""
-    found = [_DUE_STATES[why] for what, why in _DUE.findall(text) if why or what == "JOB"]
-    return JobState(found[-1], components=(found[-1],), source="slurmd") if found else None
 
 
 def last_words(path: Path) -> list[str]:
