@@ -1,0 +1,26 @@
+"""What no other tool holds of the house: no circle between files, none much over 400 lines, a sentence at each top."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import grimp
+
+PACKAGE = Path(__file__).parents[1] / "holmes_hpc"
+
+
+def test_no_circle_between_files() -> None:
+    graph = grimp.build_graph("holmes_hpc", cache_dir=None)
+    waits = {module: set(graph.find_modules_directly_imported_by(module)) - {module} for module in graph.modules}
+    while free := [module for module, on in waits.items() if not on & waits.keys()]:
+        for module in free:
+            del waits[module]
+    assert not waits, f"import each other in a circle: {sorted(waits)}"
+
+
+def test_files_stay_short_and_say_what_they_are_for() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 420, path
+        assert path.name == "__main__.py" or ast.get_docstring(ast.parse(text)), path
