@@ -17,6 +17,7 @@ from holmes_hpc.planning.schedule.orders import in_flight as megatrons
 @pytest.mark.parametrize(("schedule", "layers", "in_flight"), [
     ("1f1b", [[3], [3]], (2, 1)), ("ahead", [[3], [3]], (4, 1)), ("interleaved", [[2, 1], [2, 1]], (5, 3)),
     ("ahead", [[2, 1], [2, 1]], (6, 4))])
+@pytest.mark.integration
 def test_a_trace_says_who_computed_what_when(
         tmp_path: Path, schedule: str, layers: list[list[int]], in_flight: tuple[int, ...]) -> None:
     plan = spawn.plan(pp=2, layers=layers, schedule=schedule, in_flight=in_flight)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.integration
 def test_a_model_trains_on_a_cpu() -> None:
     ended = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], capture_output=True,
                            text=True, timeout=120)
@@ -51,6 +54,7 @@ def test_a_model_trains_on_a_cpu() -> None:
     assert "CPU RNG state changed" not in ended.stderr
 
 
+@pytest.mark.integration
 def test_a_rank_loads_megatron_without_a_compiler() -> None:
     """Where there is no GPU; and torch.compile is itself again afterwards."""
     script = ("import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
