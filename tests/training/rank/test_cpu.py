@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.integration  # Pythons of its own
+
 SCRIPT = """
 import torch
 import torch.distributed as dist
