@@ -78,6 +78,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     made = tmp_path_factory.mktemp("temporary", numbered=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(made))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))  # torch makes it when loaded
         patch.setenv(leftovers.MARK, str(os.getpid()))
         patch.setattr(tempfile, "tempdir", None)
         yield made

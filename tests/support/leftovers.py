@@ -20,6 +20,7 @@ from holmes_hpc.testbed.processes import MARK as OF_A_TESTBED
 
 MARK = "HOLMES_TESTS_OF"  # in the environment of all that a test starts: the worker's process id
 PATIENCE_S = 20  # for what is on its way out, on a machine that is busy with other things
+PYTHONS_OWN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # of one process, and end with it
 NOT_OURS = (".git", "__pycache__", "node_modules")  # folders of the checkout where any program writes
 _staying: set[int] = set()
 
@@ -51,7 +52,9 @@ def _ours(process: psutil.Process) -> bool:
         return False
     if os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink("/proc/self/ns/net"):
         return False
-    return environment.get(MARK) == os.environ.get(MARK) or process.ppid() == os.getpid()
+    if process.ppid() == os.getpid():
+        return not any(name in word for name in PYTHONS_OWN for word in process.cmdline())
+    return environment.get(MARK) == os.environ.get(MARK)
 
 
 def described(process: psutil.Process) -> str:

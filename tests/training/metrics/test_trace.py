@@ -13,6 +13,8 @@ import spawn
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.schedule.orders import in_flight as megatrons
 
+pytestmark = pytest.mark.integration  # ranks as processes
+
 
 @pytest.mark.parametrize(("schedule", "layers", "in_flight"), [
     ("1f1b", [[3], [3]], (2, 1)), ("ahead", [[3], [3]], (4, 1)), ("interleaved", [[2, 1], [2, 1]], (5, 3)),
