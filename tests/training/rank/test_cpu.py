@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-pytestmark = pytest.mark.integration  # Pythons of its own
 
 import pytest
 
@@ -50,39 +44,24 @@ for step in range(8):
 """
 
 
-<<<<<<< HEAD
 @pytest.mark.integration
 def test_a_model_trains_on_a_cpu() -> None:
     ended = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], capture_output=True,
                            text=True, timeout=120)
-=======
-def run(arguments: list[str], scratch: Path) -> subprocess.CompletedProcess[str]:
-    """A Python whose compiler keeps its cache, if it makes one, in `scratch`."""
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(scratch)})
-
-
-def test_a_model_trains_on_a_cpu(tmp_path: Path) -> None:
-    ended = run(["-W", "error::RuntimeWarning", "-c", SCRIPT], tmp_path)
->>>>>>> heads/training
     assert ended.returncode == 0, ended.stderr[-2000:]
     losses = [float(line) for line in ended.stdout.split()]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
     assert "CPU RNG state changed" not in ended.stderr
 
 
-<<<<<<< HEAD
 @pytest.mark.integration
 def test_a_rank_loads_megatron_without_a_compiler() -> None:
-=======
-def test_a_rank_loads_megatron_without_a_compiler(tmp_path: Path) -> None:
->>>>>>> heads/training
     """Where there is no GPU; and torch.compile is itself again afterwards."""
     script = ("import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
               "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
               "assert torch.compile is before\n"
               "print(torch.cuda.is_available(), 'torch._inductor.compile_fx' in sys.modules)")
-    ended = run(["-W", "ignore", "-c", script], tmp_path)
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
     cuda, compiler = ended.stdout.split()
     assert cuda == compiler
