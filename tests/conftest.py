@@ -6,6 +6,7 @@ HOLMES_TESTBED_RELEASE=trixie makes the testbed one with that Debian release's S
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -76,6 +77,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the tests of this worker, and what they start, put temporary files."""
     made = tmp_path_factory.mktemp("temporary", numbered=False)
+    multiprocessing.util.get_temp_dir()  # this process's own lies where it always does: it is removed at the very end
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(made))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))  # torch makes it when loaded
@@ -88,14 +90,14 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 def nothing_is_left(temporary_folder: Path) -> Iterator[None]:
     """Fail the test that leaves a process or a temporary file, and take both away; fail a unit test that hid that it
     was kept from starting a process."""
-    before, files = leftovers.process_ids(), set(temporary_folder.iterdir())
+    before, files = leftovers.process_ids(), leftovers.temporary(temporary_folder)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
     hidden = process_guard.end()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     alive = leftovers.after_a_while(lambda: leftovers.processes(before))
-    written = leftovers.after_a_while(lambda: sorted(set(temporary_folder.iterdir()) - files))
+    written = leftovers.after_a_while(lambda: sorted(leftovers.temporary(temporary_folder) - files))
     named = [leftovers.described(process) for process in alive]
     leftovers.kill(alive)
     leftovers.remove(written)

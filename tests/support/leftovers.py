@@ -57,6 +57,11 @@ def _ours(process: psutil.Process) -> bool:
     return environment.get(MARK) == os.environ.get(MARK)
 
 
+def temporary(folder: Path) -> set[Path]:
+    """What lies in the folder for temporary files, but the sockets of Python's own servers: who is killed leaves them."""
+    return {path for path in folder.iterdir() if not path.name.startswith("pymp-")}
+
+
 def described(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return f"{process.pid} ({' '.join(process.cmdline())[:200]})"
