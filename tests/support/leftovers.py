@@ -58,7 +58,7 @@ def _ours(process: psutil.Process) -> bool:
 
 
 def temporary(folder: Path) -> set[Path]:
-    """What lies in the folder for temporary files, but the sockets of Python's own servers: who is killed leaves them."""
+    """What lies there, but the sockets of Python's own servers: who is killed leaves them."""
     return {path for path in folder.iterdir() if not path.name.startswith("pymp-")}
 
 
