@@ -89,12 +89,14 @@ def test_nic_environments_on_fresh_runs(fresh: Path, monkeypatch: pytest.MonkeyP
     assert "Fastest: IB, ib-a:4, holmes" in text
 
 
+@pytest.mark.integration
 def test_ablation_on_fresh_runs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(run("ablation", fresh, monkeypatch))
     pair = re.search(r"one transport\s+2\s+([\d.]+)", text)
     assert pair and float(pair.group(1)) == pytest.approx(2.0, rel=0.03), text
 
 
+@pytest.mark.integration
 def test_prediction_quality_on_fresh_runs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(run("prediction_quality", fresh, monkeypatch))
     found = [float(m) for m in re.findall(r"(?:holmes|one transport) +([\d.]+) +\d+\.0\n", text)]
