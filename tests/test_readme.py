@@ -29,12 +29,14 @@ def test_verbs_that_readme_names_exist():
     assert named <= known, named - known
 
 
+@pytest.mark.integration
 def test_site_file_and_its_commands(tmp_path):
     site = next(re.finditer(r"^```yaml\n(name: .*?)^```", README, re.MULTILINE | re.DOTALL))[1]
     (tmp_path / "site.yaml").write_text(site)
     run_block(next(block for block in BLOCKS if "--site site.yaml" in block), tmp_path)
 
 
+@pytest.mark.integration
 def test_sweep(tmp_path):
     run_block(next(block for block in BLOCKS if "holmes_hpc.train -m" in block), tmp_path)
     assert len(list(tmp_path.rglob("result.json"))) == 2
