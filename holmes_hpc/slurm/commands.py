@@ -40,6 +40,12 @@ class Answer:
         return self.code == 0
 
     @property
+    def terminated(self) -> bool:
+        """It was told to end before it had said anything: `scontrol requeue` of one's own job ends all that runs in it,
+        itself too."""
+        return self.code == -signal.SIGTERM
+
+    @property
     def away(self) -> bool:
         return self.code != 0 and any(word in self.err for word in AWAY)
 

@@ -94,7 +94,8 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)
         answer = patient(["scontrol", "requeue", self.job_id], patience_s=60, timeout_s=30)
-        if not answer.ok and "pending execution" not in answer.err:  # that one: it is queued again already
+        again = answer.ok or answer.terminated or "pending execution" in answer.err  # the last: it is queued already
+        if not again:
             message = f"Job not requeued because: scontrol requeue: {answer.reason}"
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)

@@ -61,7 +61,7 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
         with contextlib.suppress(HolmesError, OSError):
             note_progress(run, start, result["state"])
         answer = patient(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
-        if answer.ok:
+        if answer.ok or answer.terminated:
             say(f"{result['state']}: {result['error']}; requeued job {job_id} (restart {restarts + 1})")
             return int(result["exit_code"])
         if "pending execution" in answer.err:
