@@ -18,7 +18,7 @@ import yaml
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
 
 LOCK_WAIT_S = 30.0
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the quick one, where it is built
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -95,7 +95,7 @@ def read_yaml(path: str | os.PathLike[str], error: type[HolmesError] = ConfigErr
               ) -> dict[str, Any]:
     """A YAML mapping from a file, safely loaded. `error` with the file's name and `hint` where it is none."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_YAML)  # noqa: S506 (a safe loader)
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
     except OSError as e:
         raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as e:

@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from holmes_hpc.records.files import to_json
+from holmes_hpc.records.files import SAFE_LOADER, to_json
 from holmes_hpc.records.run import RunDirectory
 
 NIC_WORDS = {"ib": "IB", "roce": "RoCE", "ethernet": "Ethernet"}
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
     """Repeats share a plan, byte for byte."""
-    return mapping(yaml.load(text, Loader=_Loader))  # noqa: S506 (a safe loader)
+    return mapping(yaml.load(text, Loader=SAFE_LOADER))  # noqa: S506 (a safe loader)
 
 
 def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:

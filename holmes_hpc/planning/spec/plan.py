@@ -27,7 +27,7 @@ from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, refuse_unshared
-from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.files import SAFE_LOADER, write_whole
 from holmes_hpc.schema import check, key, make
 
 VERSION = 1
@@ -361,7 +361,7 @@ class Plan:
         """Read and check a plan.yaml."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-            data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (a safe loader)
+            data = yaml.load(text, Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
         except OSError as e:
             raise PlanError(e.strerror or str(e), where=str(path),
                             hint="make it with `holmes plan -o plan.yaml`") from e
