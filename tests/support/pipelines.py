@@ -347,16 +347,17 @@ class Server:
         """`play` or `pair` over there. RuntimeError with what was said when it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
         sys.audit("tests.process", function)
-        self._process.stdin.write(json.dumps([function, *args]) + "\n")
-        self._process.stdin.flush()
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            os.killpg(self._process.pid, signal.SIGKILL)  # its ranks too
-            server.cache_clear()
-            raise RuntimeError(f"{function}: no answer in {timeout_s} s")
-        answer = json.loads(self._process.stdout.readline())
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return json.loads(Path(answer["file"]).read_text(encoding="utf-8"))
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder, "result.json")
+            self._process.stdin.write(json.dumps([str(result), function, *args]) + "\n")
+            self._process.stdin.flush()
+            if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+                os.killpg(self._process.pid, signal.SIGKILL)  # its ranks too
+                server.cache_clear()
+                raise RuntimeError(f"{function}: no answer in {timeout_s} s")
+            if error := json.loads(self._process.stdout.readline()):
+                raise RuntimeError(error)
+            return json.loads(result.read_text(encoding="utf-8"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -372,17 +373,15 @@ def play_apart(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str,
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print is no answer
-    with tempfile.TemporaryDirectory() as folder:
-        for line in sys.stdin:
-            function, *args = json.loads(line)
-            try:
-                result = (play([Case(**entry) for entry in args[0]], *args[1:]) if function == "play" else pair(*args))
-                path = Path(folder, "result.json")
-                path.write_text(json.dumps(result), encoding="utf-8")
-                answer = {"file": str(path)}
-            except Exception:
-                answer = {"error": traceback.format_exc()[-3000:]}
-            print(json.dumps(answer), file=answers, flush=True)
+    for line in sys.stdin:
+        result, function, *args = json.loads(line)
+        error = ""
+        try:
+            value = play([Case(**entry) for entry in args[0]], *args[1:]) if function == "play" else pair(*args)
+            Path(result).write_text(json.dumps(value), encoding="utf-8")
+        except Exception:
+            error = traceback.format_exc()[-3000:]
+        print(json.dumps(error), file=answers, flush=True)
 
 
 if __name__ == "__main__":
