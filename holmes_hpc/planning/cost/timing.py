@@ -128,7 +128,8 @@ def least_s(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None 
             ) -> tuple[np.ndarray, np.ndarray]:
     """(a lower bound of :func:`step_s`, much quicker; the bound and all data-parallel traffic that nothing hides)."""
     times = timing(layout, layers, bucket_bytes)
-    least = np.max([least_seconds(layout.order, d) for d in times.replicas], axis=0) + times.after()
+    least = np.max([least_seconds(layout.order, d, nic) for d, nic in zip(times.replicas, times.shared, strict=True)],
+                   axis=0) + times.after()
     open_s = np.max([d.ready.sum(axis=(1, 2)) + d.tail.max(axis=(1, 2)) for d in times.replicas], axis=0)
     return least, least + open_s
 

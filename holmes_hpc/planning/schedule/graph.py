@@ -245,6 +245,7 @@ def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
     starts = np.searchsorted(before[by_source], np.arange(count + 1))
     left = np.bincount(waits, minlength=count)
     level = np.zeros(count, dtype=int)
+    last_at = np.empty(count, dtype=int)
     frontier, depth, seen = np.flatnonzero(left == 0), 0, 0
     while len(frontier):
         level[frontier] = depth
@@ -253,7 +254,10 @@ def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
         offsets = np.repeat(starts[frontier] - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes)
         reached = targets[offsets + np.arange(len(offsets))]
         np.subtract.at(left, reached, 1)
-        frontier = np.unique(reached[left[reached] == 0])
+        free = reached[left[reached] == 0]
+        turn = np.arange(len(free))
+        last_at[free] = turn  # each node once: where it was named last
+        frontier = free[last_at[free] == turn]
         depth += 1
     if seen < count:
         return None
@@ -277,10 +281,11 @@ def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
     numbers = Numbers(order)
     for nic in (shared or (False,) * order.stages, (False,) * order.stages):
         arcs, moved = (_ahead if order.kind == "ahead" else _waiting)(numbers, nic)
-        firsts = {numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)}
+        first = np.zeros(numbers.count, dtype=bool)
+        first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True
         before_first: dict[int, list[int]] = {}
         for waits, before in arcs:
-            for i in np.flatnonzero(np.isin(waits, list(firsts))).tolist():
+            for i in np.flatnonzero(first[waits]).tolist():
                 before_first.setdefault(int(waits[i]), []).append(int(before[i]))
         made = _levels(numbers.count, [*arcs, *_around(numbers, before_first)], numbers.columns(moved))
         if made is not None:

@@ -74,11 +74,14 @@ def step_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = 
     return np.asarray(at[1] + (at[1] - at[0]) * ((order.micro_batches - first - more) / more))
 
 
-def least_seconds(order: Order, durations: Durations) -> np.ndarray:
-    """Less than :func:`step_seconds` under any schedule of this project, (plans,): each stage has all its passes to do,
-    after the first micro-batch has come down to it (each stage gathers its parameters when it comes) and before the
-    last one's gradients have gone up from it. Stages that wait for their transfers (1f1b) also have those to do for
-    every micro-batch of the steady state."""
+def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = ()) -> np.ndarray:
+    """Less than :func:`step_seconds` under any schedule of this project, (plans,).
+
+    Each stage has all its passes to do, after the first micro-batch has come down to it (each stage gathers its
+    parameters when it comes) and before the last one's gradients have gone up from it; stages that wait for their
+    transfers (1f1b) also have those to do for every micro-batch of the steady state. Each edge has all transfers of
+    its two directions to carry, one after the other, and where `shared` one NIC carries both.
+    """
     d, stages, m = durations, order.stages, order.micro_batches
     work = m * (d.forward + d.backward).sum(axis=2)
     if order.kind == "1f1b" and stages > 1:
@@ -93,4 +96,31 @@ def least_seconds(order: Order, durations: Durations) -> np.ndarray:
     before = np.cumsum(fill, axis=1) - fill
     through_all = (d.forward + d.backward + d.ready).sum(axis=(1, 2))  # of one micro-batch, chunk after chunk
     least = np.maximum((before + work + d.ready[:, :, 0]).max(axis=1), through_all)
+    if stages > 1:
+        least = np.maximum(least, _on_the_wire(order, d, shared).max(axis=1))
     return np.asarray(least + d.tail[:, :, 0].min(axis=1))
+
+
+def _on_the_wire(order: Order, d: Durations, shared: tuple[bool, ...]) -> np.ndarray:
+    """For each stage, (plans, S): the transfers that leave it, after the first one's way down to it, and before the
+    last micro-batch's way on: down, round the last stage, and up."""
+    m, chunks, stages = order.micro_batches, order.chunks, order.stages
+    down, up = m * chunks * d.down, m * chunks * d.up
+    down[:, -1] = m * (chunks - 1) * d.down[:, -1]  # over the edge that closes the ring: to the next chunk only
+    up[:, 0] = m * (chunks - 1) * d.up[:, 0]
+    edges = np.zeros_like(d.down)
+    edges[:, 1:] = d.down[:, :-1]
+    to_here = np.cumsum(d.forward[:, :, 0] + d.ready[:, :, 0] + edges, axis=1)  # the first micro-batch is computed here
+    upward = d.backward[:, :, 0].copy()
+    upward[:, 1:] += d.up[:, 1:]
+    on_up = np.cumsum(upward, axis=1) - upward  # from where the gradients have left this stage
+    first = d.backward[:, :, -1].copy()  # the first micro-batch comes back through the last chunk
+    first[:, 1:] += d.up[:, 1:]
+    turned = to_here[:, -1:] + np.cumsum(first[:, ::-1], axis=1)[:, ::-1] - first + d.backward[:, :, -1]
+    last = d.forward[:, :, -1] + edges
+    on_down = last.sum(axis=1, keepdims=True) - np.cumsum(last, axis=1)
+    on_down[:, :-1] -= d.down[:, :-1]
+    both = to_here + down + up + on_up
+    ways = np.maximum(to_here + down + np.maximum(0, on_down) + d.backward[:, :, -1].sum(axis=1, keepdims=True),
+                      turned + up + on_up)
+    return np.where(np.array(shared or (False,) * stages), both, ways)

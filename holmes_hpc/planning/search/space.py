@@ -260,12 +260,16 @@ class _OneSize:
         reduce, gather = self._sync_s(dp)
         here = tau[:, None] / self.each * (counts > 0)  # layers of a stage in each fabric
         inside, across = self._transfers_s(dp)
-        transfers = 2 * ((counts * inside).sum(axis=1) + across * ((counts > 0).sum(axis=1) - 1))
+        used = counts > 0
+        transfers = 2 * ((counts * inside).sum(axis=1) + (across * used).max(axis=1) * (used.sum(axis=1) - 1))
+        wire = np.maximum((inside * (counts > 1)).max(axis=1), (across * used).max(axis=1) * (used.sum(axis=1) > 1))
+        computing = tau + self.head / stages
         least = np.full(len(counts), np.inf)
         for chunks in (np.minimum(most, max(1, self.space.options.virtual_stages or 1)), np.minimum(most, 3), most):
             fill = (stages - 1) * tau / chunks + transfers * chunks
-            least = np.minimum(least, fill + np.maximum(0, (reduce * here).max(axis=1) - fill / 2))
-        seconds = micro_batches * (tau + self.head / stages) + least + (gather * here * counts).sum(axis=1)
+            exposed = np.maximum(0, (reduce * here).max(axis=1) - fill / 2)
+            least = np.minimum(least, micro_batches * np.maximum(computing, wire * chunks) + fill + exposed)
+        seconds = least + (gather * here * counts).sum(axis=1)
         shard = self.held + layer_parameters(self.space.model, self.tp) * 8 / (
             dp if self.space.options.distributed_optimizer else 1)
         most = np.where(counts > 0, np.floor(self.room / shard), 0)  # what no stage is in may have room without end
@@ -284,16 +288,17 @@ class _OneSize:
             return 1
         return max(1, min(self.layers // stages, MOST_CHUNKS))
 
-    def _transfers_s(self, dp: int) -> tuple[np.ndarray, float]:
-        """Seconds of a transfer (inside each fabric, (F,); between fabrics)."""
+    def _transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a stage transfer by each fabric's own network, and by Ethernet, (F,) each."""
         s = self.space
         moved = self.micro * s.batch.sequence_length * s.model.hidden * max(
             s.costs.weight_bytes(o.fabric.gpu) for o in self.offers) * 8e-9
         if s.options.sequence_parallel is not False:
             moved /= self.tp
         ranks = np.array([min(o.per_node, self.tp * dp) for o in self.offers])
-        inside = moved * ranks / np.array([o.fabric.data_gbps for o in self.offers])
-        return inside, float((moved * ranks / np.array([o.fabric.ethernet_gbps for o in self.offers])).max())
+        inside, across = (np.array([getattr(o.fabric, rate) for o in self.offers])
+                          for rate in ("data_gbps", "ethernet_gbps"))
+        return moved * ranks / inside, moved * ranks / across
 
     def _sync_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to (reduce the gradients, gather the parameters) of one layer in each fabric, (F,) each."""
@@ -327,11 +332,12 @@ class _OneSize:
                 if limit.allows(made.estimate):
                     yield made
 
-    def _replica_s(self, pp: int, dp: int, each: float) -> float:
-        """Seconds of the slowest pipeline, without what crosses fabrics."""
+    def _replica_s(self, pp: int, dp: int, each: float, wire: float = 0.0) -> float:
+        """Seconds of the slowest pipeline, without what crosses fabrics; `wire`: of one of its stage transfers."""
         tau, micro_batches = -(-self.layers // pp) * each, self.shares // dp
         chunks = self.most_chunks(pp, micro_batches)
-        return micro_batches * (tau + self.head / pp) + (pp - 1) * tau / chunks
+        return min(micro_batches * max(tau + self.head / pp, wire * c) + (pp - 1) * (tau / c + 2 * wire * c)
+                   for c in {1, min(3, chunks), chunks})
 
     def _splits(self, dp: int, most: list[int], units: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
         """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics."""
@@ -366,8 +372,11 @@ class _OneSize:
         reducing = max(0.0, per_stage * stages * float(max(reduce[here])) + across - backward)
         after = reducing + per_stage * stages * pp * float(max(gather[here]))
         blocks = tuple(Block(o.fabric, n * pp * self.tp // o.per_node, o.per_node, pp, n) for o, n, _ in used)
+        wire, _ = self._transfers_s(1)  # of pipelines that are longer than a node
+        slowest = max((w for w, o, n in zip(wire.tolist(), self.offers, counts, strict=True)
+                       if n and pp * self.tp > o.per_node), default=0.0)
         return Placement("hierarchical-dp", self.micro, self.tp, dp, blocks,
-                         self._replica_s(pp, dp, max(e for _, _, e in used)) + after, dp // run)
+                         self._replica_s(pp, dp, max(e for _, _, e in used), slowest) + after, dp // run)
 
 
 def _ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:
