@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -12,17 +13,14 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import refuse
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
-from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.alternatives import alternative
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
-from holmes_hpc.planning.search.space import Placement, Space
+from holmes_hpc.planning.search.explore import Clock, Explored, explored
+from holmes_hpc.planning.search.space import Space
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
-ROUND = 24  # placements looked at together, in the order of estimates
-OVER = 1.1  # an estimate is at most so much too long: beyond that over the best candidate nothing more is looked at
-PASSES = 30_000  # passes to simulate at most before the best are made better; bounds the time for long pipelines
-BETTER = 24
+BETTER = 24  # candidates made better at most
 NEAR = 1.05  # candidates slower than the best by more than this are not made better
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
@@ -69,8 +67,10 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     return made
 
 
-def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Candidate]:
-    """The best candidate, and others from best to worst."""
+def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs,
+           seconds: float | None = None, say: Callable[[str], None] | None = None) -> list[Candidate]:
+    """The best candidate, and others from best to worst; found in `seconds` at most, if given, and a little more. `say`
+    is told how far the search is."""
     space = Space(model, batch, site, options, costs)
     placements = space.placements()
     evaluator = Evaluator(model, batch, site, options, costs)
@@ -80,37 +80,26 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
         if too_large:
             refusal.nothing_fits(evaluator, too_large)
         refusal.nothing_divides(model, batch, site, options)
-    candidates = _tried(evaluator, placements, space.small)
-    if not candidates:
+    clock = Clock(seconds, say)
+    found = explored(evaluator, placements, space.small, clock)
+    if not found.candidates:
         refusal.nothing_fits(evaluator, placements)
-    improved: list[Candidate] = []
-    passes = 0
+    return _improved(evaluator, found, clock)
+
+
+def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candidate]:
+    """The candidates with those near the best made better, from best to worst."""
+    candidates, improved = found.candidates, list[Candidate]()
     for candidate in candidates:
         slower = candidate.seconds > NEAR * candidates[0].seconds
-        if improved and (slower or passes > PASSES or len(improved) == BETTER):
+        if improved and (slower or clock.is_over() or len(improved) == BETTER):
             break
-        passes += 8 * candidate.passes
         improved.append(evaluator.better(candidate))
+        clock.tell(lambda: f"layers and depth of {len(improved)} ways chosen, the best takes"
+                           f" {min(c.seconds for c in improved):.4g} s")
     rest = candidates[len(improved):]
     improved.sort(key=Candidate.key)
     return [evaluator.plainer(evaluator.noted(improved[0])), *improved[1:], *rest]
-
-
-def _tried(evaluator: Evaluator, placements: list[Placement], small: bool) -> list[Candidate]:
-    """Simulate the ways to run placements, round after round in the order of estimates and within a round in that of
-    bounds, but no way whose bound is beyond the best. From best to worst. `small`: go by bounds alone, to the end."""
-    done: list[Candidate] = []
-    least, passes = float("inf"), 0
-    for first in range(0, len(placements), ROUND):
-        if done and not small and (placements[first].estimate > OVER * least or passes > PASSES):
-            break
-        ways = [way for placement in placements[first:first + ROUND] for way in evaluator.ways(placement)]
-        for way in sorted(ways, key=lambda t: (t.bound, t.key())):
-            if way.bound < least and (small or passes <= PASSES or not done):
-                passes += way.passes
-                done.append(evaluator.simulated(way, ROUGH))
-                least = min(least, done[-1].seconds)
-    return sorted(done, key=Candidate.key)
 
 
 def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:

@@ -34,13 +34,14 @@ DEEPER = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those 
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a placement: its layout, layers of shape (1, S, C), a lower bound of its step's seconds and, once
-    simulated, the seconds."""
+    simulated, the seconds. `full`: the planner divided the layers, and a stage has as many as fit on it."""
 
     placement: Placement
     layout: Layout
     layers: np.ndarray
     bound: float
     seconds: float = inf
+    full: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,24 +67,21 @@ class Evaluator:
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
 
-    def ways(self, placement: Placement) -> Iterator[Candidate]:
-        """Every number of virtual stages, each with the least recomputation that fits in memory, and with more as long
-        as memory keeps a stage from having more layers. Not yet simulated."""
+    def ways(self, placement: Placement, most_s: float = inf) -> Iterator[Candidate]:
+        """Every number of virtual stages that is estimated to take `most_s` seconds a step at most, each with the least
+        recomputation that fits in memory, and with more as long as memory keeps a stage from having more layers. Not
+        yet simulated."""
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
         for chunks in self._chunks(placement):
+            if placement.estimate.seconds(chunks) > most_s:
+                continue
             for recompute in recomputations:
                 made = next(filter(None, (self._way(placement, recompute, kind, chunks)
                                           for kind in self._kinds(placement, chunks))), None)
                 if made is not None:
                     yield made
-                    if not self._full(made):
+                    if not made.full:
                         break
-
-    def _full(self, candidate: Candidate) -> bool:
-        """Whether a stage has as many layers as fit on it, where the planner divides them."""
-        o = self.options
-        return o.partition == "exact" and o.layers_per_stage is None and split.full(
-            candidate.layout, candidate.layers, o.max_memory_gib)
 
     def _chunks(self, placement: Placement) -> list[int]:
         """Virtual stages to try. Megatron-Core deals micro-batches out to them in groups of PP."""
@@ -134,15 +132,17 @@ class Evaluator:
             layout.order  # noqa: B018 (micro-batches that virtual stages cannot have are found out here)
         except PlanError:
             return None
-        layers = self._layers(layout)
-        if layers is None:
+        dealt = self._layers(layout)
+        if dealt is None:
             return None
+        layers, full = dealt
         sizes = np.array([layout.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
         bounds, whole = least_s(layout, np.repeat(layers, len(sizes), axis=0), sizes)
         at = int(np.argmin(whole))
-        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), layers, float(bounds[at]))
+        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), layers, float(bounds[at]),
+                         full=full)
 
-    def _layers(self, layout: Layout) -> np.ndarray | None:
+    def _layers(self, layout: Layout) -> tuple[np.ndarray, bool] | None:
         o, chunks, most = self.options, layout.parallel.virtual_stages, self.options.max_memory_gib
         if o.layers_per_stage is not None:
             made = split.chunked(o.layers_per_stage, chunks)
@@ -152,7 +152,7 @@ class Evaluator:
             made = split.uniform(layout) if o.partition == "uniform" else split.proportional(layout)
         if made.shape[1] != layout.parallel.pp or made.sum() != self.model.layers or made.min() < 1:
             return None
-        return made if fits(layout, made, most)[0] else None
+        return (made, False) if fits(layout, made, most)[0] else None
 
     def simulated(self, candidate: Candidate, passes: int = WHOLE) -> Candidate:
         """The candidate with its seconds; the schedule that runs ahead gets its depth."""

@@ -50,9 +50,10 @@ def proportional(layout: Layout) -> np.ndarray:
     return chunked([*made, layers - sum(made)], chunks)
 
 
-def balanced(layout: Layout, most_gib: float | None = None) -> np.ndarray | None:
-    """The split with the least of the largest (computing + gradient traffic) over stages, within the stages' memory;
-    None if the layers do not fit. Adding layers one by one where the result is least is optimal for such a maximum."""
+def balanced(layout: Layout, most_gib: float | None = None) -> tuple[np.ndarray, bool] | None:
+    """(the split with the least of the largest (computing + gradient traffic) over stages, within the stages' memory;
+    whether any stage has as many layers as its memory holds). None if the layers do not fit. Adding layers one by one
+    where the result is least is optimal for such a maximum."""
     stages, layers, chunks = layout.parallel.pp, layout.model.layers, layout.parallel.virtual_stages
     one, two = _load(layout, _one_and_two(layout))
     each = (two - one) / chunks  # seconds of a further layer; what is left: embedding, head
@@ -64,12 +65,7 @@ def balanced(layout: Layout, most_gib: float | None = None) -> np.ndarray | None
     for _ in range(layers - made.sum()):
         after = np.where(made < most, fixed + each * (made + 1), np.inf)
         made[int(np.argmin(after))] += 1
-    return chunked(made, chunks)
-
-
-def full(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> bool:
-    """Whether any stage has as many of the `layers` ([stages, chunks]) as its memory holds."""
-    return bool((layers.sum(axis=-1) >= _most(layout, most_gib)).any())
+    return chunked(made, chunks), bool((made >= most).any())
 
 
 def _load(layout: Layout, layers: np.ndarray) -> np.ndarray:

@@ -8,9 +8,9 @@ more would only lengthen the fill. Where there are few combinations all of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations
 from math import gcd
 
@@ -23,11 +23,14 @@ from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
+from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 
 FEW = 512  # combinations up to which all are listed
 SMALL = 300  # placements up to which estimates drop none
-KEPT = 32  # placements of one TP, DP and micro-batch size at most
-MARGIN = 1.3  # placements estimated slower than the best by more than this are dropped
+KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them
+FIRST = 2  # of each fabric alone, each pair, and all
+MARGIN = 1.6  # placements estimated slower than the best on the same fabrics by more than this are dropped
 LARGEST_MICRO = 32
 MOST_CHUNKS = 8
 
@@ -46,15 +49,24 @@ class Block:
 
 @dataclass(frozen=True)
 class Placement:
-    """`estimate`: seconds of a step, good enough to rank placements. `instances`: of the distributed optimizer."""
+    """`estimate`: of its step, good enough to rank placements. `instances`: of the distributed optimizer."""
 
     strategy: str
     micro: int
     tp: int
     dp: int
     blocks: tuple[Block, ...]
-    estimate: float
+    estimate: Estimate
     instances: int = 1
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of the step, by the estimate."""
+        return float(self.estimate.least())
+
+    @property
+    def fabrics(self) -> frozenset[str]:
+        return frozenset(b.fabric.name for b in self.blocks)
 
     @property
     def pp(self) -> int:
@@ -65,7 +77,7 @@ class Placement:
         return sum(b.nodes * b.per_node for b in self.blocks)
 
     def key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
-        return self.estimate, self.gpus, self.tp, tuple((b.fabric.name, b.nodes) for b in self.blocks)
+        return self.least_s, self.gpus, self.tp, tuple((b.fabric.name, b.nodes) for b in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,8 @@ def divisors(n: int) -> tuple[int, ...]:
 def micro_sizes(batch: Batch, options: PlanOptions) -> list[int]:
     if not options.search_micro_size:
         return [batch.micro_size]
-    return [m for m in divisors(batch.global_size) if m <= LARGEST_MICRO]
+    others = [m for m in divisors(batch.global_size) if m <= LARGEST_MICRO and m != batch.micro_size]
+    return [*([] if batch.global_size % batch.micro_size else [batch.micro_size]), *others]
 
 
 class Space:
@@ -130,10 +143,10 @@ class Space:
                 usable = [o for o in self.offers if o.per_node % tp == 0]
                 if usable and (len(usable) == len(self.offers) or not any(o.fixed for o in self.offers)):
                     sizes.append(_OneSize(self, micro, tp, usable))
-        limit = Limit()
+        limit = Limit(len(self.offers))
         found = [p for size in sizes for p in size.placements(limit)]
         self.small = limit.count <= SMALL
-        return sorted((p for p in found if not limit.beyond(p.estimate)), key=Placement.key)
+        return sorted((p for p in found if not limit.beyond(p.least_s, p.fabrics)), key=Placement.key)
 
     def _tensor_sizes(self) -> list[int]:
         m, most = self.model, max(o.per_node for o in self.offers)
@@ -142,18 +155,32 @@ class Space:
 
 
 class Limit:
-    """The least estimate so far. Up to SMALL placements all are allowed; then those that are not far beyond it."""
+    """The least estimate so far, of all placements, and of those on each fabric, each pair and all fabrics: they are
+    looked at whatever the others promise. Up to SMALL placements all are allowed; then those not far beyond."""
 
-    def __init__(self) -> None:
-        self.least, self.count = np.inf, 0
+    def __init__(self, fabrics: int) -> None:
+        self.fabrics, self.count = fabrics, 0
+        self.least: dict[frozenset[str], float] = {}
 
-    def beyond(self, estimate: float) -> bool:
-        return self.count > SMALL and estimate > MARGIN * self.least
+    def beyond(self, estimate: float, on: frozenset[str]) -> bool:
+        own = self.least.get(self._kind(on), np.inf)
+        return self.count > SMALL and estimate > MARGIN * own
 
-    def allows(self, estimate: float) -> bool:
+    def allows(self, estimate: float, on: frozenset[str]) -> bool:
         self.count += np.isfinite(estimate)
-        self.least = min(self.least, estimate)
-        return bool(np.isfinite(estimate)) and not self.beyond(estimate)
+        kind = self._kind(on)
+        for one in (kind, frozenset[str]()):
+            self.least[one] = min(self.least.get(one, np.inf), estimate)
+        return bool(np.isfinite(estimate)) and not self.beyond(estimate, on)
+
+    def _kind(self, on: frozenset[str]) -> frozenset[str]:
+        """Which of the least ones counts; the empty set: that of all."""
+        return on if required(len(on), self.fabrics) else frozenset()
+
+
+def required(used: int, fabrics: int) -> bool:
+    """Whether the best placement on so many of a site's fabrics is always tried: one alone, a pair, all."""
+    return used in (1, 2, fabrics)
 
 
 class _OneSize:
@@ -168,12 +195,20 @@ class _OneSize:
         gpus = [o.fabric.gpu for o in usable]
         self.each = np.array([sum(costs.layer_s(model, batch, tp, g, parallel, recompute)) for g in gpus])
         self.head = min(sum(costs.head_s(model, batch, tp, g)) for g in gpus)
+        fabrics = [(o.fabric, TCP if o.fabric.rdma_gbps is None else Transport("rdma", o.fabric.nic, o.fabric.name))
+                   for o in usable]
+        self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
+                         for what in ("", "reduce_scatter", "all_gather")}
+        self.between = np.array([_gbps(f, TCP, costs) for f, _ in fabrics])
+        self.latency = np.array([[costs.link(t, f.gpu).latency_s, costs.link(TCP, f.gpu).latency_s]
+                                 for f, t in fabrics]).T
         self.shares = batch.global_size // micro
         self.layers = model.layers
         self.taus = np.unique(np.concatenate([e * np.arange(1, model.layers + 1) for e in self.each]))
         self.fit = np.floor(self.taus[:, None] / self.each + 1e-9).astype(int)  # layers of a stage in tau, (T, F)
         self.speed = sorted(range(len(usable)), key=lambda f: (self.each[f], -usable[f].fabric.data_gbps, f))
         self.fixed = any(o.fixed for o in usable)
+        self.memory: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
         weight, gradient = (np.array([size(g) for g in gpus]) for size in (costs.weight_bytes, costs.gradient_size))
         self.held = layer_parameters(model, tp) * (weight + gradient)  # bytes of a layer, without its optimizer
         self.room = np.array([capacity(g, options.max_memory_gib) for g in gpus])
@@ -214,15 +249,29 @@ class _OneSize:
         counts, tau = counts[kept], tau[kept]
         if not len(counts):
             return
-        estimates = self._estimate(counts, tau, dp)
-        for at in np.argsort(estimates, kind="stable")[:KEPT].tolist():
-            if not limit.allows(float(estimates[at])):
-                continue
+        estimate = self._estimate(counts, tau, dp)
+        seconds = estimate.least()
+        for at in self._worth_a_look(counts, seconds):
             blocks = tuple(Block(o.fabric, int(k) * block // o.per_node, o.per_node, int(k))
                            for o, k in zip(self.offers, counts[at], strict=True) if k)
+            if not limit.allows(float(seconds[at]), frozenset(b.fabric.name for b in blocks)):
+                continue
             blocks = _ordered(blocks, options.fabric_order)
             yield Placement("one-fabric" if len(blocks) == 1 else "pipeline", self.micro, self.tp, dp, blocks,
-                            float(estimates[at]))
+                            estimate.at(at))
+
+    def _worth_a_look(self, counts: np.ndarray, seconds: np.ndarray) -> list[int]:
+        """The rows with the least `seconds`, and with them the best of each fabric, each pair and all."""
+        order = np.argsort(seconds, kind="stable")
+        kept, of = order[:KEPT].tolist(), dict[bytes, int]()
+        used = counts > 0
+        for at in order.tolist():
+            if required(int(used[at].sum()), len(self.offers)):
+                key = used[at].tobytes()
+                of[key] = of.get(key, 0) + 1
+                if of[key] <= FIRST:
+                    kept.append(at)
+        return sorted(dict.fromkeys(kept), key=lambda at: (seconds[at], at))
 
     def _filled(self, most: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(stages of each fabric, (rows, F); tau of each row): each choice of fabrics, filled up to each tau with each
@@ -252,29 +301,30 @@ class _OneSize:
         enough = np.minimum(self.fit, self.layers) @ counts.T >= self.layers  # (T, rows)
         return np.where(enough.any(axis=0), self.taus[np.argmax(enough, axis=0)], np.inf)
 
-    def _estimate(self, counts: np.ndarray, tau: np.ndarray, dp: int) -> np.ndarray:
-        """Seconds of a step: all micro-batches through the slowest stage, fill and drain, and the data-parallel traffic
-        that the other stages' fill does not hide; infinite where the weights alone do not fit."""
-        stages, micro_batches = counts.sum(axis=1), self.shares // dp
-        most = self._most_chunks(stages, micro_batches)
+    def _estimate(self, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
+        """Of each row of stages of each fabric; infinite where the weights alone do not fit."""
+        stages, micro_batches, used = counts.sum(axis=1), self.shares // dp, counts > 0
         reduce, gather = self._sync_s(dp)
-        here = tau[:, None] / self.each * (counts > 0)  # layers of a stage in each fabric
+        here = tau[:, None] / self.each * used  # layers of a stage in each fabric
         inside, across = self._transfers_s(dp)
-        used = counts > 0
-        transfers = 2 * ((counts * inside).sum(axis=1) + (across * used).max(axis=1) * (used.sum(axis=1) - 1))
-        wire = np.maximum((inside * (counts > 1)).max(axis=1), (across * used).max(axis=1) * (used.sum(axis=1) > 1))
-        computing = tau + self.head / stages
-        least = np.full(len(counts), np.inf)
-        for chunks in (np.minimum(most, max(1, self.space.options.virtual_stages or 1)), np.minimum(most, 3), most):
-            fill = (stages - 1) * tau / chunks + transfers * chunks
-            exposed = np.maximum(0, (reduce * here).max(axis=1) - fill / 2)
-            least = np.minimum(least, micro_batches * np.maximum(computing, wire * chunks) + fill + exposed)
-        seconds = least + (gather * here * counts).sum(axis=1)
+        slowest, several = (across * used).max(axis=1), used.sum(axis=1) > 1
+        transfers = 2 * ((counts * inside).sum(axis=1) + slowest * (used.sum(axis=1) - 1))
+        inner = np.where(counts > 2, 2, counts > 1)  # one NIC carries both ways of a stage between two of its fabric
+        wire = np.maximum((inside * inner).max(axis=1), slowest * several)
         shard = self.held + layer_parameters(self.space.model, self.tp) * 8 / (
             dp if self.space.options.distributed_optimizer else 1)
-        most = np.where(counts > 0, np.floor(self.room / shard), 0)  # what no stage is in may have room without end
+        most = np.where(used, np.floor(self.room / shard), 0)  # what no stage is in may have room without end
         fits = (counts * most).sum(axis=1) >= self.layers
-        return np.where(fits, seconds, np.inf)
+        if self.space.costs.software.overlap_gather:  # behind the first forward pass
+            gathering = np.maximum(0, gather * here - tau[:, None] / 3)
+        else:
+            gathering = gather * here
+        after = np.where(fits, (gathering * counts).sum(axis=1), np.inf)
+        reducing = (reduce * here).max(axis=1) - (tau * 2 / 3 if self.space.costs.software.overlap else 0)
+        least = np.where(stages > 1, self.head + self.each.min(), 0)  # the last stage has a layer beside the head
+        head = np.maximum(self.head / stages, least - tau)
+        return Estimate(micro_batches, stages, tau, head, wire, transfers, reducing, after,
+                        self._most_chunks(stages, micro_batches))
 
     def _most_chunks(self, stages: np.ndarray, micro_batches: int) -> np.ndarray:
         """Virtual stages that a placement could have."""
@@ -296,20 +346,28 @@ class _OneSize:
         if s.options.sequence_parallel is not False:
             moved /= self.tp
         ranks = np.array([min(o.per_node, self.tp * dp) for o in self.offers])
-        inside, across = (np.array([getattr(o.fabric, rate) for o in self.offers])
-                          for rate in ("data_gbps", "ethernet_gbps"))
-        return moved * ranks / inside, moved * ranks / across
+        return moved * ranks / self.networks[""] + self.latency[0], moved * ranks / self.between + self.latency[1]
 
-    def _sync_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds to (reduce the gradients, gather the parameters) of one layer in each fabric, (F,) each."""
+    def _known(self, made: Callable[..., tuple[np.ndarray, np.ndarray]], *args: int) -> tuple[np.ndarray, np.ndarray]:
+        """`made` of `args`, worked out once."""
+        key = made.__name__, args
+        if key not in self.memory:
+            self.memory[key] = made(*args)
+        return self.memory[key]
+
+    def _sync_s(self, dp: int, apart: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds to (reduce the gradients, gather the parameters) of one layer in each fabric, (F,) each; `apart`: how
+        many blocks of TP ranks lie between two that share a gradient."""
         seconds, costs = [], self.space.costs
-        for offer in self.offers:
+        for f, offer in enumerate(self.offers):
             gpu = offer.fabric.gpu
             how, count = costs.collectives(gpu), layer_parameters(self.space.model, self.tp)
             moved = count * (dp - 1) / dp * np.array([how.reduce_scatter * costs.gradient_size(gpu),
                                                       how.all_gather * costs.weight_bytes(gpu)])
-            inside = self.tp * dp <= offer.per_node
-            rate = gpu.intra_node_gbps if inside else offer.fabric.data_gbps / self.tp
+            if self.tp * dp * apart <= offer.per_node:
+                rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, gpu).efficiency)
+            else:
+                rate = np.array([self.networks[what][f] for what in ("reduce_scatter", "all_gather")]) / self.tp
             seconds.append(moved / (rate * 1e9 / 8))
         reduce, gather = np.array(seconds).T
         return reduce, gather
@@ -320,7 +378,7 @@ class _OneSize:
         wanted = options.pp or (len(options.layers_per_stage) if options.layers_per_stage else None)
         quickest = float(min(self.each))
         for pp in [wanted] if wanted else range(1, min(self.layers, 64) + 1):
-            if pp > self.layers or limit.beyond(self._replica_s(pp, dp, quickest)):
+            if pp > self.layers or limit.beyond(float(self._replica(pp, dp, quickest).least()), frozenset()):
                 continue
             units = [o.per_node // gcd(o.per_node, pp * self.tp) for o in self.offers]
             most = [o.nodes * o.per_node // (pp * self.tp) // u * u for o, u in zip(self.offers, units, strict=True)]
@@ -329,15 +387,15 @@ class _OneSize:
                 continue
             for split, run in self._splits(dp, most, units):
                 made = self._spread(dp, pp, split, run)
-                if limit.allows(made.estimate):
+                if limit.allows(made.least_s, made.fabrics):
                     yield made
 
-    def _replica_s(self, pp: int, dp: int, each: float, wire: float = 0.0) -> float:
-        """Seconds of the slowest pipeline, without what crosses fabrics; `wire`: of one of its stage transfers."""
+    def _replica(self, pp: int, dp: int, each: float, wire: float = 0.0, after: float = 0.0) -> Estimate:
+        """Of the slowest pipeline; `wire`: of one of its stage transfers, `after`: what crosses fabrics."""
         tau, micro_batches = -(-self.layers // pp) * each, self.shares // dp
-        chunks = self.most_chunks(pp, micro_batches)
-        return min(micro_batches * max(tau + self.head / pp, wire * c) + (pp - 1) * (tau / c + 2 * wire * c)
-                   for c in {1, min(3, chunks), chunks})
+        head = max(self.head / pp, self.head + each - tau) if pp > 1 else self.head
+        return Estimate(micro_batches, pp, tau, head, wire, 2 * wire * (pp - 1), 0.0, after,
+                        self.most_chunks(pp, micro_batches))
 
     def _splits(self, dp: int, most: list[int], units: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
         """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics."""
@@ -350,12 +408,14 @@ class _OneSize:
                 if sum(most[f] for f in chosen) < dp:
                     continue
                 for run in reversed(divisors(dp)):
-                    made, left = [0] * len(most), dp
+                    step = [run * u // gcd(run, u) for u in units]
+                    made = [step[f] if f in chosen else 0 for f in range(len(most))]  # each fabric has a part
+                    left = dp - sum(made)
                     for f in sorted(chosen, key=lambda f: (-most[f], f)):
-                        step = run * units[f] // gcd(run, units[f])
-                        made[f] = min(left, most[f]) // step * step
-                        left -= made[f]
-                    if left == 0 and all(made[f] for f in chosen):
+                        more = min(left, most[f] - made[f]) // step[f] * step[f]
+                        made[f] += more
+                        left -= more
+                    if left == 0 and all(made[f] <= most[f] for f in chosen):
                         yield tuple(made), run
                         break
 
@@ -363,8 +423,9 @@ class _OneSize:
         used = [(o, n, e) for o, n, e in zip(self.offers, counts, self.each, strict=True) if n]
         size = self.space.costs.gradient_size(used[0][0].fabric.gpu)
         moved = 2.0 * layer_parameters(self.space.model, self.tp) * size * -(-self.layers // pp)
-        across = moved / run / min(o.fabric.ethernet_gbps * 1e9 / 8 / o.per_node for o, _, _ in used)
-        reduce, gather = self._sync_s(run)
+        across = moved / run / min(float(gbps) * 1e9 / 8 / o.per_node for o, gbps, n in
+                                   zip(self.offers, self.between, counts, strict=True) if n)
+        reduce, gather = self._known(self._sync_s, run, pp)
         here = [n > 0 for n in counts]
         stages = min(pp, max(o.per_node for o, _, _ in used) // self.tp)  # of a node, which share its NIC
         per_stage = -(-self.layers // pp)
@@ -372,11 +433,17 @@ class _OneSize:
         reducing = max(0.0, per_stage * stages * float(max(reduce[here])) + across - backward)
         after = reducing + per_stage * stages * pp * float(max(gather[here]))
         blocks = tuple(Block(o.fabric, n * pp * self.tp // o.per_node, o.per_node, pp, n) for o, n, _ in used)
-        wire, _ = self._transfers_s(1)  # of pipelines that are longer than a node
+        wire, _ = self._known(self._transfers_s, 1)  # of pipelines that are longer than a node
         slowest = max((w for w, o, n in zip(wire.tolist(), self.offers, counts, strict=True)
                        if n and pp * self.tp > o.per_node), default=0.0)
         return Placement("hierarchical-dp", self.micro, self.tp, dp, blocks,
-                         self._replica_s(pp, dp, max(e for _, _, e in used), slowest) + after, dp // run)
+                         self._replica(pp, dp, max(e for _, _, e in used), slowest, after), dp // run)
+
+
+def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str = "") -> float:
+    """What a node can send of payload, in Gb/s."""
+    nominal = fabric.ethernet_gbps if transport.kind == "tcp" else fabric.data_gbps
+    return nominal * costs.link(transport, fabric.gpu, collective).efficiency
 
 
 def _ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:

@@ -43,10 +43,9 @@ def test_no_plan_is_1_percent_better(model: ModelSpec, site: Site, micro_batches
     near_the_optimum(model, Batch(2 * micro_batches, 2, sequence), site)
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="9.7% slower: the plan takes one node alone, and DP over "
-                   "one node of each fabric, hierarchically, is faster")
-def test_one_layer_on_two_infiniband_fabrics() -> None:
-    gpu = GPUS[0]
+@pytest.mark.parametrize("gpu", GPUS)
+def test_one_layer_on_two_infiniband_fabrics(gpu: Gpu) -> None:
+    """DP over one node of each fabric, hierarchically: 9.7% slower was what filled the larger fabric first."""
     near_the_optimum(
         ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096), Batch(8, 2, 2048),
         Site("small", tuple(Fabric(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0)

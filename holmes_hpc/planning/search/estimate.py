@@ -1,0 +1,49 @@
+"""A quick estimate of a placement's step: arithmetic on numbers or on arrays of many placements at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step is made of, in seconds (numbers, or arrays of shape (placements,)).
+
+    `tau`: the slowest stage's layers for one micro-batch, forward and backward; `head`: a stage's share of the output
+    layer; `wire`: one transfer over the slowest edge; `transfers`: one micro-batch's way down the pipeline and up;
+    `reduce`: the gradients' traffic of a stage, `after`: what nothing hides. `most_chunks`: virtual stages it may have.
+    """
+
+    micro_batches: Any
+    stages: Any
+    tau: Any
+    head: Any
+    wire: Any
+    transfers: Any
+    reduce: Any
+    after: Any
+    most_chunks: Any
+
+    def seconds(self, chunks: Any) -> Any:
+        """Of the step with so many virtual stages: all micro-batches through what is slowest, the slowest stage or the
+        slowest edge, the pipeline's fill and drain, and the gradients' traffic that the other stages' fill does not
+        hide."""
+        most = np.maximum if isinstance(self.tau, np.ndarray) else max  # of numbers Python's own is ten times quicker
+        fill = (self.stages - 1) * self.tau / chunks + self.transfers * chunks
+        steady = self.micro_batches * most(self.tau + self.head, self.wire * chunks)
+        return steady + fill + most(0, self.reduce - fill / 2) + self.after
+
+    def least(self) -> Any:
+        """Seconds with the number of virtual stages that suits best: none, some, or as many as there may be."""
+        if not isinstance(self.tau, np.ndarray):
+            return min(self.seconds(chunks) for chunks in {1, min(3, self.most_chunks), self.most_chunks})
+        few = np.minimum(self.most_chunks, 3)
+        return np.minimum(self.seconds(1), np.minimum(self.seconds(few), self.seconds(self.most_chunks)))
+
+    def at(self, row: int) -> Estimate:
+        """That of one placement of many."""
+        return Estimate(*(float(v[row]) if isinstance(v := getattr(self, f.name), np.ndarray) else v
+                          for f in fields(self)))

@@ -1,0 +1,100 @@
+"""Which placements and ways to run them are looked at, in which order, and when that is enough.
+
+A queue holds placements, with their estimates, and ways to run them, with lower bounds of their steps. What promises
+most is next: a placement is taken apart into its ways, a way is simulated. When what is left promises less than the
+best has, the search is over; stopped before, it says how much there might still be to gain.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from holmes_hpc.planning.schedule.simulation import ROUGH
+from holmes_hpc.planning.search.candidate import Candidate, Evaluator
+from holmes_hpc.planning.search.space import Placement, required
+
+OVER = 1.1  # an estimate is at most so much too long
+GAP = 0.002  # what is gained less than this is not looked for
+EVERY_S = 2.0  # between two lines of progress
+
+
+class Clock:
+    """When to stop, and when to say how far it is. `seconds`: to search at most, None: until nothing is to be gained;
+    `say` is told a line of progress now and then."""
+
+    def __init__(self, seconds: float | None = None, say: Callable[[str], None] | None = None) -> None:
+        self._begin = self._said = time.monotonic()
+        self._seconds, self._say = seconds, say
+
+    def is_over(self) -> bool:
+        return self._seconds is not None and time.monotonic() - self._begin > self._seconds
+
+    def tell(self, line: Callable[[], str]) -> None:
+        now = time.monotonic()
+        if self._say is not None and now - self._said > EVERY_S:
+            self._said = now
+            self._say(line())
+
+
+@dataclass(frozen=True)
+class Explored:
+    """Simulated `candidates` from best to worst; `gap`: how much shorter than the best one's a step might be of what
+    was not looked at, as a share, by its lower bound."""
+
+    candidates: list[Candidate]
+    gap: float
+
+
+def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clock: Clock) -> Explored:
+    """The placements' best ways. `whole`: estimates are not trusted, every placement is taken apart."""
+    queue: list[tuple[float, int, Placement | Candidate]] = []
+    done: list[Candidate] = []
+    least = inf
+    for at, placement in enumerate(placements):
+        queue.append((0.0 if whole else placement.least_s / OVER, at, placement))
+    count = len(queue)
+    for at in _firsts(placements, len(evaluator.site.fabrics)):
+        ways = list(evaluator.ways(placements[at], inf))
+        if ways:
+            done.append(evaluator.simulated(min(ways, key=lambda w: (w.bound, w.key())), ROUGH))
+            least = min(least, done[-1].seconds)
+    heapq.heapify(queue)
+    tried = {_identity(c) for c in done}
+    promised = 0.0
+    while queue:
+        promised, _, item = heapq.heappop(queue)
+        if promised >= least * (1 - GAP):
+            promised = least
+            break
+        if done and clock.is_over():
+            break
+        if isinstance(item, Placement):
+            for way in evaluator.ways(item, inf if whole else OVER * least):
+                if way.bound < least:
+                    count += 1
+                    heapq.heappush(queue, (way.bound, count, way))
+        elif _identity(item) not in tried:
+            done.append(evaluator.simulated(item, ROUGH))
+            least = min(least, done[-1].seconds)
+        clock.tell(lambda: f"{len(done)} ways simulated, the best takes {least:.4g} s,"
+                           f" none can be shorter than {promised:.4g} s")
+    else:
+        promised = least
+    return Explored(sorted(done, key=Candidate.key), max(0.0, 1 - promised / least) if done else 0.0)
+
+
+def _firsts(placements: list[Placement], fabrics: int) -> list[int]:
+    """Where among `placements` the first is on each fabric alone, each pair, and all: they are always simulated."""
+    first: dict[frozenset[str], int] = {}
+    for at, placement in enumerate(placements):
+        if required(len(placement.fabrics), fabrics):
+            first.setdefault(placement.fabrics, at)
+    return sorted(first.values())
+
+
+def _identity(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.placement.key(), candidate.placement.strategy, candidate.layout.parallel, candidate.layout.recompute
