@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo lint unit quick test test-breaking test-trixie explore faults bench-gpu evaluation clean
+.PHONY: help install demo lint unit quick test test-breaking test-trixie explore faults planner-regret bench-gpu evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -53,6 +53,13 @@ faults: install ## at least 24 runs interrupted by faults drawn from a seed; sto
 
 bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's own minimal loop
 	$(BIN)/python benchmarks/gpu.py $(BENCH)
+
+REGRET ?= build/planner-regret.jsonl
+SITES ?= 200
+
+planner-regret: install ## the planner's free choice against told ones on SITES (200) drawn sites; stopped, it goes on where it was
+	@mkdir -p $(dir $(REGRET))
+	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)
 
 # A testbed, Slurm and Python of their own: those of Debian 13, fetched by debootstrap (some 7 GB, root).
 BED_13 ?= /var/lib/holmes-trixie

@@ -24,7 +24,8 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import search
-from holmes_hpc.planning.search.space import divisors
+from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.search.offers import divisors
 
 A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)
@@ -62,7 +63,7 @@ def combinations(seed: int, model: ModelSpec, batch: Batch, site: Site) -> list[
 def seconds(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> float | None:
     """Of the step of the best plan; None where there is none."""
     try:
-        return search(model, batch, site, options, Costs())[0].seconds
+        return search(model, batch, site, options, Costs(), Clock())[0].seconds
     except PlanError:
         return None
 
@@ -91,7 +92,7 @@ def measured(seed: int, told: int, draws: int = DRAWS) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """The table for docs/planner.md: by rate of Ethernet, and all."""
-    lines = ["| Ethernet, Gb/s | sites | told plans | mean regret | worst | sites over 0.5% |", "|---|---|---|---|---|---|"]
+    lines = ["| Ethernet, Gb/s | sites | told plans | mean regret | worst | sites over 0.5% |", "|" + "---|" * 6]
     for rate in (*ETHERNET_GBPS, None):
         some = [r for r in rows if rate in (None, r["ethernet_gbps"])]
         if some:

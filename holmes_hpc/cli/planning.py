@@ -37,23 +37,28 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
 @app.command(epilog=help_text("plan", "batch"))
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
-         earliest: Earliest = False, steps: Steps = None, json: Json = False) -> None:
+         earliest: Earliest = False, steps: Steps = None,
+         seconds: Annotated[float | None, typer.Option(
+             metavar="S", help="Search that long at most; the plan says how much better one could still be.")] = None,
+         json: Json = False) -> None:
     """The best plan for a model, why, and the runners-up; with --earliest the one that ends first in today's queue.
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import make_plan
+    from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(with_steps(overrides, steps), site)
     check_output(output)
+    clock = Clock(seconds, console.note)
     ends = earliest_ends(config) if earliest else []
     if ends:
         chosen = ends[0].plan
     else:
         on = None if config.plan_file else asked_site(config)
         with console.waiting("planning"):
-            chosen = make_plan(config, on)
+            chosen = make_plan(config, on, clock)
     if output:
         chosen.write(output)
     costs = costs_of(config, chosen)

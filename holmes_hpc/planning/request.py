@@ -13,6 +13,7 @@ from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml
 
@@ -61,11 +62,11 @@ def pace(config: Configuration, plan: Plan | None) -> float | None:
     return said if said is not None or plan is None else plan.pace_layer_ms
 
 
-def make_plan(config: Configuration, on: Site | None = None) -> Plan:
-    """The plan that `config` names, or the best one for its model and site."""
+def make_plan(config: Configuration, on: Site | None = None, clock: Clock | None = None) -> Plan:
+    """The plan that `config` names, or the best one for its model and site; `clock` as for :func:`best_plan`."""
     if config.plan_file:
         return Plan.read(config.plan_file)
-    return best_plan(config.model, config.batch, on or site(config), config.plan, costs(config))
+    return best_plan(config.model, config.batch, on or site(config), config.plan, costs(config), clock)
 
 
 def given_layout(config: Configuration) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -24,14 +23,17 @@ BETTER = 24  # candidates made better at most
 NEAR = 1.05  # candidates slower than the best by more than this are not made better
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
+SAID = 0.005  # a gap to the lower bound that a plan tells of
 
 
-def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
-    """The Plan with the shortest predicted step, with its prediction and runners-up.
+def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs,
+              clock: Clock | None = None) -> Plan:
+    """The Plan with the shortest predicted step, with its prediction and runners-up. `clock`: when to stop searching,
+    and who is told how far it is; without one it goes on until nothing is to be gained.
 
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
-    candidates = search(model, batch, site, options, costs)
+    candidates = search(model, batch, site, options, costs, clock or Clock())
     return to_plan(candidates[0], site, candidates[1:])
 
 
@@ -67,10 +69,9 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     return made
 
 
-def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs,
-           seconds: float | None = None, say: Callable[[str], None] | None = None) -> list[Candidate]:
-    """The best candidate, and others from best to worst; found in `seconds` at most, if given, and a little more. `say`
-    is told how far the search is."""
+def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock,
+           ) -> list[Candidate]:
+    """The best candidate, and others from best to worst."""
     space = Space(model, batch, site, options, costs)
     placements = space.placements()
     evaluator = Evaluator(model, batch, site, options, costs)
@@ -80,7 +81,6 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
         if too_large:
             refusal.nothing_fits(evaluator, too_large)
         refusal.nothing_divides(model, batch, site, options)
-    clock = Clock(seconds, say)
     found = explored(evaluator, placements, space.small, clock)
     if not found.candidates:
         refusal.nothing_fits(evaluator, placements)
@@ -95,10 +95,14 @@ def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candi
         if improved and (slower or clock.is_over() or len(improved) == BETTER):
             break
         improved.append(evaluator.better(candidate))
-        clock.tell(lambda: f"layers and depth of {len(improved)} ways chosen, the best takes"
-                           f" {min(c.seconds for c in improved):.4g} s")
+        clock.tell(f"planning: layers and depth of {len(improved)} ways chosen, the best takes"
+                   f" {min(c.seconds for c in improved):.4g} s a step")
     rest = candidates[len(improved):]
     improved.sort(key=Candidate.key)
+    gap = 1 - found.promised / improved[0].seconds
+    if gap > SAID and clock.is_over():
+        improved[0] = replace(improved[0], notes=(
+            *improved[0].notes, f"the search was stopped: a step could be up to {gap:.1%} shorter, by lower bounds"))
     return [evaluator.plainer(evaluator.noted(improved[0])), *improved[1:], *rest]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.space import Placement, required
@@ -27,26 +28,28 @@ class Clock:
     `say` is told a line of progress now and then."""
 
     def __init__(self, seconds: float | None = None, say: Callable[[str], None] | None = None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(f"{seconds:g} s to search", where="--seconds", hint="give a number above 0")
         self._begin = self._said = time.monotonic()
         self._seconds, self._say = seconds, say
 
     def is_over(self) -> bool:
         return self._seconds is not None and time.monotonic() - self._begin > self._seconds
 
-    def tell(self, line: Callable[[], str]) -> None:
+    def tell(self, line: str) -> None:
         now = time.monotonic()
         if self._say is not None and now - self._said > EVERY_S:
             self._said = now
-            self._say(line())
+            self._say(line)
 
 
 @dataclass(frozen=True)
 class Explored:
-    """Simulated `candidates` from best to worst; `gap`: how much shorter than the best one's a step might be of what
-    was not looked at, as a share, by its lower bound."""
+    """Simulated `candidates` from best to worst; `promised`: seconds that a step of what was not looked at takes at
+    least, infinite where nothing is left."""
 
     candidates: list[Candidate]
-    gap: float
+    promised: float
 
 
 def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clock: Clock) -> Explored:
@@ -64,14 +67,12 @@ def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clo
             least = min(least, done[-1].seconds)
     heapq.heapify(queue)
     tried = {_identity(c) for c in done}
-    promised = 0.0
+    promised = inf
     while queue:
-        promised, _, item = heapq.heappop(queue)
-        if promised >= least * (1 - GAP):
-            promised = least
+        promised = queue[0][0]
+        if promised >= least * (1 - GAP) or (done and clock.is_over()):
             break
-        if done and clock.is_over():
-            break
+        item = heapq.heappop(queue)[2]
         if isinstance(item, Placement):
             for way in evaluator.ways(item, inf if whole else OVER * least):
                 if way.bound < least:
@@ -80,11 +81,9 @@ def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clo
         elif _identity(item) not in tried:
             done.append(evaluator.simulated(item, ROUGH))
             least = min(least, done[-1].seconds)
-        clock.tell(lambda: f"{len(done)} ways simulated, the best takes {least:.4g} s,"
-                           f" none can be shorter than {promised:.4g} s")
-    else:
-        promised = least
-    return Explored(sorted(done, key=Candidate.key), max(0.0, 1 - promised / least) if done else 0.0)
+        clock.tell(f"planning: {len(done)} ways simulated, the best takes {least:.4g} s a step, of the others none less"
+                   f" than {promised:.4g} s")
+    return Explored(sorted(done, key=Candidate.key), promised if queue else inf)
 
 
 def _firsts(placements: list[Placement], fabrics: int) -> list[int]:
@@ -97,4 +96,5 @@ def _firsts(placements: list[Placement], fabrics: int) -> list[int]:
 
 
 def _identity(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.placement.key(), candidate.placement.strategy, candidate.layout.parallel, candidate.layout.recompute
+    placement, layout = candidate.placement, candidate.layout
+    return placement.key(), placement.strategy, layout.parallel, layout.recompute

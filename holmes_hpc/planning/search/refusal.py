@@ -12,7 +12,8 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import SLACK, memory, room
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
-from holmes_hpc.planning.search.space import Placement, divisors, offers
+from holmes_hpc.planning.search.offers import divisors, offers
+from holmes_hpc.planning.search.space import Placement
 
 
 def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
