@@ -52,13 +52,12 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     config = configuration(with_steps(overrides, steps), site)
     check_output(output)
     clock = Clock(seconds, console.note)
-    ends = earliest_ends(config) if earliest else []
+    ends = earliest_ends(config, clock) if earliest else []
     if ends:
         chosen = ends[0].plan
     else:
         on = None if config.plan_file else asked_site(config)
-        with console.waiting("planning"):
-            chosen = make_plan(config, on, clock)
+        chosen = make_plan(config, on, clock)
     if output:
         chosen.write(output)
     costs = costs_of(config, chosen)

@@ -13,6 +13,7 @@ from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
+    from holmes_hpc.planning.search.explore import Clock
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.submission.earliest import PlannedStart
@@ -25,6 +26,7 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
     from holmes_hpc.config.composition import check_overrides
     from holmes_hpc.planning.request import check_site, make_plan
+    from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides, site, **values)
     if config.data.kind == "indexed":  # here, before anything is queued
@@ -38,8 +40,7 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
         show_ends(ends, config.train.steps, stderr=True)
         return ends[0].plan, replace(config, slurm=replace(config.slurm, timeout_min=ends[0].timeout_min))
     on = None if config.plan_file else asked_site(config)
-    with console.waiting("planning"):
-        chosen = make_plan(config, on)
+    chosen = make_plan(config, on, Clock(say=console.note))
     if config.plan_file:
         check_overrides(overrides or [])
         check_site(chosen, asked_site(config))
@@ -80,9 +81,9 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
     return job_of(record)
 
 
-def earliest_ends(config: Configuration) -> list[PlannedStart]:
-    """The plans for this site and its parts, the one that ends first at the head. ConfigError where Slurm cannot be
-    asked; SubmissionError when none of them can run."""
+def earliest_ends(config: Configuration, clock: Clock | None = None) -> list[PlannedStart]:
+    """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together.
+    ConfigError where Slurm cannot be asked; SubmissionError when none of them can run."""
     from holmes_hpc.planning.request import make_plan, site
     from holmes_hpc.submission.earliest import earliest as order
     from holmes_hpc.submission.earliest import plans_to_try
@@ -94,7 +95,8 @@ def earliest_ends(config: Configuration) -> list[PlannedStart]:
     here = site(config)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:
-        return make_plan(config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes)), here)
+        wanted = config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes))
+        return make_plan(wanted, here, clock)
 
     with console.waiting("planning for the site and its parts"):
         plans = plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 from math import ceil, inf
 
 import numpy as np
@@ -27,7 +27,7 @@ from holmes_hpc.planning.spec.plan import RECOMPUTE, Component, Schedule
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 PLAINER = 0.003  # what the schedule that runs ahead, and virtual stages, must each gain at least to be worth it
-MOST_ORDERS = 24
+FEW_FABRICS = 4  # up to which every order of them is tried
 DEEPER = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
 
 
@@ -244,12 +244,17 @@ class Evaluator:
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
-        wanted = self.options.fabric_order
+        """Other orders of the fabrics along the pipeline: all where they are few, else those with two changed over."""
+        wanted, blocks = self.options.fabric_order, placement.blocks
         if placement.strategy == "hierarchical-dp" or wanted is not None:
             return
-        for count, blocks in enumerate(permutations(placement.blocks)):
-            if 0 < count < MOST_ORDERS:
-                yield blocks
+        if len(blocks) <= FEW_FABRICS:
+            yield from (order for order in permutations(blocks) if order != blocks)
+            return
+        for a, b in combinations(range(len(blocks)), 2):
+            order = list(blocks)
+            order[a], order[b] = order[b], order[a]
+            yield tuple(order)
 
 
 def deepened(layout: Layout, extra: list[int]) -> Layout:
