@@ -12,13 +12,14 @@ import torch
 
 from holmes_hpc.training.model import gpt
 
-STEPS = {"steps": 30, "log_interval": 10}
+STEPS = {"steps": 6}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> spawn.Ended:
     ended = spawn.train(tmp_path_factory.mktemp("alone"), spawn.plan(), {"train": STEPS})
     assert ended.codes == [0], ended.output
+    assert len(ended.column("loss")) == 6 and ended.column("loss")[-1] < ended.column("loss")[0] - 0.1  # it trains
     return ended
 
 
@@ -27,15 +28,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2 without distributed optimizer": ({"dp": 2, "distributed_optimizer": False}, {}),
     "dp2 without overlap": ({"dp": 2}, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
     "dp4 hierarchical": ({"dp": 4, "optimizer_instances": 2}, {}),
-    "pp2": ({"pp": 2}, {}),
-    "pp2 uneven": ({"pp": 2, "layers": [[4], [2]]}, {}),
-    "pp3": ({"pp": 3}, {}),
     "pp3 uneven": ({"pp": 3, "layers": [[3], [2], [1]]}, {}),
     "pp2 running ahead": ({"pp": 2, "schedule": "ahead", "in_flight": [4, 2]}, {}),
     "pp2 plain Megatron": ({"pp": 2, "transport_mode": "single"}, {}),
     "pp2 interleaved": ({"pp": 2, "layers": [[2, 1], [2, 1]]}, {}),
     "pp2 plain Megatron interleaved": ({"pp": 2, "layers": [[2, 1], [2, 1]], "transport_mode": "single"}, {}),
-    "tp2": ({"tp": 2}, {}),
     "tp2 sequence parallel": ({"tp": 2, "sequence_parallel": True}, {}),
     "tp2 pp2 dp2": ({"tp": 2, "pp": 2, "dp": 2}, {}),
     "full recomputation": ({"pp": 2, "recompute": "full"}, {}),
@@ -51,7 +48,6 @@ def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended
     assert set(ended.codes) == {0}, ended.output
     assert ended.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
-    assert len(ended.column("loss")) == 30 and ended.column("loss")[-1] < ended.column("loss")[0] - 0.5
     if layout.get("optimizer_instances"):  # not bucket by bucket, in the way of the backward pass
         assert all(stage["grad_sync_s"] > 2e-4 for line in ended.run.metrics() for stage in line["breakdown"])
 
@@ -68,7 +64,7 @@ def test_a_tied_model_gives_the_same_numbers_on_two_stages(tmp_path: Path) -> No
     tied = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, bias=True)
     losses = []
     for pp in (1, 2):
-        ended = spawn.train(tmp_path / str(pp), spawn.plan(pp=pp, model=tied), {"train": {"steps": 10}})
+        ended = spawn.train(tmp_path / str(pp), spawn.plan(pp=pp, model=tied), {"train": {"steps": 3}})
         assert set(ended.codes) == {0}, ended.output
         losses.append(ended.column("loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

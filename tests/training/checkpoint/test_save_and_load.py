@@ -24,6 +24,8 @@ from holmes_hpc.training.checkpoint import save_and_load as checkpoint
 pytestmark = pytest.mark.integration
 
 STEPS = {"steps": 10, "checkpoint_interval": 4, "lr_decay_steps": 10}
+BATCH = replace(spawn.BATCH, global_size=4)
+PLAN = spawn.plan(pp=2, dp=2, batch=BATCH)
 
 
 def losses(run: spawn.Ended) -> dict[int, Any]:
@@ -33,7 +35,7 @@ def losses(run: spawn.Ended) -> dict[int, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> spawn.Ended:
     """An uninterrupted run of ten steps on PP 2 x DP 2, checkpoints in the background."""
-    ended = spawn.train(tmp_path_factory.mktemp("whole") / "run", spawn.plan(pp=2, dp=2),
+    ended = spawn.train(tmp_path_factory.mktemp("whole") / "run", PLAN,
                         {"train": {**STEPS, "checkpoint_async": True}})
     assert set(ended.codes) == {0}, ended.output
     return ended
@@ -49,8 +51,8 @@ def test_checkpoints_are_kept_and_described(whole: spawn.Ended) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spawn.Ended, tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_interval": 0, "pace_layer_ms": 5}}
-    first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    config = {"train": {**STEPS, "checkpoint_interval": 0, "pace_layer_ms": 10}}
+    first = spawn.begin(tmp_path / "run", PLAN, config)
     first.wait_for_step(2)
     first.kill(3, number)
     ended = first.finish()
@@ -58,15 +60,15 @@ def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spa
     assert {e["state"] for e in ended.run.read_exits()} == {"preempted"}
     step = checkpoint_directory.complete(ended.run.checkpoints)[0].step
     assert 2 < step < 10 and max(losses(ended)) == step
-    second = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    second = spawn.train(tmp_path / "run", PLAN, config)
     assert set(second.codes) == {0}, second.output
     assert losses(second) == losses(whole)
     assert [line["attempt"] for line in second.run.metrics()] == [1] * step + [2] * (10 - step)
 
 
 def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: spawn.Ended, tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 10}}
-    first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
+    first = spawn.begin(tmp_path / "run", PLAN, config)
     first.wait_for_step(5)
     end = time.monotonic() + spawn.LIMIT_S
     while not checkpoint_directory.complete(first.run.checkpoints):
@@ -75,15 +77,15 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: 
     first.kill(1)
     ended = first.finish()
     assert ended.codes[1] == -9 and set(ended.codes[:1] + ended.codes[2:]) == {1}, ended.output
-    second = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    second = spawn.train(tmp_path / "run", PLAN, config)
     assert set(second.codes) == {0}, second.output
     assert losses(second) == losses(whole)
     assert min(line["step"] for line in second.run.metrics() if line["attempt"] == 2) == 5
 
 
 def test_steps_go_on_while_a_save_takes_long_and_a_killed_ranks_writer_ends_with_it(tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 10}}
-    run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
+    run = spawn.begin(tmp_path / "run", PLAN, config)
     run.wait_for_step(1)
     pipe = checkpoint_directory.unfinished_path(run.run.checkpoints, 4, 1) / "__2_0.distcp"
     pipe.parent.mkdir(parents=True)
@@ -100,8 +102,8 @@ def test_steps_go_on_while_a_save_takes_long_and_a_killed_ranks_writer_ends_with
 
 @pytest.mark.parametrize("background", [True, False])
 def test_killed_in_the_middle_of_saving(background: bool, whole: spawn.Ended, tmp_path: Path) -> None:
-    config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 5}}
-    first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 10}}
+    first = spawn.begin(tmp_path / "run", PLAN, config)
     first.wait_for_step(4)
     end = time.monotonic() + spawn.LIMIT_S
     while not (half := list(first.run.checkpoints.glob(".saving-step-00000008-*"))):
@@ -110,7 +112,7 @@ def test_killed_in_the_middle_of_saving(background: bool, whole: spawn.Ended, tm
     ended = first.finish()
     assert ended.codes[2] == -9 and set(ended.codes[:2] + ended.codes[3:]) == {1}, ended.output
     assert half[0].exists() and [s.step for s in checkpoint_directory.complete(ended.run.checkpoints)] == [4]
-    second = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+    second = spawn.train(tmp_path / "run", PLAN, config)
     assert set(second.codes) == {0}, second.output
     assert losses(second) == losses(whole) and not half[0].exists()
 
@@ -122,8 +124,8 @@ def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, 
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
     try:
-        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 10}}
-        first = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+        config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 20}}
+        first = spawn.begin(tmp_path / "run", PLAN, config)
         first.wait_for_step(5)
         end = time.monotonic() + spawn.LIMIT_S
         while not checkpoint_directory.complete(disk):
@@ -137,7 +139,7 @@ def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, 
         assert "Traceback" not in "".join(ended.output)
         assert [s.step for s in checkpoint_directory.complete(disk)] == [4]
         (disk / "ballast").unlink()
-        second = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), config)
+        second = spawn.train(tmp_path / "run", PLAN, config)
         assert set(second.codes) == {0}, second.output
         assert losses(second) == losses(whole)
     finally:
@@ -151,19 +153,21 @@ LAYOUTS = {"one process": {}, "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp3 uneven": 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_is_continued_under_another_layout(name: str, whole: spawn.Ended, tmp_path: Path) -> None:
     saved = whole.run.checkpoints / "step-00000008"
-    ended = spawn.train(tmp_path / "run", spawn.plan(**LAYOUTS[name]), {"train": STEPS, "checkpoint": str(saved)})
+    ended = spawn.train(tmp_path / "run", spawn.plan(**LAYOUTS[name], batch=BATCH),
+                        {"train": STEPS, "checkpoint": str(saved)})
     assert set(ended.codes) == {0}, ended.output
     for step in (9, 10):
         assert losses(ended)[step] == pytest.approx(losses(whole)[step], rel=1e-5)
 
 
 def test_dropout_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    plan = spawn.plan(dp=2, model=replace(spawn.MODEL, dropout=0.2))
-    whole = spawn.train(tmp_path / "whole", plan, {"train": {**STEPS, "steps": 6}})
+    plan = spawn.plan(dp=2, batch=BATCH, model=replace(spawn.MODEL, dropout=0.2))
+    train = {**STEPS, "steps": 4, "checkpoint_interval": 2}
+    whole = spawn.train(tmp_path / "whole", plan, {"train": train})
     ended = spawn.train(tmp_path / "rest", plan, {
-        "train": {**STEPS, "steps": 6}, "checkpoint": str(whole.run.checkpoints / "step-00000004")})
+        "train": train, "checkpoint": str(whole.run.checkpoints / "step-00000002")})
     assert set(ended.codes) == {0}, ended.output
-    assert {k: losses(whole)[k] for k in (5, 6)} == losses(ended)
+    assert {k: losses(whole)[k] for k in (3, 4)} == losses(ended)
 
 
 def copy_of(whole: spawn.Ended, target: Path) -> None:
@@ -180,7 +184,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole: spawn.Ended, tmp_path: Path)
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {**STEPS, "steps": 10}})
+    ended = spawn.train(tmp_path / "run", PLAN, {"train": {**STEPS, "steps": 10}})
     assert set(ended.codes) == {0} and "has other bytes than were written" in ended.output[0], ended.output
     assert sorted(losses(ended)) == [9, 10] and losses(ended)[10] == losses(whole)[10]
 
@@ -189,21 +193,22 @@ def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.En
     copy_of(whole, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints").glob("*/common.pt"):
         path.write_bytes(path.read_bytes()[:-1])
-    ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": STEPS})
+    ended = spawn.train(tmp_path / "run", PLAN, {"train": STEPS})
     assert set(ended.codes) == {2}, ended.output
     assert "no checkpoint is whole" in ended.output[0] and "Traceback" not in "".join(ended.output)
 
 
 def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(whole: spawn.Ended, tmp_path: Path) -> None:
+    plan = spawn.plan(dp=2, batch=BATCH)
     chosen = {"checkpoint": str(whole.run.checkpoints / "step-00000008")}
-    first = spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": STEPS, **chosen})
+    first = spawn.train(tmp_path / "run", plan, {"train": STEPS, **chosen})
     assert set(first.codes) == {0} and sorted(losses(first)) == [9, 10], first.output
-    again = spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {**STEPS, "steps": 12}, **chosen})
+    again = spawn.train(tmp_path / "run", plan, {"train": {**STEPS, "steps": 12}, **chosen})
     assert set(again.codes) == {0}, again.output
     assert [line["attempt"] for line in again.run.metrics()] == [1, 1, 2, 2]
-    none = spawn.train(tmp_path / "none", spawn.plan(dp=2), {"train": STEPS, "checkpoint": "/nowhere/step-00000008"})
+    none = spawn.train(tmp_path / "none", plan, {"train": STEPS, "checkpoint": "/nowhere/step-00000008"})
     assert set(none.codes) == {2} and "not a complete checkpoint" in none.output[0], none.output
-    late = spawn.train(tmp_path / "late", spawn.plan(dp=2), {"train": {**STEPS, "steps": 8}, **chosen})
+    late = spawn.train(tmp_path / "late", plan, {"train": {**STEPS, "steps": 8}, **chosen})
     assert set(late.codes) == {2} and "stands at step 8, and train.steps is 8" in late.output[0], late.output
 
 
@@ -248,7 +253,7 @@ def test_a_checkpoint_that_shows_late_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(whole: spawn.Ended, tmp_path: Path) -> None:
-    plan = spawn.plan(dp=2, model=replace(spawn.MODEL, hidden=64))
+    plan = spawn.plan(dp=2, batch=BATCH, model=replace(spawn.MODEL, hidden=64))
     ended = spawn.train(tmp_path / "run", plan, {
         "train": STEPS, "checkpoint": str(whole.run.checkpoints / "step-00000008")})
     assert set(ended.codes) == {2} and "hidden 32, the plan's has 64" in ended.output[0], ended.output
@@ -280,9 +285,9 @@ def test_old_ones_are_removed_but_not_the_latest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", [{"dp": 2, "distributed_optimizer": False}, {"dp": 4, "optimizer_instances": 2},
                                     {"tp": 2, "pp": 2, "layers": [[2, 1], [2, 1]]}])
 def test_other_optimizers_and_layouts_go_on_bit_by_bit(layout: dict[str, Any], tmp_path: Path) -> None:
-    train = {**STEPS, "steps": 6}
-    whole = spawn.train(tmp_path / "whole", spawn.plan(**layout), {"train": train})
-    saved = whole.run.checkpoints / "step-00000004"
-    ended = spawn.train(tmp_path / "rest", spawn.plan(**layout), {"train": train, "checkpoint": str(saved)})
+    plan, train = spawn.plan(**layout, batch=BATCH), {**STEPS, "steps": 4, "checkpoint_interval": 2}
+    whole = spawn.train(tmp_path / "whole", plan, {"train": train})
+    saved = whole.run.checkpoints / "step-00000002"
+    ended = spawn.train(tmp_path / "rest", plan, {"train": train, "checkpoint": str(saved)})
     assert set(ended.codes) == {0}, ended.output
-    assert {k: losses(whole)[k] for k in (5, 6)} == losses(ended)
+    assert {k: losses(whole)[k] for k in (3, 4)} == losses(ended)

@@ -16,10 +16,10 @@ from holmes_hpc.planning.schedule.orders import Order, in_flight
 from holmes_hpc.training.pipeline import run_ahead as schedule
 from holmes_hpc.training.pipeline.run_ahead import check
 
-# micro-batches of each step: fewer than stages, and many more
-MANY = [1, 2, 3, 4, 5, 7, 8, 9, 12, 1, 2, 3, 4, 5, 64, 6, 7, 8, 3, 2, 1, 9, 4, 2, 3, 5, 8, 1, 2, 16]
-STEPS = 30
-assert len(MANY) == STEPS
+# micro-batches of each step: fewer than stages, as many, and more than the deepest stage holds
+MANY = [1, 2, 3, 4, 5, 8, 24, 1, 7, 2]
+STEPS = len(MANY)
+PIPELINES = [(2, True), (3, False), (4, True), (8, False)]  # stages, and whether they are even
 
 
 def deep(stages: int) -> list[int]:
@@ -82,9 +82,9 @@ def test_the_picture_in_the_docstring_is_what_happens() -> None:
 
 @pytest.fixture(scope="module")
 def long_runs() -> Iterator[dict[Any, Any]]:
-    """30 steps of Megatron's own 1F1B and of ours, even and uneven, with dropout (so the order of draws counts too)."""
+    """Megatron's own 1F1B and ours, even and uneven, with dropout (so the order of draws counts too)."""
     cases = {}
-    for stages, even in itertools.product((2, 3, 4, 8), (True, False)):
+    for stages, even in PIPELINES:
         layers = [[1]] * stages if even else [[2 if s in (1, 4) else 1] for s in range(stages)]
         common: dict[str, Any] = {"layers": layers, "micro_batches": MANY if even else MANY[::-1], "dropout": 0.1}
         cases[stages, even, "megatron"] = Case(schedule="megatron", steps=STEPS, **common)
@@ -94,8 +94,7 @@ def long_runs() -> Iterator[dict[Any, Any]]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize(("stages", "even"), PIPELINES)
 def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
     theirs, ours = long_runs[stages, even, "megatron"], long_runs[stages, even, "ahead"]
     assert same(theirs, ours)
@@ -113,8 +112,7 @@ def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: i
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize(("stages", "even"), PIPELINES)
 def test_megatrons_own_schedule_over_edges_is_unchanged(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
     theirs, ours = long_runs[stages, even, "megatron"], long_runs[stages, even, "edges"]
     for a, b in zip(theirs, ours, strict=True):
@@ -138,25 +136,24 @@ VARIANTS = {
 def variant_cases() -> dict[tuple[str, str], Case]:
     cases = {}
     for name, options in VARIANTS.items():
-        common: dict[str, Any] = {"layers": [[1], [2]], "micro_batches": [5, 1], "steps": 4, "dropout": 0.1, **options}
+        common: dict[str, Any] = {"layers": [[1], [2]], "micro_batches": [5, 1], "steps": 2, "dropout": 0.1, **options}
         cases[name, "megatron"] = Case(schedule="megatron", **common)
         cases[name, "edges"] = Case(schedule="edges", **common)
         cases[name, "as 1f1b"] = Case(schedule="ahead", in_flight=[2, 1], **common)
         cases[name, "deeper"] = Case(schedule="ahead", in_flight=[4, 1], **common)
         cases[name, "starved"] = Case(schedule="ahead", in_flight=[1, 1], **common)
-    for stages, chunks in ((2, 2), (2, 3), (3, 2), (4, 2)):
-        for dp in (1, 2) if stages == 2 else (1,):
-            most = [2 * (stages - s - 1) + (chunks - 1) * stages + 1 for s in range(stages)]
-            common = {"layers": [[1] * chunks] * stages, "micro_batches": [stages, 2 * stages], "steps": 4, "dp": dp}
-            name = f"{stages} stages of {chunks} chunks, {dp} replicas"
-            # Megatron's own is right over gloo only so: without overlap two stages mix up activations and gradients,
-            # and with deallocation its background sends read memory that has been freed.
-            cases[name, "megatron"] = Case(schedule="megatron", overlap=True, deallocate=False, **common)
-            cases[name, "edges"] = Case(schedule="edges", **common)
-            cases[name, "overlapped"] = Case(schedule="edges", overlap=True, **common)
-            cases[name, "as interleaved"] = Case(schedule="ahead", in_flight=most, **common)
-            cases[name, "deeper"] = Case(schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(most)],
-                                         **common)
+    for stages, chunks, dp in ((2, 2, 2), (2, 3, 1), (3, 2, 1)):
+        most = [2 * (stages - s - 1) + (chunks - 1) * stages + 1 for s in range(stages)]
+        common = {"layers": [[1] * chunks] * stages, "micro_batches": [stages, 2 * stages], "steps": 2, "dp": dp}
+        name = f"{stages} stages of {chunks} chunks, {dp} replicas"
+        # Megatron's own is right over gloo only so: without overlap two stages mix up activations and gradients,
+        # and with deallocation its background sends read memory that has been freed.
+        cases[name, "megatron"] = Case(schedule="megatron", overlap=True, deallocate=False, **common)
+        cases[name, "edges"] = Case(schedule="edges", **common)
+        cases[name, "overlapped"] = Case(schedule="edges", overlap=True, **common)
+        cases[name, "as interleaved"] = Case(schedule="ahead", in_flight=most, **common)
+        cases[name, "deeper"] = Case(schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(most)],
+                                     **common)
     return cases
 
 
@@ -177,17 +174,18 @@ def test_every_variant_is_megatrons() -> None:
 
 
 SHAPES = ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 1), (8, 1))  # stages, chunks of each
+RUNS = 60  # every shape with every number of micro-batches, and with other depths
 PACE_S = 0.002  # of a layer's forward pass; its backward pass takes twice as long
 
 
 @pytest.mark.integration
-def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
+def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
     """Each transfer takes a random time from none to three stage times; each stage has a depth of its own. Every run
     comes out as under Megatron's own schedule. A stage's time is 6 ms a layer, by pacing, and some 2 ms that are not
     paced: three of it are four of what is paced."""
     delayed: list[Case] = []
     theirs: dict[tuple[int, int, int], Case] = {}
-    for number in range(200):
+    for number in range(RUNS):
         stages, chunks = SHAPES[number % 10]
         depths = ([1 + (number + stages - s) % 4 + stages - s for s in range(stages)] if chunks == 1
                   else [2 * (stages - s) + 2 for s in range(stages)])
@@ -198,7 +196,7 @@ def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
         theirs.setdefault((stages, chunks, micro_batches), Case(
             schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common))
     results = play_apart(delayed + list(theirs.values()))
-    late, exact = results[:200], dict(zip(theirs, results[200:], strict=True))
+    late, exact = results[:RUNS], dict(zip(theirs, results[RUNS:], strict=True))
     deeper, transfers = 0, []  # transfers: in paced stage times
     for case, ranks in zip(delayed, late, strict=True):
         stages, chunks, micro_batches = len(case.layers), len(case.layers[0]), case.micro_batches[0]
@@ -209,5 +207,5 @@ def test_no_lock_up_and_no_mismatch_in_200_runs_with_random_delays() -> None:
         deeper += order.depth(0) > in_flight(stages, micro_batches, chunks)[0]
         transfers += [(end - start) / (3 * PACE_S * chunks) for rank in ranks
                  for kind, _, _, start, end, _ in rank["events"][0] if kind == "send_forward"]
-    assert deeper > 80  # than Megatron's schedules
-    assert len(transfers) > 1000 and max(transfers) > 3  # the delays were there
+    assert deeper > 24  # than Megatron's schedules
+    assert len(transfers) > 300 and max(transfers) > 3  # the delays were there
