@@ -34,10 +34,10 @@ unit: install ## the tests that start no process: some seconds
 	$(BIN)/pytest -q -m "not integration and not slurm and not breaking and not gpu"
 
 quick: install ## the tests that need no Slurm
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm"
+	$(BIN)/pytest -q -n 4 --dist loadfile -m "not slurm"
 
 test: lint ## lint, types, import contracts and the tests, those on the testbed included
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -n 4 --dist loadfile -m "not slurm and not breaking" --durations=10
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "slurm and not breaking" --durations=10
 
 test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
