@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, An
     """Train as one rank of the plan, recording into the run directory; the last step's figures come back (on rank 0). A
     failure is one line in the log and in exits/, the same exit code on every rank. `unrecorded`: the keys of `config`
     that an older record lacks."""
+    gc.freeze()  # what is loaded stays: Megatron-Core looks for garbage in every save, in all of it for half a second
     own = launch.read()
     run = session.run_directory(config.run_dir)
     log, rank_exit = RankLog(run, own), RankExit(run, own)

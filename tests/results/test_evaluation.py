@@ -17,9 +17,14 @@ HEADERS = 1.05
 PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "hybrid": {"ib-a": 2, "roce-a": 2}}
 
 
+def samples(cells: list[evaluation.Cell]) -> set[evaluation.Cell]:
+    """Of each regime with each number of nodes and stages one, and one of every system and environment."""
+    return set({key: c for c in cells for key in ((c.regime, c.nodes, c.stages), c.system, c.environment)}.values())
+
+
 @pytest.mark.parametrize(("regime", "hop"), [("paper-like", 0.23), ("light", 0.05)])
 def test_a_hop_takes_the_share_of_a_stages_computing_that_the_regime_stands_for(regime: str, hop: float) -> None:
-    for cell in {c for _, c in evaluation.parts()["full"] if c.regime == regime and c.system == "holmes"}:
+    for cell in samples([c for _, c in evaluation.parts()["full"] if c.regime == regime and c.system == "holmes"]):
         settings = load(cell.overrides)
         model, batch = settings.model, settings.batch
         sent = 4 * model.hidden * batch.sequence_length * batch.micro_size * HEADERS
@@ -33,7 +38,7 @@ def test_runs_have_names_of_their_own_and_the_same_batch_per_pipeline() -> None:
     parts = evaluation.parts()
     assert set(parts["headline"]) | set(parts["pairs"]) < set(parts["full"])
     assert len({c.run_name(repeat) for repeat, c in parts["full"]}) == len(parts["full"])
-    for cell in {c for _, c in parts["full"]}:
+    for cell in samples([c for _, c in parts["full"]]):
         settings = load(cell.overrides)
         batch, dp = settings.batch, cell.nodes // (settings.plan.pp or 2)
         micro_batches = evaluation.REGIMES[cell.regime].micro_batches
