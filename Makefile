@@ -38,7 +38,7 @@ quick: install ## the tests that need no Slurm
 
 test: lint ## lint, types, import contracts and the tests, those on the testbed included
 	$(BIN)/pytest -q -n 4 --dist loadfile -m "not slurm and not breaking" --durations=10
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -n 3 --dist loadfile -m "slurm and not breaking" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
 
 test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
 	$(BIN)/pytest -q -m breaking --durations=10
