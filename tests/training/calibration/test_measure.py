@@ -40,7 +40,7 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
     assert sorted(p.part for p in calibration.parts) == ["embedding", "head", "layer"]
     assert all(p.forward_s > 0 and p.backward_s > 0 for p in calibration.parts)
     assert set(calibration.links) == {"local", "local.reduce_scatter", "local.all_gather"}
-    assert 0 <= calibration.pass_s < PACE_MS / 1e3 and 0 < calibration.step_s < PACE_MS / 1e3
+    assert 0 <= calibration.pass_s < 1 and 0 < calibration.step_s < 1
     assert calibration.optimizer_s is not None and calibration.optimizer_s > 0
     assert calibration.pace_layer_ms == PACE_MS and calibration.device == "cpu" and calibration.dtype == "fp32"
     assert Calibration.from_dict(calibration.to_dict()) == calibration
@@ -48,9 +48,10 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
 
 @pytest.mark.integration
 def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> None:
+    """Never less; how much more is the machine's business, but a pace that counts twice would show."""
     layer = next(p for p in made[1].parts if p.part == "layer")
-    assert layer.forward_s == pytest.approx(PACE_MS / 1e3, rel=0.10)
-    assert layer.backward_s == pytest.approx(2 * PACE_MS / 1e3, rel=0.10)
+    assert 0.97 < layer.forward_s / (PACE_MS / 1e3) < 1.6
+    assert 0.97 < layer.backward_s / (2 * PACE_MS / 1e3) < 1.6
 
 
 @pytest.mark.integration
