@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from holmes_hpc.errors import SiteError
+from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.schema import check, key, make
 
@@ -79,12 +79,31 @@ class Fabric:
 
 
 @dataclass(frozen=True)
+class FabricLink:
+    """What two fabrics have between them, where that is not just the Ethernet of their nodes."""
+
+    between: Annotated[tuple[str, ...], key("the two fabrics: [FABRIC, FABRIC]")]
+    gbps: Annotated[float | None, key("what a node of one sends to the other; null: its Ethernet", unit="Gb/s",
+                                      gt=0)] = None
+    delay_ms: Annotated[float, key("one way, beyond what their own networks take", unit="ms", ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"link {' - '.join(map(str, self.between))}" if isinstance(self.between, list | tuple) else "link"
+        check(self, where, SiteError)
+        if len(set(self.between)) != 2 or len(self.between) != 2:
+            raise SiteError(f"between is {list(self.between)}", where=where, hint="name two fabrics")
+        if self.gbps is None and not self.delay_ms:
+            raise SiteError("it says nothing", where=where, hint="give gbps (Gb/s of a node), delay_ms, or both")
+
+
+@dataclass(frozen=True)
 class Site:
     """All fabrics of one Slurm, or of a site file."""
 
     name: Annotated[str, key("of the site")]
     fabrics: Annotated[tuple[Fabric, ...], key("its fabrics")]
     assumptions: Annotated[tuple[str, ...], key("what was not stated and therefore supposed")] = ()
+    links: Annotated[tuple[FabricLink, ...], key("what two fabrics have between them: {between, gbps, delay_ms}")] = ()
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
@@ -94,6 +113,16 @@ class Site:
         for name in names:
             if names.count(name) > 1:
                 raise SiteError(f"two fabrics are named {name!r}", where=f"site {self.name}", hint="rename one")
+        for link in self.links:
+            for name in link.between:
+                if name not in names:
+                    raise SiteError(f"a link names fabric {name!r}", where=f"site {self.name}",
+                                    hint=nearest(name, names))
+        pairs = [frozenset(link.between) for link in self.links]
+        for pair in pairs:
+            if pairs.count(pair) > 1:
+                raise SiteError(f"two links between {' and '.join(sorted(pair))}", where=f"site {self.name}",
+                                hint="leave one out")
 
     def fabric(self, name: str) -> Fabric:
         for fabric in self.fabrics:
@@ -102,9 +131,14 @@ class Site:
         raise SiteError(f"no fabric {name!r}", where=f"site {self.name}",
                         hint=f"it has {', '.join(f.name for f in self.fabrics)}")
 
+    def link(self, one: str, other: str) -> FabricLink | None:
+        """What is said of the network between two fabrics."""
+        return next((link for link in self.links if frozenset(link.between) == {one, other}), None)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""
-        return json.loads(json.dumps(asdict(self)))
+        data = json.loads(json.dumps(asdict(self)))
+        return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
@@ -114,5 +148,7 @@ class Site:
     def digest(self) -> str:
         """Twelve hex digits that change when hardware, partitions or constraints change, not with states: so neither
         with the nodes that happen to be up, nor with assumptions."""
-        data = [{k: v for k, v in f.items() if k not in ("node_names", "nodes")} for f in self.to_dict()["fabrics"]]
-        return hashlib.sha256(json.dumps([self.name, data], sort_keys=True).encode()).hexdigest()[:12]
+        whole = self.to_dict()
+        data = [{k: v for k, v in f.items() if k not in ("node_names", "nodes")} for f in whole["fabrics"]]
+        links = [whole["links"]] if self.links else []
+        return hashlib.sha256(json.dumps([self.name, data, *links], sort_keys=True).encode()).hexdigest()[:12]

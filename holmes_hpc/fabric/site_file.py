@@ -4,15 +4,18 @@ have)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.site import Fabric, Gpu, Site
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, make
 
+IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an older kind, in Gb/s
 _HINT = "see README: Hardware that this Slurm does not have"
 
 
@@ -24,6 +27,8 @@ class SiteFile:
     fabrics: Annotated[tuple[Any, ...], key("list at least one")]
     ethernet_gbps: Annotated[float | None, key("what a node sends over Ethernet", unit="Gb/s", gt=0)] = None
     gpu: Annotated[Gpu | None, key("the kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")] = None
+
+    links: Annotated[tuple[FabricLink, ...], key("what two fabrics have between them: {between, gbps, delay_ms}")] = ()
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
@@ -48,4 +53,18 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         named = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
         where = f"fabric {entry['name']}" if named else f"fabric {number}"
         fabrics.append(make(Fabric, {**common, **entry} if isinstance(entry, Mapping) else entry, where, SiteError))
-    return Site(file.name, tuple(fabrics))
+    return Site(file.name, tuple(fabrics), tuple(_in_bytes(fabrics)), file.links)
+
+
+def _in_bytes(fabrics: Sequence[Fabric]) -> Iterator[str]:
+    """Rates that look like GB/s where Gb/s are meant: an eighth of what the GPU kind's data sheet says, or what no
+    InfiniBand has in Gb/s."""
+    for gpu in dict.fromkeys(f.gpu for f in fabrics):
+        known = read_vocabulary().gpu(gpu.name)
+        if known is not None and abs(gpu.intra_node_gbps * 8 / known.intra_node_gbps - 1) < 0.02:
+            yield (f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
+                   f" {known.intra_node_gbps:g}")
+    for fabric in fabrics:
+        if fabric.nic is NicType.IB and fabric.rdma_gbps in IB_GBYTES:
+            yield (f"rdma_gbps of {fabric.name} is {fabric.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
+                   f" give Gb/s: {8 * fabric.rdma_gbps:g}")

@@ -55,6 +55,15 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
     ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
     ("name: two-clusters", "name: [", "not YAML"),
+    ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names fabric 'roce-b'"),
+    ("fabrics:", "links: [{between: [ib-a, ib-a], gbps: 10}]\nfabrics:", "between is ['ib-a', 'ib-a']"),
+    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: -1}]\nfabrics:", "gbps is -1; use a number above 0"),
+    ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "it says nothing; give gbps"),
+    ("fabrics:", "links: [{between: [ib-a, roce-a], delay: 5}]\nfabrics:", "unknown key 'delay'"),
+    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1}, {between: [roce-a, ib-a], gbps: 2}]\nfabrics:",
+     "two links between ib-a and roce-a"),
+    ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
+    ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
 ])
 def test_bad_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -> None:
     with pytest.raises(SiteError) as error:
@@ -67,6 +76,24 @@ def test_bad_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -
 def test_not_a_site(tmp_path: Path, text: str) -> None:
     with pytest.raises(SiteError):
         read(tmp_path, text)
+
+
+def test_links(tmp_path: Path) -> None:
+    links = "links: [{between: [roce-a, ib-a], gbps: 10, delay_ms: 5}]\n"
+    site = read(tmp_path, GOOD.replace("fabrics:", links + "fabrics:"))
+    link = site.link("ib-a", "roce-a")
+    assert link is not None and (link.gbps, link.delay_ms) == (10, 5) and site.link("ib-a", "eth-a") is None
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("intra_node_gbps: 2400", "intra_node_gbps: 300", ["intra_node_gbps of a100-80gb is 300; if that is in GB/s"]),
+    ("nic: ib, rdma_gbps: 200", "nic: ib, rdma_gbps: 25", ["no InfiniBand has; if that is in GB/s, give Gb/s: 200"]),
+    ("nic: roce, rdma_gbps: 200", "nic: roce, rdma_gbps: 25", []),
+    ("a100-80gb", "own-kind", []),
+])
+def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
+    said = read(tmp_path, GOOD.replace(old, new)).assumptions
+    assert len(said) == len(says) and all(a in b for a, b in zip(says, said, strict=True)), said
 
 
 def test_missing_file(tmp_path: Path) -> None:

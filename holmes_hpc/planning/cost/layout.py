@@ -9,7 +9,7 @@ from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.fabric.site import Fabric, FabricLink, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
@@ -34,7 +34,7 @@ class Layout:
     edge_connections: int = 1
     bucket_bytes: int = 40_000_000
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
-    _rates: dict[tuple[str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _rates: dict[tuple[str, str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
@@ -143,21 +143,40 @@ class Layout:
         local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
         return self.rule.of({first.fabric, last.fabric}, local)
 
-    def rate(self, transport: Transport, component: Component, collective: str = "") -> float:
-        """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective."""
-        key = transport.kind, component.fabric, collective
+    def rate(self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None,
+             ) -> float:
+        """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective; `peer`: to
+        whom, if that may be another fabric."""
+        key = transport.kind, component.fabric, collective, peer.fabric if peer else ""
         if key not in self._rates:
-            self._rates[key] = self._rate(transport, component, collective)
+            self._rates[key] = self._rate(transport, component, collective, peer)
         return self._rates[key]
 
-    def _rate(self, transport: Transport, component: Component, collective: str) -> float:
-        fabric = self.fabric(component)
+    def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:
+        fabric, between = self.fabric(component), self._between(transport, component, peer)
         gbps = {"local": fabric.gpu.intra_node_gbps, "tcp": fabric.ethernet_gbps}.get(transport.kind, fabric.rdma_gbps)
+        if between is not None and between.gbps is not None:
+            gbps = between.gbps
         assert gbps is not None
         return gbps * 1e9 / 8 * self.costs.link(transport, fabric.gpu, collective).efficiency
 
-    def latency(self, transport: Transport, component: Component, collective: str = "") -> float:
-        return self.costs.link(transport, self.fabric(component).gpu, collective).latency_s
+    def latency(self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None,
+                ) -> float:
+        """Seconds before a message's first byte."""
+        between = self._between(transport, component, peer)
+        own = self.costs.link(transport, self.fabric(component).gpu, collective).latency_s
+        return own + between.delay_ms / 1e3 if between is not None else own
+
+    def _between(self, transport: Transport, component: Component, peer: Component | None) -> FabricLink | None:
+        if peer is None or transport.kind != "tcp" or not self.site.links:
+            return None
+        return self.site.link(component.fabric, peer.fabric)
+
+    @property
+    def linked(self) -> tuple[tuple[Component, Component], ...]:
+        """Who sends to whom in a ring over all components, (from, to), where the site says what lies between them."""
+        ring = zip(self.components, (*self.components[1:], self.components[0]), strict=True)
+        return tuple((a, b) for a, b in ring if self.site.link(a.fabric, b.fabric))
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -49,8 +49,9 @@ def transfer_s(layout: Layout, replica: int, stage: int, forward: bool) -> float
     sent = activation_bytes(layout, transport, source)
     if transport.kind == "local":
         return layout.latency(transport, source) + sent / layout.rate(transport, source)
-    slowest = min(layout.rate(transport, c) / _ranks_at_edge(layout, c) for c in (source, target))
-    seconds = layout.latency(transport, source) + sent / slowest
+    slowest = min(layout.rate(transport, c, peer=to) / _ranks_at_edge(layout, c)
+                  for c, to in ((source, target), (target, source)))
+    seconds = layout.latency(transport, source, peer=target) + sent / slowest
     if layout.costs.software.scatter_transfers and p.tp > 1 and not p.sequence_parallel:
         local = Transport("local")
         seconds += layout.latency(local, target) + sent * (p.tp - 1) / layout.rate(local, target)
@@ -65,10 +66,12 @@ def _ranks_at_edge(layout: Layout, component: Component) -> int:
 
 
 def collective_s(layout: Layout, component: Component, transport: Transport, ranks: int, nodes: int, what: str,
-                 factor: float, whole: np.ndarray, sharing: float, calls: np.ndarray | float = 1.0) -> np.ndarray:
+                 factor: float, whole: np.ndarray, sharing: float, calls: np.ndarray | float = 1.0,
+                 pairs: Sequence[tuple[Component, Component]] = ()) -> np.ndarray:
     """Seconds of a ring collective (`what` its link is called): each rank sends `factor` * (n-1)/n of `whole` bytes;
     `sharing` groups go out of one node, each once; a ring has as many steps as ranks, of which each has a latency,
-    `calls` times."""
+    `calls` times. `pairs`: of components that it goes from and to, beside its way through this one; each step waits for
+    the slowest."""
     if ranks == 1:
         return np.zeros_like(whole)
     fill = layout.costs.collectives(layout.fabric(component).gpu).gather_fill if what == "all_gather" else 0.0
@@ -78,8 +81,10 @@ def collective_s(layout: Layout, component: Component, transport: Transport, ran
     steps = factor * ((ranks - nodes) * layout.latency(local, component, what))
     if transport.kind == "local":
         return inside + steps * calls
-    outside = sent * sharing / layout.rate(transport, component, what)
-    steps += factor * (nodes - 1) * layout.latency(transport, component, what)
+    rates = [layout.rate(transport, component, what), *(layout.rate(transport, a, what, b) for a, b in pairs)]
+    latencies = [layout.latency(transport, component, what), *(layout.latency(transport, a, what, b) for a, b in pairs)]
+    outside = sent * sharing / min(rates)
+    steps += factor * (nodes - 1) * max(latencies)
     return np.maximum(inside if ranks > nodes else 0, outside) + steps * calls
 
 
@@ -261,8 +266,7 @@ def _synchronise_s(layout: Layout, replica: int, stage: int, component: Componen
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
         reduce = reduce + collective_s(layout, component, layout.across(), p.optimizer_instances,
                                        p.optimizer_instances, "reduce_scatter", how.all_reduce,
-                                       gradients / layout.run,
-                                       component.gpus_per_node, buckets)
+                                       gradients / layout.run, component.gpus_per_node, buckets, layout.linked)
     return reduce, ring("all_gather", how.all_gather, weights)
 
 
@@ -274,11 +278,12 @@ def _tied_s(layout: Layout) -> float:
     times = []
     for replica, stages in enumerate(layout.replicas):
         transport = layout.ends(replica)
-        for component in (stages[0], stages[-1]):
+        pair = stages[0], stages[-1]
+        for component in pair:
             gpu = layout.fabric(component).gpu
             whole = np.array(model.padded_vocab(p.tp) / p.tp * model.hidden * layout.costs.gradient_size(gpu))
             sharing = 1 if transport.kind == "local" else _ranks_at_edge(layout, component)
-            ring = collective_s(layout, component, transport, 2, 2, "reduce_scatter", 2.0, whole, sharing)
+            ring = collective_s(layout, component, transport, 2, 2, "reduce_scatter", 2.0, whole, sharing, pairs=[pair])
             times.append(float(ring))
     return max(times)
 
@@ -288,4 +293,5 @@ def _norm_s(layout: Layout) -> float:
     if layout.costs.calibration is not None and layout.costs.calibration.step_s:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
-    return steps * max(layout.latency(layout.rule.shared, c, "reduce_scatter") for c in layout.components)
+    pairs = *((c, c) for c in layout.components), *layout.linked
+    return steps * max(layout.latency(layout.rule.shared, c, "reduce_scatter", to) for c, to in pairs)

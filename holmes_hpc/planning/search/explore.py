@@ -16,7 +16,8 @@ from math import inf
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
-from holmes_hpc.planning.search.space import Placement, required
+from holmes_hpc.planning.search.limit import required
+from holmes_hpc.planning.search.space import Placement
 
 OVER = 1.1  # an estimate is at most so much too long
 GAP = 0.002  # what is gained less than this is not looked for

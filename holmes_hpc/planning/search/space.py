@@ -18,19 +18,18 @@ import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.fabric.site import Fabric, FabricLink, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.search.limit import SMALL, Limit, required
 from holmes_hpc.planning.search.offers import Offer, divisors, micro_sizes, offers
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 
 FEW = 512  # combinations up to which all are listed
-SMALL = 300  # placements up to which estimates drop none
 KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them
 FIRST = 2  # of each fabric alone, each pair, and all
-MARGIN = 1.6  # placements estimated slower than the best on the same fabrics by more than this are dropped
 MOST_CHUNKS = 8
 
 
@@ -83,7 +82,7 @@ class Space:
     """All placements of one model and batch on one site under given options."""
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
-        self.model, self.batch, self.options, self.costs = model, batch, options, costs
+        self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
         self.offers = offers(site, options)
         self.small = True  # after placements(): none was dropped for its estimate
 
@@ -106,35 +105,6 @@ class Space:
         return [t for t in sizes if m.heads % t == 0 and m.kv_heads % t == 0 and m.ffn % t == 0]
 
 
-class Limit:
-    """The least estimate so far, of all placements, and of those on each fabric, each pair and all fabrics: they are
-    looked at whatever the others promise. Up to SMALL placements all are allowed; then those not far beyond."""
-
-    def __init__(self, fabrics: int) -> None:
-        self.fabrics, self.count = fabrics, 0
-        self.least: dict[frozenset[str], float] = {}
-
-    def beyond(self, estimate: float, on: frozenset[str]) -> bool:
-        own = self.least.get(self._kind(on), np.inf)
-        return self.count > SMALL and estimate > MARGIN * own
-
-    def allows(self, estimate: float, on: frozenset[str]) -> bool:
-        self.count += np.isfinite(estimate)
-        kind = self._kind(on)
-        for one in (kind, frozenset[str]()):
-            self.least[one] = min(self.least.get(one, np.inf), estimate)
-        return bool(np.isfinite(estimate)) and not self.beyond(estimate, on)
-
-    def _kind(self, on: frozenset[str]) -> frozenset[str]:
-        """Which of the least ones counts; the empty set: that of all."""
-        return on if required(len(on), self.fabrics) else frozenset()
-
-
-def required(used: int, fabrics: int) -> bool:
-    """Whether the best placement on so many of a site's fabrics is always tried: one alone, a pair, all."""
-    return used in (1, 2, fabrics)
-
-
 class _OneSize:
     """Placements for one micro-batch size and TP."""
 
@@ -151,8 +121,8 @@ class _OneSize:
                    for o in usable]
         self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
                          for what in ("", "reduce_scatter", "all_gather")}
-        self.between = np.array([_gbps(f, TCP, costs) for f, _ in fabrics])
-        self.latency = np.array([[costs.link(t, f.gpu).latency_s, costs.link(TCP, f.gpu).latency_s]
+        self.between = np.array([self._between(f, costs) for f, _ in fabrics])
+        self.latency = np.array([[costs.link(t, f.gpu).latency_s, costs.link(TCP, f.gpu).latency_s + self._delay_s(f)]
                                  for f, t in fabrics]).T
         self.shares = batch.global_size // micro
         self.layers = model.layers
@@ -164,6 +134,18 @@ class _OneSize:
         weight, gradient = (np.array([size(g) for g in gpus]) for size in (costs.weight_bytes, costs.gradient_size))
         self.held = layer_parameters(model, tp) * (weight + gradient)  # bytes of a layer, without its optimizer
         self.room = np.array([capacity(g, options.max_memory_gib) for g in gpus])
+
+    def _between(self, fabric: Fabric, costs: Costs) -> float:
+        """Gb/s of payload to the fabric that it has most to: which one follows on it is not known here."""
+        own = [fabric.ethernet_gbps if link is None or link.gbps is None else link.gbps
+               for link in self._links(fabric)]
+        return max(own, default=fabric.ethernet_gbps) * costs.link(TCP, fabric.gpu).efficiency
+
+    def _delay_s(self, fabric: Fabric) -> float:
+        return min((0.0 if link is None else link.delay_ms / 1e3 for link in self._links(fabric)), default=0.0)
+
+    def _links(self, fabric: Fabric) -> list[FabricLink | None]:
+        return [self.space.site.link(fabric.name, o.fabric.name) for o in self.offers if o.fabric is not fabric]
 
     def placements(self, limit: Limit) -> Iterator[Placement]:
         strategy = self.space.options.strategy
@@ -392,10 +374,9 @@ class _OneSize:
                          self._replica(pp, dp, max(e for _, _, e in used), slowest, after), dp // run)
 
 
-def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str = "") -> float:
-    """What a node can send of payload, in Gb/s."""
-    nominal = fabric.ethernet_gbps if transport.kind == "tcp" else fabric.data_gbps
-    return nominal * costs.link(transport, fabric.gpu, collective).efficiency
+def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str) -> float:
+    """What a node can send of payload to others of its fabric, in Gb/s."""
+    return fabric.data_gbps * costs.link(transport, fabric.gpu, collective).efficiency
 
 
 def _ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:

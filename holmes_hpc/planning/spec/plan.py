@@ -321,7 +321,9 @@ class Plan:
                 plan = make(cls, {k: v for k, v in data.items() if k != "transports"}, "plan", PlanError)
                 if "transports" in data:
                     plan._check_written_transports(data["transports"])
-                return plan
+                missing = [k for k in _ALWAYS_WRITTEN if k not in data]
+                return plan if not missing else replace(plan, assumptions=(
+                    *plan.assumptions, f"an older plan, without {', '.join(missing)}: taken as by default"))
         except HolmesError as e:
             inside = e.where.removeprefix("plan").removeprefix(".")
             raise type(e)(e.what, where=f"{where}: {inside}" if inside else where, hint=e.hint) from e
@@ -368,6 +370,10 @@ class Plan:
         except (yaml.YAMLError, UnicodeDecodeError) as e:
             raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
         return cls.from_dict(data, where=str(path))
+
+
+# Keys that may be missing in a plan of an older version, and that change what it does.
+_ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_mode")
 
 
 def _check_version(version: Any) -> None:

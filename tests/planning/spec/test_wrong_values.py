@@ -98,7 +98,12 @@ def test_a_wrong_value_of_a_plan_is_named(plan: dict[str, Any], at: tuple[Any, .
                                      "assumptions", "predicted", "version"])
 def test_what_an_older_version_did_not_write_has_its_default(plan: dict[str, Any], missing: str) -> None:
     older = {k: v for k, v in plan.items() if k != missing}
-    assert Plan.from_dict(older).parallel == Plan.from_dict(plan).parallel
+    read, whole = Plan.from_dict(older), Plan.from_dict(plan)
+    assert read.parallel == whole.parallel
+    said = [a for a in read.assumptions if a.startswith("an older plan")]
+    assert said == ([f"an older plan, without {missing}: taken as by default"]
+                    if missing in ("edge_connections", "bucket_bytes") else [])
+    assert Plan.from_dict(read.to_dict()).assumptions == read.assumptions  # not said again
 
 
 @pytest.mark.parametrize("content", ["", "3", "[]", "just words", "{1: 2}", "a: [", "\x00"])
