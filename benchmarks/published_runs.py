@@ -15,6 +15,7 @@ import holmes_hpc.fabric
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.kernels import STACK, Stack
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.schedule.orders import in_flight
@@ -66,6 +67,9 @@ class Run:
     gradient_bytes: int = 4
     attention: str = "flash2"
     fused_norm: bool = True
+    fused_elementwise: bool = True
+    gathered_logits: bool = False
+    backward_reductions: int = 2
     overlap: bool = True
     overlap_transfers: bool = True
     scatter_transfers: bool = False
@@ -145,12 +149,19 @@ def layers(run: Run, made: Layout) -> np.ndarray:
 
 
 def software(run: Run) -> Software:
-    return Software(flash=run.attention.startswith("flash"), overlap=run.overlap,
-                    overlap_transfers=run.overlap_transfers, scatter_transfers=run.scatter_transfers)
+    attention = {"flash2": "flash", "torch": "unfused"}.get(run.attention, run.attention)
+    return Software(attention=attention, fused_norm=run.fused_norm, fused_elementwise=run.fused_elementwise,
+                    backward_reductions=run.backward_reductions, gathered_logits=run.gathered_logits,
+                    overlap=run.overlap, overlap_transfers=run.overlap_transfers,
+                    scatter_transfers=run.scatter_transfers, sharding=run.sharding)
 
 
-def predicted_s(run: Run, told: bool = True) -> float:
-    """Seconds of a step. Not `told`: with nothing said of the software but what `holmes predict` takes."""
-    costs = Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run)) if told else Costs()
-    made = layout(run, costs)
+def costs(run: Run, stack: Stack = STACK) -> Costs:
+    """Told what the run's software does."""
+    return Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run), stack=stack)
+
+
+def predicted_s(run: Run, stack: Stack = STACK) -> float:
+    """Seconds of a step."""
+    made = layout(run, costs(run, stack))
     return float(step_s(made, layers(run, made))[0])

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
-from published_runs import Run, gpu, layers, layout, predicted_s, read, software
+from published_runs import Run, costs, gpu, layers, layout, predicted_s, read
 
-from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step
 from holmes_hpc.planning.cost.memory import memory, room
 
@@ -72,10 +71,6 @@ def accepted(run: Run) -> bool:
     """Whether the planner holds that it fits."""
     made = layout(run, costs(run))
     return bool((memory(made, layers(run, made)).total() <= room(made)).all())
-
-
-def costs(run: Run) -> Costs:
-    return Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run))
 
 
 def main() -> None:

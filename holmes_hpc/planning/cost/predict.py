@@ -12,6 +12,7 @@ from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, activation_bytes, parameters, step_s, timing
+from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
@@ -38,7 +39,8 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
         model_tflops_per_gpu=model_flops_per_step(model, batch, p.tp) / per_gpu,
         hardware_tflops_per_gpu=hardware_flops_per_step(model, batch, p.tp, layout.recompute) / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
-        nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds))
+        nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds),
+        interval_s=interval_s(layout, seconds))
 
 
 def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, float]:
