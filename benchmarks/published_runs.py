@@ -69,6 +69,8 @@ class Run:
     fused_norm: bool = True
     fused_elementwise: bool = True
     gathered_logits: bool = False
+    all_reduced: bool = False
+    wire_bytes: int | None = None
     backward_reductions: int = 2
     overlap: bool = True
     overlap_transfers: bool = True
@@ -152,6 +154,7 @@ def software(run: Run) -> Software:
     attention = {"flash2": "flash", "torch": "unfused"}.get(run.attention, run.attention)
     return Software(attention=attention, fused_norm=run.fused_norm, fused_elementwise=run.fused_elementwise,
                     backward_reductions=run.backward_reductions, gathered_logits=run.gathered_logits,
+                    all_reduced=run.all_reduced, wire_bytes=run.wire_bytes,
                     overlap=run.overlap, overlap_transfers=run.overlap_transfers,
                     scatter_transfers=run.scatter_transfers, sharding=run.sharding)
 

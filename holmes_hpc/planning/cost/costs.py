@@ -82,8 +82,12 @@ class Costs:
         return BYTES[self.dtype_of(gpu)]
 
     def gradient_size(self, gpu: Gpu) -> int:
-        """Bytes of one gradient element, in its buffer and on the wire."""
+        """Bytes of one gradient element in its buffer."""
         return self.gradient_bytes or 4
+
+    def wire_size(self, gpu: Gpu) -> int:
+        """Bytes of one gradient element on the wire."""
+        return self.software.wire_bytes or self.gradient_size(gpu)
 
     def collectives(self, gpu: Gpu) -> Collectives:
         return collectives(gpu)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -111,16 +111,16 @@ class Device:
     element: int
     stack: Stack = STACK
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         return kind(self.gpu)
 
-    @property
+    @cached_property
     def peak(self) -> float:
         """FLOP/s of products of the element's type."""
         return (self.kind.fp32_tflops if self.element == 4 else self.gpu.peak_tflops) * 1e12
 
-    @property
+    @cached_property
     def bandwidth(self) -> float:
         """Bytes/s of memory."""
         return self.kind.memory_gbps * 1e9

@@ -9,7 +9,7 @@ Elements moved are counted per token from Korthikanti et al. 2022 (arXiv 2205.05
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.planning.cost.flops import head_parameters, layer_parameters
@@ -18,8 +18,9 @@ from holmes_hpc.planning.cost.software import Software
 
 Seconds = tuple[float, float]  # forward, backward
 # Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals and what attention
-# is made of; each operation that is not fused is one more. Backward has about twice as many.
-KERNELS, KERNELS_NORM, KERNELS_LOOSE, KERNELS_TP = 16, 5, 6, 4
+# is made of; each operation that is not fused is one more. Backward has about twice as many. Under TP the two collectives
+# also wait for the slowest rank, as long as about one launch for each.
+KERNELS, KERNELS_NORM, KERNELS_LOOSE, KERNELS_TP = 16, 5, 6, 3
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 
 
@@ -37,11 +38,11 @@ class Work:
     sequence_parallel: bool
     gradient_bytes: int
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return self.micro_size * self.sequence
 
-    @property
+    @cached_property
     def attention(self) -> str:
         return self.software.attention_of(self.model.heads // self.tp or 1, self.sequence, self.micro_size)
 
@@ -99,7 +100,7 @@ class Work:
         """Launched in a layer's forward pass."""
         s, loose = self.software, 0 if self.software.fused_elementwise else KERNELS_LOOSE
         return (KERNELS + KERNELS_ATTENTION[self.attention] + loose + (0 if s.fused_norm else 2 * KERNELS_NORM)
-                + (KERNELS_TP if self.tp > 1 else 0))
+                + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0))
 
     def accumulated(self, weights: int) -> float:
         """Adding a micro-batch's weight gradients to the sum: written, read, and the sum read and written."""

@@ -94,9 +94,9 @@ def _add_synchronisation(layout: Layout, replica: int, stage: int, component: Co
     """Gradients and parameters of one stage: a ring leaves each of its nodes once."""
     p, gpu = layout.parallel, layout.fabric(component).gpu
     how, n = layout.costs.collectives(gpu), layout.run
-    gradients, weights = count * layout.costs.gradient_size(gpu), count * layout.costs.weight_bytes(gpu)
-    amount = how.reduce_scatter * gradients + how.all_gather * weights if p.distributed_optimizer else (
-        how.all_reduce * gradients)
+    gradients, weights = count * layout.costs.wire_size(gpu), count * layout.costs.weight_bytes(gpu)
+    reduced = how.all_reduce if layout.costs.software.all_reduced else how.reduce_scatter
+    amount = reduced * gradients + how.all_gather * weights if p.distributed_optimizer else how.all_reduce * gradients
     nodes = layout.nodes_of_run(replica, stage)
     add(layout.reduction(replica, stage), runs * p.tp * nodes * amount * (n - 1) / n)
     k = p.optimizer_instances

@@ -31,6 +31,8 @@ class Software:
     overlap_gather: Annotated[bool, key("parameters' too")] = True
     overlap_transfers: Annotated[bool, key("interleaved stages compute while they exchange")] = True
     scatter_transfers: Annotated[bool, key("TP ranks share out a stage transfer")] = False
+    all_reduced: Annotated[bool, key("gradients are all-reduced although the optimizer is shared out")] = False
+    wire_bytes: Annotated[int | None, key("of a gradient's element on the wire; none: as in its buffer", ge=1)] = None
     gathered_logits: Annotated[bool, key("every TP rank has the logits of all tokens of the vocabulary")] = False
     backward_reductions: Annotated[int, key("all-reduces of a layer's backward pass under TP", ge=1)] = 2
     sharding: Annotated[str, key("what data-parallel ranks share out", one_of=SHARDING)] = "optimizer"

@@ -270,14 +270,15 @@ def _synchronise_s(layout: Layout, replica: int, stage: int, component: Componen
     how, transport = layout.costs.collectives(gpu), layout.reduction(replica, stage)
     nodes = layout.nodes_of_run(replica, stage)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.hierarchical else 1)
-    gradients, weights = count * layout.costs.gradient_size(gpu), count * layout.costs.weight_bytes(gpu)
+    gradients, weights = count * layout.costs.wire_size(gpu), count * layout.costs.weight_bytes(gpu)
 
     def ring(what: str, factor: float, whole: np.ndarray) -> np.ndarray:
         return collective_s(layout, component, transport, layout.run, nodes, what, factor, whole, sharing, buckets)
 
     if not p.distributed_optimizer:
         return ring("reduce_scatter", how.all_reduce, gradients), np.zeros_like(count)
-    reduce = ring("reduce_scatter", how.reduce_scatter, gradients)
+    both = layout.costs.software.all_reduced
+    reduce = ring("reduce_scatter", how.all_reduce if both else how.reduce_scatter, gradients)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
         reduce = reduce + collective_s(layout, component, layout.across(), p.optimizer_instances,
                                        p.optimizer_instances, "reduce_scatter", how.all_reduce,
