@@ -32,9 +32,11 @@ class Estimate:
         slowest edge, the pipeline's fill and drain, and the gradients' traffic that the other stages' fill does not
         hide."""
         most = np.maximum if isinstance(self.tau, np.ndarray) else max  # of numbers Python's own is ten times quicker
-        fill = (self.stages - 1) * self.tau / chunks + self.transfers * chunks
-        steady = self.micro_batches * most(self.tau + self.head, self.wire * chunks)
-        return steady + fill + most(0, self.reduce - fill / 2) + self.after
+        fill = (self.stages - 1) * self.tau / chunks
+        computing = self.micro_batches * (self.tau + self.head) + self.transfers * chunks
+        sending = self.micro_batches * self.wire * chunks + most(0, self.transfers - 2 * self.wire)  # to it and from it
+        hides = (fill + self.transfers * chunks) / 2
+        return most(computing, sending) + fill + most(0, self.reduce - hides) + self.after
 
     def least(self) -> Any:
         """Seconds with the number of virtual stages that suits best: none, some, or as many as there may be."""
