@@ -179,6 +179,35 @@ def test_predict_searches_for_nothing(holmes, site):
     assert code == 0 and "it does not fit: " in " ".join(out.split())
 
 
+def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
+    layout = ["predict", "--site", str(site), "--model", "gpt_3_6b", "--tp", "2", "--pp", "2", "--dp", "16",
+              "--micro-batch", "2", "--global-batch", "512"]
+
+    def predicted(*more: str) -> dict:
+        code, out, err = holmes(*layout, "--json", *more)
+        assert code == 0, err
+        return json.loads(out)
+
+    plain = predicted()
+    low, high = plain["interval_s"]
+    assert low < plain["step_time_s"] < high
+    for more in (("--attention", "unfused", "--dropout", "0.1"), ("--fused-norm", "no", "--ffn", "20480"),
+                 ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"), ("--sharding", "full")):
+        assert predicted(*more)["step_time_s"] > plain["step_time_s"], more
+    for more in (("--gpu", "h100"), ("--grad-dtype", "bf16", "--kv-heads", "8")):
+        assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
+    assert predicted("--sharding", "none")["memory_bytes_per_gpu"] > plain["memory_bytes_per_gpu"]
+    assert "nine of ten like runs" in holmes(*layout)[1]
+    for more, said in ((("--attention", "fast"), "attention is 'fast'"), (("--fused-norm", "maybe"), "neither yes nor"),
+                       (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"), (("--gpu", "abacus"), "unknown GPU 'abacus'"),
+                       (("--sharding", "half"), "unknown sharding"), (("--kv-heads", "7"), "7 kv_heads"),
+                       (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped")):
+        refused(holmes(*layout, *more), said)
+    path = tmp_path / "plan.yaml"
+    assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
+    refused(holmes("predict", str(path), "--gpu", "h100"), "a PLAN has its own", "--gpu")
+
+
 def test_the_planner_counts_the_type_that_training_uses(holmes, site):
     memory = {}
     for dtype in ("auto", "bf16", "fp32"):

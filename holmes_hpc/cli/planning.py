@@ -34,6 +34,9 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
                "plan.schedule=1f1b")
 
 
+YesNo = Annotated[str, typer.Option(metavar="yes|no")]
+
+
 @app.command(epilog=help_text("plan", "batch"))
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
@@ -96,6 +99,18 @@ def predict(
         sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
         gpus_per_node: int | None = None,
         nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
+        attention: Annotated[str, typer.Option(help="flash, flash1 (its first version), sdpa, softmax (Megatron's"
+                                                    " fused softmax) or unfused")] = "flash",
+        fused_norm: YesNo = "yes", overlap_grad_reduce: YesNo = "yes", overlap_param_gather: YesNo = "yes",
+        dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
+        grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
+        dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
+        ffn: Annotated[int | None, typer.Option(help="Width of the FFN, instead of the model's.")] = None,
+        kv_heads: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
+        sharding: Annotated[str | None, typer.Option(
+            help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]",
+        )] = None,
+        gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
         calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`.")] = None,
         pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
         trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
@@ -109,28 +124,45 @@ def predict(
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
     from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import given_layout
+    from holmes_hpc.planning.request import given_layout, with_gpu
+    from holmes_hpc.planning.request import site as site_of
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.schema import make
 
     check_output(trace)
-    config = configuration([], site, calibration=calibration).with_train(pace_layer_ms=pace_layer_ms)
+    config = configuration([], site, calibration=calibration).with_train(
+        pace_layer_ms=pace_layer_ms, overlap_grad_reduce=_yes(overlap_grad_reduce, "--overlap-grad-reduce"),
+        overlap_param_gather=_yes(overlap_param_gather, "--overlap-param-gather"),
+        **({"dtype": dtype} if dtype else {}))
     if (plan_path is None) == (site is None):
         raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
+    said = {"attention": attention, "fused_norm": _yes(fused_norm, "--fused-norm"),
+            **({"sharding": "full"} if sharding == "full" else {})}
+    gradients = _bytes(grad_dtype)
     if plan_path is not None:
+        for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("dropout", dropout),
+                            ("sharding", sharding)):
+            if value is not None:
+                raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
+        costs = costs_of(config, given, said, gradients)
     else:
         if global_batch is None:
             raise ConfigError("no batch", where="predict", hint="give --global-batch")
-        given = given_layout(replace(
+        if sharding is not None:
+            distributed_optimizer = _sharded(sharding)
+        config = replace(
             config, batch=Batch(global_batch, micro_batch, sequence),
-            model=_model(model, layers, hidden, heads, vocab, sequence),
+            model=_model(model, sequence, layers=layers, hidden=hidden, heads=heads, vocab=vocab, ffn=ffn,
+                         kv_heads=kv_heads, dropout=dropout),
             plan=make(PlanOptions, {
                 "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
                 "schedule": schedule, "sequence_parallel": sequence_parallel,
                 "distributed_optimizer": distributed_optimizer, "transport": transport, "gpus_per_node": gpus_per_node,
-                "nodes": _nodes(nodes), "layers_per_stage": _numbers(layers_per_stage)}, "plan")))
-    costs = costs_of(config, given)
+                "nodes": _nodes(nodes), "layers_per_stage": _numbers(layers_per_stage)}, "plan"))
+        costs = costs_of(config, None, said, gradients)
+        on = site_of(config)
+        given = given_layout(config, with_gpu(on, gpu) if gpu else on, costs)
     predicted = predict_plan(given, costs)
     if trace is not None:
         Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
@@ -142,7 +174,8 @@ def predict(
         return
     console.table(f"{given.model.name}: TP {given.parallel.tp}, PP {given.parallel.pp}, DP {given.parallel.dp}, "
                   f"{given.schedule.kind}", ("figure", "predicted"), [
-        ("step time", f"{predicted.step_time_s:.4g} s"), ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),
+        ("step time", f"{predicted.step_time_s:.4g} s"), *_interval(predicted.interval_s),
+        ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),
         ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
         ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
         *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
@@ -191,24 +224,47 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     console.note(f"written: {output}")
 
 
-def _model(name: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int | None,
-           sequence: int) -> ModelSpec:
-    """A named model, with what sizes are given, or a GPT of the given sizes."""
+def _interval(found: tuple[float, float] | None) -> list[tuple[str, str]]:
+    return [("nine of ten like runs", f"{found[0]:.4g} to {found[1]:.4g} s")] if found else []
+
+
+def _model(name: str | None, sequence: int, **said: float | None) -> ModelSpec:
+    """A named model, with what is said of it instead, or a GPT of the given sizes."""
     from holmes_hpc.config.composition import load
     from holmes_hpc.config.model import ModelSpec
     from holmes_hpc.schema import make
 
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads}
+    given: dict[str, Any] = {k: v for k, v in said.items() if v is not None}
     if name is not None:
         made = load([f"model={name}"]).model
-        given: dict[str, Any] = {k: v for k, v in {**sizes, "vocab": vocab}.items() if v is not None}
         return replace(made, **given, max_positions=max(sequence, made.max_positions))
-    missing = [f"--{k}" for k, v in sizes.items() if v is None]
-    if hidden is None or missing:
+    missing = [f"--{k}" for k in ("layers", "hidden", "heads") if k not in given]
+    if missing:
         raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
-    return make(ModelSpec, {"name": "gpt", **sizes, "vocab": vocab or 51200, "ffn": 4 * hidden, "kv_heads": heads,
+    return make(ModelSpec, {"name": "gpt", "vocab": 51200, "ffn": 4 * given["hidden"], "kv_heads": given["heads"],
                             "swiglu": False, "rmsnorm": False, "rope": False, "tied": True, "bias": True,
-                            "max_positions": sequence}, "model")
+                            "max_positions": sequence, **given}, "model")
+
+
+def _yes(text: str, where: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
+    return text == "yes"
+
+
+def _bytes(dtype: str | None) -> int | None:
+    """Bytes of a gradient's element."""
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
+    if dtype is not None and dtype not in sizes:
+        raise ConfigError(f"unknown dtype {dtype!r}", where="--grad-dtype", hint="use fp32, bf16 or fp16")
+    return sizes[dtype] if dtype else None
+
+
+def _sharded(sharding: str) -> bool:
+    """Whether the optimizer is shared out under --sharding."""
+    if sharding not in ("none", "optimizer", "full"):
+        raise ConfigError(f"unknown sharding {sharding!r}", where="--sharding", hint="use none, optimizer or full")
+    return sharding != "none"
 
 
 def _numbers(text: str | None) -> list[int] | None:

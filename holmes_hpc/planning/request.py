@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
@@ -16,6 +19,7 @@ from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml
+from holmes_hpc.schema import make
 
 
 def local_site(processes: int) -> Site:
@@ -43,17 +47,20 @@ def node_settings(config: Configuration) -> NodeSettings:
     return NodeSettings(vocabulary=config.vocabulary, partitions=(named,) if isinstance(named, str) else tuple(named))
 
 
-def costs(config: Configuration, plan: Plan | None = None) -> Costs:
+def costs(config: Configuration, plan: Plan | None = None, said: Mapping[str, Any] | None = None,
+          gradient_bytes: int | None = None) -> Costs:
     """What computing and sending cost: a calibration file, else paced compute (as `plan` was made for, unless the
-    configuration says), else published defaults; and what the run overlaps."""
+    configuration says), else published defaults; and what the run overlaps. `said`: fields of Software that are known
+    otherwise."""
     path, train = config.calibration, config.train
     try:
         calibration = Calibration.from_dict(read_yaml(path)) if path else None
     except ConfigError as e:
         raise e if e.where == path else ConfigError(e.what, where=f"{path}: {e.where}", hint=e.hint) from e
-    software = Software(overlap=train.overlap_grad_reduce, overlap_gather=train.overlap_param_gather)
+    software = make(Software, {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather,
+                               **(said or {})}, "software")
     return Costs(calibration=calibration, pace_layer_ms=pace(config, plan), software=software,
-                 dtype=None if train.dtype == "auto" else train.dtype)
+                 gradient_bytes=gradient_bytes, dtype=None if train.dtype == "auto" else train.dtype)
 
 
 def pace(config: Configuration, plan: Plan | None) -> float | None:
@@ -69,9 +76,19 @@ def make_plan(config: Configuration, on: Site | None = None, clock: Clock | None
     return best_plan(config.model, config.batch, on or site(config), config.plan, costs(config), clock)
 
 
-def given_layout(config: Configuration) -> Plan:
-    """The plan of the one layout that the group `plan` of `config` gives, whether it fits or not."""
-    return given_plan(config.model, config.batch, site(config), config.plan, costs(config))
+def given_layout(config: Configuration, on: Site | None = None, known: Costs | None = None) -> Plan:
+    """The plan of the one layout that the group `plan` of `config` gives, whether it fits or not, on `on` (else the
+    configuration's site), judged by `known` (else the configuration's costs)."""
+    return given_plan(config.model, config.batch, on or site(config), config.plan, known or costs(config))
+
+
+def with_gpu(on: Site, name: str) -> Site:
+    """`on` with GPUs of the kind that `name` names, in every fabric."""
+    gpu = read_vocabulary().gpu(name)
+    if gpu is None:
+        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", hint="use a kind of holmes_hpc/fabric/gpu_kinds.yaml,"
+                          " such as a100-80gb or h100; others have their figures in the site file")
+    return replace(on, fabrics=tuple(replace(f, gpu=gpu) for f in on.fabrics))
 
 
 def for_calibration(config: Configuration) -> Configuration:

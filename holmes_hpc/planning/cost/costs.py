@@ -1,15 +1,15 @@
-"""What computing costs in seconds and what data weighs in bytes: from a calibration, from paced compute, or from
-published figures.
+"""What computing costs in seconds and what data weighs in bytes: from a calibration, from paced compute, from the
+kernels' tables of a GPU kind (layer.py), or, on CPUs, from published figures.
 
-Compute is a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and everything else
-at a share of the memory's bandwidth. How much the second term moves is counted per layer from Korthikanti et al. 2022
-(arXiv 2205.05198): what their section 4 counts as stored was written once and is read once.
+Where a CPU computes, it is a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and
+everything else at a share of the memory's bandwidth. How much the second term moves is counted per layer from
+Korthikanti et al. 2022 (arXiv 2205.05198): what their section 4 counts as stored was written once and is read once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
@@ -32,28 +32,13 @@ from holmes_hpc.planning.cost.hardware import (
     memory_gbps,
     published_links,
 )
+from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
+from holmes_hpc.planning.cost.layer import Seconds, times
+from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.spec.transport import Transport
 
+__all__ = ["BYTES", "CURRENT", "Costs", "Software"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a training program does, as of now by default. `flash`: attention is fused, so that scores never leave the
-    chip. `overlap`: gradients' traffic is hidden behind computing where it can be, `overlap_gather`: parameters' too.
-    `overlap_transfers`: interleaved stages compute while they exchange. `scatter_transfers`: of what all TP ranks hold
-    alike, each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021)."""
-
-    flash: bool = True
-    overlap: bool = True
-    overlap_gather: bool = True
-    overlap_transfers: bool = True
-    scatter_transfers: bool = False
-
-
-CURRENT = Software()
-# SC'21's runs: before FlashAttention, the distributed optimizer's overlap, and overlap_p2p_comm.
-SC21 = Software(flash=False, overlap=False, overlap_transfers=False, scatter_transfers=True)
 
 
 @dataclass(frozen=True)
@@ -71,6 +56,7 @@ class Costs:
     gradient_bytes: int | None = None
     software: Software = CURRENT
     fitted: Fitted = FITTED
+    stack: Stack = STACK
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in ("fp32", "bf16", "fp16"):
@@ -96,8 +82,12 @@ class Costs:
         return BYTES[self.dtype_of(gpu)]
 
     def gradient_size(self, gpu: Gpu) -> int:
-        """Bytes of one gradient element, in its buffer and on the wire."""
+        """Bytes of one gradient element in its buffer."""
         return self.gradient_bytes or 4
+
+    def wire_size(self, gpu: Gpu) -> int:
+        """Bytes of one gradient element on the wire."""
+        return self.software.wire_bytes or self.gradient_size(gpu)
 
     def collectives(self, gpu: Gpu) -> Collectives:
         return collectives(gpu)
@@ -106,7 +96,10 @@ class Costs:
         """Latency and efficiency of a transport, for messages or for a `collective` (reduce_scatter or all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
         measured = self.calibration.links if self.calibration is not None else {}
-        return measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
+        found = measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
+        if name == "ib" and not measured and self.modelled(gpu):
+            return replace(found, efficiency=self.stack.ib if collective else self.stack.transfer)
+        return found
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
         return GLOO_LINKS if gpu.is_cpu else published_links(self.fitted)
@@ -119,6 +112,8 @@ class Costs:
         attention scores. Paced layers wait in a recomputed forward as well.
         """
         tokens, sequence = batch.micro_size * batch.sequence_length, batch.sequence_length
+        if self.modelled(gpu):
+            return self._modelled(model, batch, tp, gpu, sequence_parallel, recompute)[0]
         measured = self._measured("layer", model, tokens, tp)
         if self.pace_layer_ms:  # waiting does not grow with the layer
             forward, backward = self.pace_layer_ms / 1e3, 2 * self.pace_layer_ms / 1e3
@@ -143,6 +138,8 @@ class Costs:
     def embedding_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu) -> tuple[float, float]:
         """Seconds of the embedding's (forward, backward): rows of T x h read and written."""
         tokens = batch.micro_size * batch.sequence_length
+        if self.modelled(gpu):
+            return self._modelled(model, batch, tp, gpu)[1]
         measured = self._measured("embedding", model, tokens, tp)
         if measured is not None:
             return _scaled(measured, float(tokens * model.hidden), measured.tp)
@@ -153,6 +150,8 @@ class Costs:
         """Seconds of the (forward, backward) of final norm, output matrix and loss: logits in the weights' type, and
         once in fp32 for the loss."""
         tokens = batch.micro_size * batch.sequence_length
+        if self.modelled(gpu):
+            return self._modelled(model, batch, tp, gpu)[2]
         flops = head_flops(model, tokens, tp)
         measured = self._measured("head", model, tokens, tp)
         if measured is not None:
@@ -165,7 +164,34 @@ class Costs:
         """Seconds of Adam for `updated` parameters: gradient, weight and two moments read, the last three written."""
         if self.calibration is not None and self.calibration.optimizer_s is not None:
             return updated * self.calibration.optimizer_s
+        if self.modelled(gpu):
+            return self._device(gpu).streamed_s(updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu)))
         return self._memory_s(updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu)), gpu)
+
+    def pass_s(self, gpu: Gpu) -> float:
+        """Seconds of every pass that belong to none of its parts."""
+        if self.calibration is not None:
+            return self.calibration.pass_s
+        return self.stack.pass_s if self.modelled(gpu) else 0.0
+
+    def step_s(self, gpu: Gpu) -> float:
+        """Seconds of every step that belong to none of its passes and none of its traffic."""
+        if self.calibration is not None:
+            return self.calibration.step_s
+        return self.stack.step_s if self.modelled(gpu) else 0.0
+
+    def modelled(self, gpu: Gpu) -> bool:
+        """Whether the times of computing are those of the kernels' tables: a GPU on which no layer was measured."""
+        measured = self.calibration is not None and self.calibration.parts
+        return not (gpu.is_cpu or measured or self.pace_layer_ms)
+
+    def _modelled(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
+                  recompute: str = "none") -> tuple[Seconds, Seconds, Seconds]:
+        return times(self._device(gpu), self.software, model, batch, tp, sequence_parallel, self.gradient_size(gpu),
+                     recompute)
+
+    def _device(self, gpu: Gpu) -> Device:
+        return Device(gpu, self.weight_bytes(gpu), self.stack)
 
     def _measured(self, part: str, model: ModelSpec, tokens: int, tp: int) -> Measured | None:
         return self.calibration.part(part, model.hidden, tokens, tp) if self.calibration else None

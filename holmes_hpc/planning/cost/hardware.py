@@ -63,9 +63,10 @@ def collectives(gpu: Gpu) -> Collectives:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The three constants fitted to published runs, all 13 of them together (benchmarks/planner_published.py prints the
-    fit and what it leaves over). `matrix`: share of peak that matrix products reach. `memory`: share of the memory
-    bandwidth that everything else reaches. `roce`: share of the nominal rate that RoCE reaches."""
+    """Three constants fitted to the 13 runs of Narayanan et al. (SC'21) and Yang et al. (arXiv 2312.03549) by a model
+    with one share of the peak for all products. `matrix`: that share, `memory`: the share of the memory bandwidth that
+    everything else reaches; both serve CPUs and what a calibration lacks (GPUs that nobody measured: kernels.py).
+    `roce`: share of the nominal rate that RoCE reaches; it rests on one run."""
 
     matrix: float = 0.762
     memory: float = 0.825

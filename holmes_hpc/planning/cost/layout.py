@@ -11,6 +11,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, FabricLink, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
@@ -189,6 +190,9 @@ class Layout:
             elif calibration is None or not calibration.parts:
                 said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
                             " fitted efficiency), not measured")
+                if not gpu.is_cpu and not kind(gpu).known:
+                    said.append(f"no table of kernels for {gpu.name}: its shares of the peak are guessed; known are "
+                                + ", ".join(sorted(k.name for k in kinds())))
             if not gpu.is_cpu and self.costs.software.flash:
                 said.append("attention is fused, as with Transformer Engine: without it scores take memory and time")
             if calibration is None or not calibration.links:

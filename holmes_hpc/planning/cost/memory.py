@@ -16,12 +16,13 @@ import numpy as np
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import parameters
 from holmes_hpc.planning.schedule.orders import Order
 
 # What a CUDA process holds beside tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
-CUDA_BYTES = 3 * 2**30
+CUDA_BYTES = 2 * 2**30
 SLACK = 0.96
 
 
@@ -40,12 +41,15 @@ class StageMemory:
 
 
 def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int, element: int, sequence_parallel: bool,
-                           recompute: str, fused: bool) -> tuple[float, float]:
+                           recompute: str, fused: bool, loose_norm: bool = False, loose: bool = False,
+                           fp32_scores: bool = False) -> tuple[float, float]:
     """(held from forward to backward, needed beside it while the layer's backward pass runs) of one layer and
     micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
 
     Not `fused` is what Megatron-Core's own modules keep on a CPU, tensor by tensor as autograd saves them
-    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep.
+    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `loose_norm`, `loose`, `fp32_scores`: on
+    a GPU, what autograd saves of norms computed in fp32, of rotary positions and gates, operation by operation, and of
+    a softmax in fp32.
     """
     m, h = model, model.hidden
     keys = 2 * m.kv_heads * m.head_dim
@@ -59,11 +63,17 @@ def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int
     else:
         attention = 3 * h + (2 * h if m.rope else 0)
     wide = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
+    if loose_norm:
+        whole += 2 * 8 * h  # input and normalised input in fp32
+    if loose and fused:
+        wide += m.ffn if m.swiglu else 0
+        attention += 2 * (h + keys // 2) if m.rope else 0  # both halves of a rotation's products
     dropped = element + mask if m.dropout else 0
-    scores = m.heads * (4 if fused else sequence * (element + dropped))  # fused attention keeps a number for each row
+    wider = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
+    scores = m.heads * (4 if fused else sequence * (element + dropped + wider))  # fused: a number for each row
     everything = tokens * (whole / (tp if sequence_parallel else 1) + ((attention + h + wide) * element + scores) / tp)
     everything += 0 if fused else sequence * sequence  # the causal mask, one for all heads and sequences
-    gradients = tokens * (3 * m.ffn * element + (0 if fused else m.heads * sequence * element)) / tp
+    gradients = tokens * (3 * m.ffn * element + (0 if fused else m.heads * sequence * (element + wider))) / tp
     kept = tokens * h * element / (tp if sequence_parallel else 1)
     if recompute == "full":
         return kept, everything + gradients
@@ -88,23 +98,34 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     weights, gradients = count * element, count * np.array([costs.gradient_size(g) for g in gpus])
     moments = np.where(element < 4, 12.0, 8.0)
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
+    gathered = np.zeros_like(count)
+    if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two layers' whole at a time
+        whole = 2 * layer_parameters(m, p.tp) * element
+        gradients = gradients / layout.run
+        if costs.software.sharding == "full":
+            weights, gathered = weights / layout.run, np.minimum(weights, whole) + np.zeros_like(count)
 
     held = np.zeros_like(count)
     beside = np.zeros_like(count)
+    software = costs.software
     of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
-                                    layout.recompute, costs.software.flash and not g.is_cpu) for g in set(gpus)}
+                                    layout.recompute, software.flash and not g.is_cpu,
+                                    not (software.fused_norm or g.is_cpu), not (software.fused_elementwise or g.is_cpu),
+                                    software.attention == "unfused" and not g.is_cpu and costs.weight_bytes(g) < 4)
+          for g in set(gpus)}
     for s, gpu in enumerate(gpus):
         kept, more = of[gpu]
         held[:, s] = (layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) * kept
         beside[:, s] = more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
-    logits = tokens * m.padded_vocab(p.tp) / p.tp
+    logits = tokens * m.padded_vocab(p.tp) / (1 if software.gathered_logits else p.tp)
     held[:, -1] += 3 * transfer[-1]  # the final norm
     copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
     matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
-    beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy) + matrix)  # the softmax in fp32 becomes its gradient
-    buffers = beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
+    more = 12 if software.gathered_logits else 0  # torch's own loss: their parts, log-probabilities, a cast gradient
+    beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + more) + matrix)  # softmax becomes its gradient
+    buffers = gathered + beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
     buffers += np.array([0 if g.is_cpu else CUDA_BYTES for g in gpus])
     return StageMemory(weights, gradients, optimizer, held, buffers)
 

@@ -12,6 +12,7 @@ from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, activation_bytes, parameters, step_s, timing
+from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
@@ -38,7 +39,8 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
         model_tflops_per_gpu=model_flops_per_step(model, batch, p.tp) / per_gpu,
         hardware_tflops_per_gpu=hardware_flops_per_step(model, batch, p.tp, layout.recompute) / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
-        nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds))
+        nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds),
+        interval_s=interval_s(layout, seconds))
 
 
 def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, float]:
@@ -92,9 +94,9 @@ def _add_synchronisation(layout: Layout, replica: int, stage: int, component: Co
     """Gradients and parameters of one stage: a ring leaves each of its nodes once."""
     p, gpu = layout.parallel, layout.fabric(component).gpu
     how, n = layout.costs.collectives(gpu), layout.run
-    gradients, weights = count * layout.costs.gradient_size(gpu), count * layout.costs.weight_bytes(gpu)
-    amount = how.reduce_scatter * gradients + how.all_gather * weights if p.distributed_optimizer else (
-        how.all_reduce * gradients)
+    gradients, weights = count * layout.costs.wire_size(gpu), count * layout.costs.weight_bytes(gpu)
+    reduced = how.all_reduce if layout.costs.software.all_reduced else how.reduce_scatter
+    amount = reduced * gradients + how.all_gather * weights if p.distributed_optimizer else how.all_reduce * gradients
     nodes = layout.nodes_of_run(replica, stage)
     add(layout.reduction(replica, stage), runs * p.tp * nodes * amount * (n - 1) / n)
     k = p.optimizer_instances

@@ -116,9 +116,8 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
     updated = parameters(layout, layers).sum(axis=2) / (layout.run if p.distributed_optimizer else 1)
     of = {f.gpu: layout.costs.optimizer_s(1.0, f.gpu) for f in layout.fabrics.values()}
     each = np.max([[of[layout.fabric(c).gpu] for c in replica] for replica in layout.replicas], axis=0)
-    calibration = layout.costs.calibration
-    return Timing(tuple(replicas), tuple(shared), _tied_s(layout), _norm_s(layout), (updated * each).max(axis=1),
-                  calibration.step_s if calibration else 0.0)
+    other = max(layout.costs.step_s(layout.fabric(c).gpu) for c in layout.components)
+    return Timing(tuple(replicas), tuple(shared), _tied_s(layout), _norm_s(layout), (updated * each).max(axis=1), other)
 
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarray:
@@ -151,6 +150,8 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray, bucket_bytes: np.
     for first, end in runs(stages):
         reduce[:, first:end], gather[:, first:end] = _synchronise_s(
             layout, replica, first, stages[first], count[:, first:end], buckets[:, first:end])
+    if layout.costs.software.sharding in ("gradients", "full"):  # in every pass, and what the last layer leaves
+        gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
     ready, tail = gather, reduce
     if _apart(layout):
         reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
@@ -235,8 +236,28 @@ def compute_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.ndar
                        ((-1, -1), costs.head_s(m, layout.batch, p.tp, gpus[-1]))):
         forward[:, at[0], at[1]] += f
         backward[:, at[0], at[1]] += b
-    overhead = costs.calibration.pass_s if costs.calibration else 0.0
+    overhead = np.array([costs.pass_s(g) for g in gpus])[:, None]
+    if costs.software.sharding in ("gradients", "full"):
+        gather, reduce = _sharded_s(layout, replica, layers)
+        forward = np.maximum(forward, gather)
+        backward = np.maximum(backward, reduce + (gather if costs.software.sharding == "full" else 0))
     return forward + overhead, backward + overhead
+
+
+def _sharded_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds to (gather the parameters, reduce the gradients) of each stage and chunk, (plans, S, C), as FSDP does in
+    every pass, one layer ahead of computing and one behind it."""
+    count, costs = parameters(layout, layers), layout.costs
+    gather, reduce = np.zeros_like(count), np.zeros_like(count)
+    for first, end in runs(layout.replicas[replica]):
+        component = layout.replicas[replica][first]
+        gpu, calls = layout.fabric(component).gpu, layers[:, first:end] + 2.0
+        for made, what, size in ((gather, "all_gather", costs.weight_bytes(gpu)),
+                                 (reduce, "reduce_scatter", costs.gradient_size(gpu))):
+            made[:, first:end] = collective_s(
+                layout, component, layout.reduction(replica, first), layout.run, layout.nodes_of_run(replica, first),
+                what, 1.0, count[:, first:end] * size, layout.parallel.tp, calls)
+    return gather, reduce
 
 
 def _buckets(layout: Layout, replica: int, count: np.ndarray, bucket_bytes: np.ndarray) -> np.ndarray:
@@ -255,14 +276,15 @@ def _synchronise_s(layout: Layout, replica: int, stage: int, component: Componen
     how, transport = layout.costs.collectives(gpu), layout.reduction(replica, stage)
     nodes = layout.nodes_of_run(replica, stage)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.hierarchical else 1)
-    gradients, weights = count * layout.costs.gradient_size(gpu), count * layout.costs.weight_bytes(gpu)
+    gradients, weights = count * layout.costs.wire_size(gpu), count * layout.costs.weight_bytes(gpu)
 
     def ring(what: str, factor: float, whole: np.ndarray) -> np.ndarray:
         return collective_s(layout, component, transport, layout.run, nodes, what, factor, whole, sharing, buckets)
 
     if not p.distributed_optimizer:
         return ring("reduce_scatter", how.all_reduce, gradients), np.zeros_like(count)
-    reduce = ring("reduce_scatter", how.reduce_scatter, gradients)
+    both = layout.costs.software.all_reduced
+    reduce = ring("reduce_scatter", how.all_reduce if both else how.reduce_scatter, gradients)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
         reduce = reduce + collective_s(layout, component, layout.across(), p.optimizer_instances,
                                        p.optimizer_instances, "reduce_scatter", how.all_reduce,

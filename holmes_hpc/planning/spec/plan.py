@@ -114,7 +114,8 @@ class _Written:
 @dataclass(frozen=True)
 class Predicted:
     """What a plan should do. Times in seconds; `nic_bytes_per_step`: fabric name or ``ethernet`` -> bytes that all
-    nodes together send over such NICs in one step, payload only; `breakdown`: seconds of the step by part."""
+    nodes together send over such NICs in one step, payload only; `breakdown`: seconds of the step by part.
+    `interval_s`: (low, high), between which nine of ten runs like it were; None where nothing is known of that."""
 
     step_time_s: float
     samples_per_s: float
@@ -123,6 +124,7 @@ class Predicted:
     memory_bytes_per_gpu: tuple[int, ...]
     nic_bytes_per_step: dict[str, float]
     breakdown: dict[str, float]
+    interval_s: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         check(self, "predicted", PlanError)

@@ -304,6 +304,26 @@ def test_sequence_parallel_and_recomputation_save_memory() -> None:
     assert sizes[3] == tokens * 12288 * 2 / 8
 
 
+def test_sharded_parameters_are_shared_out_and_travel_with_every_pass() -> None:
+    """FSDP: a rank holds its part of weights and gradients; parameters are gathered for each micro-batch."""
+    site = gpu_site(80)
+    site = replace(site, fabrics=tuple(replace(f, nodes=4, gpus_per_node=2) for f in site.fabrics))
+    made = plan(site, named("gpt_3_6b"), Batch(64, 1, 2048), tp=1, pp=1, dp=8)
+    full, some = (Costs(software=Software(sharding=what)) for what in ("full", "gradients"))
+    whole, shared, part = (memory(Layout.of(made, c), layer_array(made)) for c in (Costs(), full, some))
+    assert (8 * shared.weights == whole.weights).all() and (8 * shared.gradients == whole.gradients).all()
+    assert (part.weights == whole.weights).all() and (8 * part.gradients == whole.gradients).all()
+    assert predict(made, full).step_time_s > predict(made, some).step_time_s
+
+
+def test_unfused_modules_and_gathered_logits_take_more_memory() -> None:
+    made = plan(gpu_site(80), named("llama2_7b"), Batch(64, 2, 2048), tp=2, pp=1, dp=4)
+    sizes = [memory(Layout.of(made, Costs(software=Software(**more))), layer_array(made)).total()[0, 0]
+             for more in ({}, {"fused_norm": False}, {"fused_elementwise": False}, {"attention": "softmax"},
+                          {"attention": "unfused"}, {"gathered_logits": True})]
+    assert min(sizes[1:]) > sizes[0] and sizes[4] > sizes[3]
+
+
 def test_what_does_not_fit_names_stage_and_shortfall() -> None:
     made = plan(gpu_site(20), named("gpt_7_5b"), Batch(64, 4, 2048), tp=1, pp=2, dp=4)
     layout, layers = Layout.of(made, Costs()), layer_array(made)

@@ -1,0 +1,170 @@
+"""Training runs that others measured (benchmarks/published/), and what the planner predicts of each;
+benchmarks/published_table.py prints how far it is off."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import yaml
+
+import holmes_hpc.fabric
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.kernels import STACK, Stack
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.search.layers import chunked, uniform
+from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.spec.plan import Component, Schedule
+
+DATA = Path(__file__).parent / "published"
+KINDS = yaml.safe_load(Path(holmes_hpc.fabric.__file__).with_name("gpu_kinds.yaml").read_text())["gpus"]
+GPUS = [Gpu(**{k: v for k, v in kind.items() if k != "match"}) for kind in KINDS]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run; a field that neither its row nor its set gives has the default. `gbps`: of a node, over all
+    its RDMA NICs, or of its Ethernet. `stages`: layers of each pipeline stage, where they are uneven. `attention`:
+    flash2, flash1, softmax (a fused softmax between two batched products) or torch. `seconds` of a step; None where it
+    ran out of memory (`fits` False). `memory_gib`: a GPU's most, where it was reported."""
+
+    set: str
+    group: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    global_size: int
+    micro_size: int
+    tp: int
+    pp: int
+    dp: int
+    gpu: str
+    gbps: float
+    nic: str
+    ffn: int = 0
+    sequence: int = 2048
+    swiglu: bool = False
+    rmsnorm: bool = False
+    rope: bool = False
+    tied: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    chunks: int = 1
+    stages: str = ""
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    sharding: str = "none"
+    gpus_per_node: int = 8
+    dtype: str = "bf16"
+    gradient_bytes: int = 4
+    attention: str = "flash2"
+    fused_norm: bool = True
+    fused_elementwise: bool = True
+    gathered_logits: bool = False
+    all_reduced: bool = False
+    wire_bytes: int | None = None
+    backward_reductions: int = 2
+    overlap: bool = True
+    overlap_transfers: bool = True
+    scatter_transfers: bool = False
+    seconds: float | None = None
+    memory_gib: float | None = None
+    fits: bool = True
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.fits and self.seconds is None:
+            raise ValueError(f"a run that fits and has no seconds: {self}")
+
+    @property
+    def expressible(self) -> bool:
+        """Whether a plan can say it: tensor parallelism stays inside a node."""
+        return self.tp <= self.gpus_per_node
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def model(self) -> ModelSpec:
+        return ModelSpec(self.group, self.layers, self.hidden, self.heads, self.vocab, ffn=self.ffn or 4 * self.hidden,
+                         kv_heads=self.heads, swiglu=self.swiglu, rmsnorm=self.rmsnorm, rope=self.rope, tied=self.tied,
+                         bias=self.bias, dropout=self.dropout, max_positions=self.sequence)
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(self.global_size, self.micro_size, self.sequence)
+
+
+def read(names: list[str] | None = None) -> list[Run]:
+    """All runs of the sets `names` (None: of all)."""
+    same = yaml.safe_load((DATA / "sets.yaml").read_text())
+    kinds, runs = get_type_hints(Run), []
+    for name in names or same:
+        with (DATA / f"{name}.csv").open() as file:
+            for row in csv.DictReader(file):
+                given = same[name] | {k: v for k, v in row.items() if v != ""}
+                runs.append(Run(set=name, **{k: _typed(kinds[k], v) for k, v in given.items()}))
+    return runs
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if not isinstance(value, str) or kind is str:
+        return value
+    if kind is bool:
+        return value == "1"
+    return int(value) if kind is int else float(value)
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU kind `name` of holmes_hpc/fabric/gpu_kinds.yaml."""
+    return next(g for g in GPUS if name.startswith(g.name))
+
+
+def layout(run: Run, costs: Costs) -> Layout:
+    """The run as the planner sees it: nodes of one fabric, stages one after the other."""
+    per_node = min(run.gpus_per_node, run.gpus)
+    nodes = run.gpus // per_node
+    rdma = None if run.nic == "ethernet" else run.gbps
+    fabric = Fabric("published", NicType(run.nic), "p", nodes, per_node, run.gbps if rdma is None else 25.0,
+                    gpu(run.gpu), rdma_gbps=rdma)
+    parallel = Parallel(run.tp, run.pp, run.dp, virtual_stages=run.chunks, sequence_parallel=run.sequence_parallel
+                        and run.tp > 1, distributed_optimizer=run.sharding != "none")
+    schedule = Schedule("interleaved" if run.chunks > 1 else "1f1b",
+                        in_flight(run.pp, run.batch.micro_batches(run.dp), run.chunks))
+    component = Component("p", "", "published", nodes, per_node, tuple(range(run.pp)))
+    return Layout(run.model, run.batch, parallel, run.recompute, schedule, (component,),
+                  Site("published", (fabric,)), costs)
+
+
+def layers(run: Run, made: Layout) -> np.ndarray:
+    """Layers of each stage and chunk, (1, S, C)."""
+    return chunked([int(n) for n in run.stages.split("+")], run.chunks) if run.stages else uniform(made)
+
+
+def software(run: Run) -> Software:
+    attention = {"flash2": "flash", "torch": "unfused"}.get(run.attention, run.attention)
+    return Software(attention=attention, fused_norm=run.fused_norm, fused_elementwise=run.fused_elementwise,
+                    backward_reductions=run.backward_reductions, gathered_logits=run.gathered_logits,
+                    all_reduced=run.all_reduced, wire_bytes=run.wire_bytes,
+                    overlap=run.overlap, overlap_transfers=run.overlap_transfers,
+                    scatter_transfers=run.scatter_transfers, sharding=run.sharding)
+
+
+def costs(run: Run, stack: Stack = STACK) -> Costs:
+    """Told what the run's software does."""
+    return Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run), stack=stack)
+
+
+def predicted_s(run: Run, stack: Stack = STACK) -> float:
+    """Seconds of a step."""
+    made = layout(run, costs(run, stack))
+    return float(step_s(made, layers(run, made))[0])

@@ -1,0 +1,168 @@
+"""Seconds of the kernels that a layer is made of on one GPU: products, attention, what only moves memory, collectives.
+
+Products: tiles of a fixed shape are handed to the GPU's multiprocessors in waves; the last wave takes as long as a full
+one, and a tile at the edge as long as a whole one (NVIDIA, "Matrix Multiplication Background User's Guide", 2023: tile
+and wave quantisation). Of several tile shapes the quickest is taken, as cuBLAS' heuristics do; smaller ones reuse less
+of what they load. Shares of the peak are data (gpu_kinds.yaml).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated
+
+from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost.hardware import FLOPS_PER_BYTE
+from holmes_hpc.records.files import read_yaml
+from holmes_hpc.schema import check, key, make
+
+# Rows and columns of a tile, and its speed beside the best.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What kernels reach on one kind of GPU (gpu_kinds.yaml). `known` False: it has no table, and these are guesses."""
+
+    name: str
+    sms: Annotated[int, key("streaming multiprocessors", ge=1)]
+    memory_gbps: Annotated[float, key("memory bandwidth", unit="GB/s", gt=0)]
+    fp32_tflops: Annotated[float, key("of products of fp32 tensors", unit="TFLOP/s", gt=0)]
+    product: Annotated[float, key("share of the peak that large products reach", gt=0, le=1)]
+    flash: Annotated[float, key("share of the peak that fused attention reaches", gt=0, le=1)]
+    source: str = ""
+    known: bool = True
+
+    def __post_init__(self) -> None:
+        check(self, f"gpu kind {self.name}")
+
+
+@cache
+def kinds() -> tuple[Kind, ...]:
+    """All kinds of gpu_kinds.yaml, those of the longest names first."""
+    path = Path(__file__).with_name("gpu_kinds.yaml")
+    made = [make(Kind, row, f"{path.name}: kinds") for row in read_yaml(path)["kinds"]]
+    return tuple(sorted(made, key=lambda k: -len(k.name)))
+
+
+@cache
+def kind(gpu: Gpu) -> Kind:
+    """The table of a GPU; for one without, what its peak lets expect."""
+    for found in kinds():
+        if gpu.name.lower().startswith(found.name):
+            return found
+    return Kind(gpu.name, max(1, round(gpu.peak_tflops / 2.9)), gpu.peak_tflops * 1e3 / FLOPS_PER_BYTE,
+                gpu.peak_tflops / 2, 0.66, 0.4, known=False)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What programs of today reach on top of the kinds' tables, one set of constants for all GPUs and programs, fitted
+    to published runs (benchmarks/published_fit.py).
+
+    `product`, `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`:
+    of the bandwidth for kernels of a token's width, and for those that go through one large array (scores, gradients,
+    optimizer, loss). `unfused`, `loose`: bytes that unfused attention, other unfused operations move, of those counted.
+    `loss_bytes`: of a logit, forward, by the loss. `launch_s`: of a kernel, on
+    the CPU; `gap_s`: between two of them on the GPU. `pass_s`: of every pass; `step_s`: of every step.
+    `ring_s`, `hop_s`: of a collective inside a node, and for each of its ranks. `local`, `ib`, `transfer`: share of the
+    nominal rate that collectives in a node, those over InfiniBand and stage transfers reach.
+    """
+
+    product: float = 0.975
+    memory: float = 0.85
+    stream: float = 0.84
+    flash: float = 1.0
+    flash1: float = 0.58
+    unfused: float = 0.75
+    loose: float = 2.0
+    loss_bytes: float = 5.0
+    launch_s: float = 2.7e-05
+    gap_s: float = 5.7e-06
+    pass_s: float = 0.001
+    step_s: float = 0.005
+    ring_s: float = 2e-5
+    hop_s: float = 7e-6
+    local: float = 0.83
+    ib: float = 0.43
+    transfer: float = 0.9
+
+    def __post_init__(self) -> None:
+        check(self, "stack")
+
+
+STACK = Stack()
+
+
+def _odd(width: int) -> float:
+    """How much longer products take whose sides are `width` bytes: best are multiples of 128, and below 16 no more than
+    a third of the speed is left (the same guide, on alignment)."""
+    return 1.0 if width % 128 == 0 else 1.15 if width % 16 == 0 else 3.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as kernels see it: `element` bytes of weights and activations."""
+
+    gpu: Gpu
+    element: int
+    stack: Stack = STACK
+
+    @cached_property
+    def kind(self) -> Kind:
+        return kind(self.gpu)
+
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s of products of the element's type."""
+        return (self.kind.fp32_tflops if self.element == 4 else self.gpu.peak_tflops) * 1e12
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes/s of memory."""
+        return self.kind.memory_gbps * 1e9
+
+    def moved_s(self, moved: float) -> float:
+        """Seconds to move `moved` bytes in kernels of a token's width."""
+        return moved / (self.bandwidth * self.stack.memory)
+
+    def streamed_s(self, moved: float) -> float:
+        """Seconds to move `moved` bytes in kernels that go through one large array."""
+        return moved / (self.bandwidth * self.stack.stream)
+
+    def product_s(self, m: int, n: int, k: int) -> float:
+        """Seconds of (m, k) x (k, n)."""
+        sms, waves = self.kind.sms, math.inf
+        for rows, columns, speed in TILES:
+            tiles = -(-m // rows) * -(-n // columns)
+            waves = min(waves, -(-tiles // sms) * rows * columns / speed)
+        flops = 2.0 * waves * sms * (k + 64)  # 64: filling a tile's pipeline
+        odd = max(_odd(side * self.element) for side in (m, n, k))
+        moved = self.element * (m * k + k * n + m * n)
+        return max(odd * flops / (self.peak * self.kind.product * self.stack.product), self.streamed_s(moved))
+
+    def scores_s(self, pairs: float, width: int) -> float:
+        """Seconds of one of attention's two batched products, without its scores' traffic: `pairs` of a query and a
+        key, heads of `width`, which fill 64 columns or more (fitted to kernels.csv: widths 64, 80 and 128)."""
+        odd = 12 if width * self.element % 16 else 1  # no tensor cores: 19.5 of A100's 312 TFLOP/s
+        flops = 2.0 * pairs * -(-width // 64) * 64 * odd
+        return flops / (self.peak * self.kind.product * self.stack.product)
+
+    def flash_s(self, blocks: float, sequence: int, width: int, version1: bool) -> tuple[float, float]:
+        """Seconds of fused causal attention (forward, backward) for `blocks` = sequences x heads of this rank. Half of
+        the scores are masked and not computed; backward computes the scores again, five products in all. Short
+        sequences have few tiles beside the diagonal's, narrow heads fewer products for each exponential."""
+        flops = 2.0 * blocks * sequence * sequence * width  # 4 * s * s * width, half of it
+        share = self.kind.flash * (self.stack.flash1 if version1 else self.stack.flash)
+        share *= sequence / (sequence + 384) * min(1.0, 0.7 + 0.3 * width / 128)
+        tiles = blocks * -(-sequence // 128) / self.kind.sms
+        forward = flops / (self.peak * share) * math.ceil(tiles) / tiles
+        return forward, 2.5 * forward / 0.85
+
+    def ring_s(self, sent: float, ranks: int, calls: float = 1.0) -> float:
+        """Seconds of `calls` collectives inside a node in which a rank sends `sent` bytes in all."""
+        return (sent / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local)
+                + calls * (self.stack.ring_s + ranks * self.stack.hop_s))

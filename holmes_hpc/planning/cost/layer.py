@@ -1,0 +1,148 @@
+"""Seconds of a transformer layer, the embedding and the head on a GPU for which nothing was measured, kernel by kernel.
+
+Counted are the layer's products with weights (forward; backward the gradients of input and weight of each), attention
+by what computes it, bytes of what only moves memory, tensor parallel's collectives, and for each kernel a gap. A CPU
+that cannot launch as quickly as the GPU computes is waited for: a pass takes no less than its kernels take to launch.
+Elements moved are counted per token from Korthikanti et al. 2022 (arXiv 2205.05198), section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.planning.cost.flops import head_parameters, layer_parameters
+from holmes_hpc.planning.cost.kernels import Device
+from holmes_hpc.planning.cost.software import Software
+
+Seconds = tuple[float, float]  # forward, backward
+# Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals and what attention
+# is made of; each operation that is not fused is one more. Backward has about twice as many. Under TP the two collectives
+# also wait for the slowest rank, as long as about one launch for each.
+KERNELS, KERNELS_NORM, KERNELS_LOOSE, KERNELS_TP = 16, 5, 6, 3
+KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One part of a model on one of `tp` ranks, for one micro-batch. `gradient_bytes`: of an element that is added
+    up."""
+
+    device: Device
+    software: Software
+    model: ModelSpec
+    micro_size: int
+    sequence: int
+    tp: int
+    sequence_parallel: bool
+    gradient_bytes: int
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.micro_size * self.sequence
+
+    @cached_property
+    def attention(self) -> str:
+        return self.software.attention_of(self.model.heads // self.tp or 1, self.sequence, self.micro_size)
+
+    def product(self, columns: int, rows: int) -> Seconds:
+        """A product of all tokens with a matrix of `rows` inputs and `columns` outputs on this rank."""
+        t, d = self.tokens, self.device
+        return d.product_s(t, columns, rows), d.product_s(t, rows, columns) + d.product_s(columns, rows, t)
+
+    def products(self) -> Seconds:
+        """The layer's: query, key and value in one, output, up (with the gate), down."""
+        m, tp = self.model, self.tp
+        shapes = (((m.hidden + 2 * m.kv_heads * m.head_dim) // tp, m.hidden), (m.hidden, m.hidden // tp),
+                  ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden), (m.hidden, m.ffn // tp))
+        each = [self.product(*shape) for shape in shapes]
+        return sum(f for f, _ in each), sum(b for _, b in each)
+
+    def scores(self) -> Seconds:
+        """Attention between its two products with weights: scores, softmax, dropout, product with the values."""
+        m, d, heads = self.model, self.device, self.model.heads / self.tp
+        blocks = self.micro_size * heads
+        if self.software.flash:
+            return d.flash_s(blocks, self.sequence, m.head_dim, self.attention == "flash1")
+        pairs = blocks * self.sequence * self.sequence
+        passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # written, softmax in and out, read
+        if self.attention == "unfused":
+            passes = d.stack.unfused * (passes + 4.0 * d.element + 12)  # scaled, masked; softmax in fp32
+        moved = d.streamed_s(pairs * passes)
+        computed = 2 * d.scores_s(pairs, m.head_dim)
+        return computed + moved, 2 * (computed + moved)
+
+    def moved(self) -> Seconds:
+        """What only moves memory: norms, residuals with dropout, the activation, rotary positions or biases. In
+        elements per token: of the hidden width, on every rank unless sequence parallel; of the FFN's width; of queries
+        and keys."""
+        m, d, s = self.model, self.device, self.software
+        loose = not s.fused_elementwise
+        norm = 2.0 * d.element + (0 if s.fused_norm else 32)  # not fused: half a dozen passes in fp32
+        residual = 3 + (1 / d.element + (2 if loose else 0) if m.dropout else 0) + (2 if loose and m.bias else 0)
+        whole = 2 * m.hidden * (norm + residual * d.element) / (self.tp if self.sequence_parallel else 1)
+        wide = (5.0 if loose else 3.0) if m.swiglu else 2.0 + (2 if loose and m.bias else 0)
+        turned = m.hidden + m.kv_heads * m.head_dim
+        split = wide * m.ffn + turned * ((5.0 if loose else 2.0) if m.rope else 2.0)
+        bytes_each = (whole + split * d.element / self.tp) * (d.stack.loose if loose else 1)
+        forward = d.moved_s(self.tokens * bytes_each)
+        return forward, 2 * forward
+
+    def reduction(self) -> float:
+        """An all-reduce of T x h over the TP ranks; sequence parallel: a reduce-scatter and an all-gather."""
+        if self.tp == 1:
+            return 0.0
+        sent = 2.0 * (self.tp - 1) / self.tp * self.tokens * self.model.hidden * self.device.element
+        return self.device.ring_s(sent, self.tp, 2.0 if self.sequence_parallel else 1.0)
+
+    def kernels(self) -> int:
+        """Launched in a layer's forward pass."""
+        s, loose = self.software, 0 if self.software.fused_elementwise else KERNELS_LOOSE
+        return (KERNELS + KERNELS_ATTENTION[self.attention] + loose + (0 if s.fused_norm else 2 * KERNELS_NORM)
+                + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0))
+
+    def accumulated(self, weights: int) -> float:
+        """Adding a micro-batch's weight gradients to the sum: written, read, and the sum read and written."""
+        return self.device.streamed_s(2.0 * weights * (self.device.element + self.gradient_bytes))
+
+    def layer(self, recompute: str) -> Seconds:
+        """(forward, backward) of one layer; what is computed again counts as backward."""
+        stack = self.device.stack
+        talk = self.reduction()
+        parts = (self.products(), self.scores(), self.moved(), (2 * talk, self.software.backward_reductions * talk))
+        count = self.kernels()
+        forward = sum(f for f, _ in parts) + count * stack.gap_s
+        backward = sum(b for _, b in parts) + 2 * count * stack.gap_s
+        backward += self.accumulated(layer_parameters(self.model, self.tp))
+        again = {"none": 0.0, "selective": self.scores()[0], "full": forward}[recompute]
+        launched = count * stack.launch_s
+        more = {"none": 2, "selective": 2, "full": 3}[recompute]
+        return max(forward, launched), max(backward + again, more * launched)
+
+    def embedding(self) -> Seconds:
+        """Rows of T x h read and written; under TP their sum over the ranks."""
+        rows = self.device.moved_s(2.0 * self.tokens * self.model.hidden * self.device.element)
+        return rows + self.reduction(), 2 * rows
+
+    def head(self) -> Seconds:
+        """Final norm, output matrix and loss: logits in the weights' type, and in fp32 for the loss."""
+        m, d = self.model, self.device
+        width = m.padded_vocab(self.tp) // self.tp
+        forward, backward = self.product(width, m.hidden)
+        logits, gather = self.tokens * width, 0.0
+        if self.software.gathered_logits and self.tp > 1:
+            logits *= self.tp
+            gather = d.ring_s((self.tp - 1) / self.tp * logits * d.element, self.tp) + d.streamed_s(
+                2.0 * logits * d.element)
+        loss = d.streamed_s(logits * d.stack.loss_bytes)
+        return forward + loss + gather, backward + loss + self.reduction() + self.accumulated(
+            head_parameters(m, self.tp))
+
+
+@lru_cache(maxsize=16384)
+def times(device: Device, software: Software, model: ModelSpec, batch: Batch, tp: int, sequence_parallel: bool,
+          gradient_bytes: int, recompute: str) -> tuple[Seconds, Seconds, Seconds]:
+    """((forward, backward) of a layer, of the embedding, of the head)."""
+    work = Work(device, software, model, batch.micro_size, batch.sequence_length, tp, sequence_parallel, gradient_bytes)
+    return work.layer(recompute), work.embedding(), work.head()
