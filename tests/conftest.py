@@ -57,7 +57,12 @@ def why_no_testbed() -> str:
     return "the testbed needs root" if os.geteuid() != 0 else ""
 
 
+LONGEST = ("test_main_job.py", "test_how_jobs_end.py", "test_readme.py", "test_export.py", "test_run_ahead.py",
+           "test_save_and_load.py", "test_layouts.py", "test_launcher_local.py", "test_failure.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)  # workers that begin with them end together
     reason = why_no_testbed()
     for item in items:
         if reason and item.get_closest_marker("slurm"):
