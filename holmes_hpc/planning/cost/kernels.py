@@ -20,6 +20,7 @@ from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, make
 
 # Rows and columns of a tile, and its speed beside the best.
+FILL = 64  # rows of the inner side that filling a tile's pipeline takes
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 
 
@@ -58,6 +59,10 @@ def kind(gpu: Gpu) -> Kind:
                 gpu.peak_tflops / 2, 0.66, 0.4, known=False)
 
 
+Share = Annotated[float, key("of a table's figure, of a bandwidth, or times what was counted", gt=0)]
+Time = Annotated[float, key("seconds", unit="s", ge=0)]
+
+
 @dataclass(frozen=True)
 class Stack:
     """What programs of today reach on top of the kinds' tables, one set of constants for all GPUs and programs, fitted
@@ -66,29 +71,29 @@ class Stack:
     `product`, `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`:
     of the bandwidth for kernels of a token's width, and for those that go through one large array (scores, gradients,
     optimizer, loss). `unfused`, `loose`: bytes that unfused attention, other unfused operations move, of those counted.
-    `loss_bytes`: of a logit, forward, by the loss. `launch_s`: of a kernel, on
-    the CPU; `gap_s`: between two of them on the GPU. `pass_s`: of every pass; `step_s`: of every step.
-    `ring_s`, `hop_s`: of a collective inside a node, and for each of its ranks. `local`, `ib`, `transfer`: share of the
-    nominal rate that collectives in a node, those over InfiniBand and stage transfers reach.
+    `loss_bytes`: of a logit, forward, by the loss. `launch_s`: of a kernel, on the CPU; `gap_s`: between two of them on
+    the GPU. `pass_s`: of every pass; `step_s`: of every step. `ring_s`, `hop_s`: of a collective inside a node, and for
+    each of its ranks (all-reduces of 2 to 8 A100, github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`,
+    `transfer`: share of the nominal rate that collectives in a node, those over InfiniBand and stage transfers reach.
     """
 
-    product: float = 0.975
-    memory: float = 0.85
-    stream: float = 0.84
-    flash: float = 1.0
-    flash1: float = 0.58
-    unfused: float = 0.75
-    loose: float = 2.0
-    loss_bytes: float = 5.0
-    launch_s: float = 2.7e-05
-    gap_s: float = 5.7e-06
-    pass_s: float = 0.001
-    step_s: float = 0.005
-    ring_s: float = 2e-5
-    hop_s: float = 7e-6
-    local: float = 0.83
-    ib: float = 0.43
-    transfer: float = 0.9
+    product: Share = 0.974
+    memory: Share = 0.85
+    stream: Share = 0.862
+    flash: Share = 1.0
+    flash1: Share = 0.563
+    unfused: Share = 1.04
+    loose: Share = 1.76
+    loss_bytes: Share = 9.5
+    launch_s: Time = 2.93e-5
+    gap_s: Time = 4.8e-6
+    pass_s: Time = 1.3e-3
+    step_s: Time = 3.1e-3
+    ring_s: Time = 2e-5
+    hop_s: Time = 7e-6
+    local: Share = 0.78
+    ib: Share = 0.446
+    transfer: Share = 0.9
 
     def __post_init__(self) -> None:
         check(self, "stack")
@@ -134,15 +139,17 @@ class Device:
         return moved / (self.bandwidth * self.stack.stream)
 
     def product_s(self, m: int, n: int, k: int) -> float:
-        """Seconds of (m, k) x (k, n)."""
-        sms, waves = self.kind.sms, math.inf
+        """Seconds of (m, k) x (k, n). Where tiles do not fill the GPU, several may share the sums of one (split-K),
+        whose parts are added up in fp32."""
+        sms, best = self.kind.sms, math.inf
+        rate = self.peak * self.kind.product * self.stack.product
         for rows, columns, speed in TILES:
             tiles = -(-m // rows) * -(-n // columns)
-            waves = min(waves, -(-tiles // sms) * rows * columns / speed)
-        flops = 2.0 * waves * sms * (k + 64)  # 64: filling a tile's pipeline
+            for parts in (1, 2, 4) if tiles < 2 * sms else (1,):
+                flops = 2.0 * -(-tiles * parts // sms) * sms * rows * columns * (k / parts + FILL) / speed
+                best = min(best, flops / rate + (self.streamed_s(8.0 * parts * m * n) if parts > 1 else 0.0))
         odd = max(_odd(side * self.element) for side in (m, n, k))
-        moved = self.element * (m * k + k * n + m * n)
-        return max(odd * flops / (self.peak * self.kind.product * self.stack.product), self.streamed_s(moved))
+        return max(odd * best, self.streamed_s(self.element * (m * k + k * n + m * n)))
 
     def scores_s(self, pairs: float, width: int) -> float:
         """Seconds of one of attention's two batched products, without its scores' traffic: `pairs` of a query and a

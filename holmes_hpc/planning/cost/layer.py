@@ -18,8 +18,8 @@ from holmes_hpc.planning.cost.software import Software
 
 Seconds = tuple[float, float]  # forward, backward
 # Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals and what attention
-# is made of; each operation that is not fused is one more. Backward has about twice as many. Under TP the two collectives
-# also wait for the slowest rank, as long as about one launch for each.
+# is made of; each operation that is not fused is one more. Backward has about twice as many. Under TP there are two
+# collectives, which wait for the slowest rank too: the more ranks, the longer.
 KERNELS, KERNELS_NORM, KERNELS_LOOSE, KERNELS_TP = 16, 5, 6, 3
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 
