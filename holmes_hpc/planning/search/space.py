@@ -239,7 +239,8 @@ class _OneSize:
         """Of each row of stages of each fabric; infinite where the weights alone do not fit."""
         stages, micro_batches, used = counts.sum(axis=1), self.shares // dp, counts > 0
         reduce, gather = self._sync_s(dp)
-        here = tau[:, None] / self.each * used  # layers of a stage in each fabric
+        here = tau[:, None] / self.each * used  # layers of a stage in each fabric, of which not all are needed
+        here *= np.minimum(1, self.layers / np.maximum((here * counts).sum(axis=1), 1e-9))[:, None]
         inside, across = self._transfers_s(dp)
         slowest, several = (across * used).max(axis=1), used.sum(axis=1) > 1
         transfers = 2 * ((counts * inside).sum(axis=1) + slowest * (used.sum(axis=1) - 1))
