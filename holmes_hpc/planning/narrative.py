@@ -76,6 +76,10 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, "
              f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU"]
     lines += [f"  {PARTS[name]:<22} {s:9.3g} s  {s / total:4.0%}" for s, name in parts if s > 0]
+    if predicted.interval_s is not None:
+        low, high = predicted.interval_s
+        lines += _wrapped(f"Of published runs like it, nine in ten took {low / total:.0%} to {high / total:.0%} of what"
+                          f" was predicted: here {low:.3g} to {high:.3g} s. `holmes calibrate` tells more.")
     worst = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
     room = plan.site.fabric(plan.stages[worst].fabric).gpu.memory_gib
     used = predicted.memory_bytes_per_gpu[worst] / 2**30

@@ -13,6 +13,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.uncertainty import SUPPOSED, UNKNOWN, spread, spreads
+from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.plan import Plan
 
@@ -28,6 +29,7 @@ def test_an_interval_is_that_of_like_runs() -> None:
     assert made is not None and made.interval_s is not None
     found = spread(2, True)
     assert made.interval_s == pytest.approx((made.step_time_s * found.low, made.step_time_s * found.high))
+    assert any("nine in ten" in line for line in explain(plan(A100), Costs()))
 
 
 @pytest.mark.parametrize(("name", "wider"), [("b200", SUPPOSED), ("tpu-v9", UNKNOWN)])
