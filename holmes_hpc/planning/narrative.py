@@ -18,6 +18,7 @@ from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
 
 WIDTH = 100
+CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
 
 def explain(plan: Plan, costs: Costs) -> list[str]:
@@ -27,7 +28,7 @@ def explain(plan: Plan, costs: Costs) -> list[str]:
         lines += ["", *_step(plan, plan.predicted), *_stage_transfers(plan, costs), "",
                   *_helps(plan, plan.predicted, costs)]
     if plan.alternatives:
-        lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a))]
+        lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a)), *_too_close(plan)]
     if plan.unused:
         lines += _wrapped("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
     if plan.assumptions:
@@ -154,6 +155,20 @@ def _runner_up(other: dict[str, Any]) -> list[str]:
     nodes = ", ".join(f"{n} x {f}" for f, n in other["nodes"].items())
     return _wrapped(f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
                     f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}", "  ")
+
+
+def _too_close(plan: Plan) -> list[str]:
+    """What would tell the plan from a runner-up that is hardly slower, where nobody measured these GPUs."""
+    predicted = plan.predicted
+    if predicted is None or predicted.interval_s is None:
+        return []
+    near = [a for a in plan.alternatives if a["predicted"]["step_time_s"] < (1 + CLOSE) * predicted.step_time_s]
+    if not near:
+        return []
+    p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
+    return _wrapped(f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
+                    f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']} plan.dp={p['dp']}"
+                    f" 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}.")
 
 
 def _layers(layers: list[int]) -> str:

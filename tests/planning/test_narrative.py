@@ -1,0 +1,42 @@
+"""What is said of a plan: when a runner-up is too close to call, and how to find out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import yaml
+from sites import A100
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.narrative import explain
+from holmes_hpc.planning.search.best import best_plan
+
+MODEL, BATCH = named("gpt_3_6b"), Batch(256, 2, 2048)
+SITE = Site("twins", tuple(Fabric(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps)
+                           for name, gbps in (("a", 800.0), ("b", 790.0))))
+
+
+def test_a_runner_up_that_is_too_close_comes_with_the_way_to_find_out() -> None:
+    plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="one-fabric"), Costs())
+    text = " ".join(explain(plan, Costs()))
+    said = re.search(r"too close for a prediction to tell\. .* with plan\.tp=(\d+) plan\.pp=(\d+) plan\.dp=(\d+)"
+                     r" 'plan\.nodes=(\{.*?\})' plan\.virtual_stages=(\d+)\.", text)
+    assert said is not None, text
+    tp, pp, dp, chunks = (int(said[i]) for i in (1, 2, 3, 5))
+    told = best_plan(MODEL, BATCH, SITE, PlanOptions(tp=tp, pp=pp, dp=dp, virtual_stages=chunks,
+                                                     nodes=yaml.safe_load(said[4])), Costs())
+    near = plan.alternatives[0]
+    assert told.predicted is not None
+    assert told.predicted.step_time_s == pytest.approx(near["predicted"]["step_time_s"], rel=0.01)
+
+
+def test_nothing_is_said_where_runners_up_are_far_behind() -> None:
+    plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="one-fabric"), Costs())
+    slow = tuple({**a, "predicted": {**a["predicted"], "step_time_s": 9e9}} for a in plan.alternatives)
+    assert "too close" not in " ".join(explain(replace(plan, alternatives=slow), Costs()))
