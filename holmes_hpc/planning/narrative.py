@@ -167,8 +167,8 @@ def _too_close(plan: Plan) -> list[str]:
         return []
     p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
     return _wrapped(f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
-                    f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']} plan.dp={p['dp']}"
-                    f" 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}.")
+                    f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
+                    f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}.")
 
 
 def _layers(layers: list[int]) -> str:
