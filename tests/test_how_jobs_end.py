@@ -14,6 +14,8 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
 
+SMALL = ["model.layers=4", "model.hidden=64", "model.ffn=160"]  # what ends a job has nothing to do with its size
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
@@ -25,7 +27,7 @@ def runs(tmp_path_factory) -> Path:
 def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank):
     name = f"killed-{rank}"
     follower = subprocess.Popen(
-        [HOLMES, "run", f"name={name}", "plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "train.steps=2000",
+        [HOLMES, "run", f"name={name}", *SMALL, "plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "train.steps=2000",
          "train.pace_layer_ms=5", "train.watchdog_s=9000", "train.net_timeout_s=3000"],  # no time-out helps
         env={**os.environ, "HOLMES_RUNS": str(runs)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = RunDirectory(runs / name)
@@ -47,13 +49,14 @@ def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank):
 @pytest.mark.slurm
 def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path):
     """Trained on 2 InfiniBand and 2 RoCE nodes, then on 4 InfiniBand nodes: the losses of one process all the way."""
-    train = ["train.lr=2e-3", "train.lr_decay_steps=12", "train.checkpoint_interval=3"]
+    train = [*SMALL, "train.lr=2e-3", "train.lr_decay_steps=12", "train.checkpoint_interval=3"]
     done = holmes("run", "name=moved", "plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "train.steps=6", *train,
                   HOLMES_RUNS=str(runs))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     four = str(tmp_path / "four-ib.yaml")
     micro = Plan.read(runs / "moved" / "plan.yaml").batch.micro_size
-    assert holmes("plan", "plan.nodes={ib-a: 4}", "plan.pp=2", f"batch.micro_size={micro}", "-o", four).returncode == 0
+    assert holmes("plan", *SMALL, "plan.nodes={ib-a: 4}", "plan.pp=2", f"batch.micro_size={micro}", "-o", four,
+                  ).returncode == 0
     done = holmes("resume", "moved", "train.steps=12", "--plan", four, HOLMES_RUNS=str(runs))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     done = holmes("run", "launcher=local", "name=unmoved", "train.steps=12", f"batch.micro_size={micro}", *train,
@@ -112,7 +115,7 @@ def test_a_full_disk_while_logging_is_one_line_and_code_1(tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
     try:
         follower = subprocess.Popen(
-            [HOLMES, "run", "launcher=local", f"run_dir={disk}/run", "plan.dp=2", "train.steps=5000"],
+            [HOLMES, "run", "launcher=local", f"run_dir={disk}/run", *SMALL, "plan.dp=2", "train.steps=5000"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         run = RunDirectory(disk / "run")
         wait_for(lambda: run.exists() and len(run.metrics()) >= 2, follower)
