@@ -166,11 +166,11 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
         return False
     if declared.says.one_of and value is not None and value not in declared.says.one_of:
         return False
-    members = _members(declared.type)
+    classes, only_dataclasses, nullable = _classes(cls, name)
     if dataclasses.is_dataclass(value) or isinstance(value, Enum):
-        return isinstance(value, tuple(m for m in members if isinstance(m, type)))
-    if all(dataclasses.is_dataclass(m) for m in members):
-        return value is None and type(None) in _all_members(declared.type)
+        return isinstance(value, classes)
+    if only_dataclasses:
+        return value is None and nullable
     if isinstance(value, float):
         value = float(value)  # of numpy's too, which msgspec does not know
     try:
@@ -178,6 +178,15 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
     except msgspec.ValidationError:
         return False
     return True
+
+
+@cache
+def _classes(cls: Any, name: str) -> tuple[tuple[type, ...], bool, bool]:
+    """(the classes that a key's value may have, whether all are dataclasses, whether it may be null)."""
+    every = _all_members(keys(cls)[name].type)
+    members = [m for m in every if m is not type(None)]
+    return (tuple(m for m in members if isinstance(m, type)), all(dataclasses.is_dataclass(m) for m in members),
+            type(None) in every)
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
@@ -95,6 +96,16 @@ class Costs:
     def link(self, transport: Transport, gpu: Gpu, collective: str = "") -> Link:
         """Latency and efficiency of a transport, for messages or for a `collective` (reduce_scatter or all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
+        key = name, gpu, collective
+        if key not in self._known_links:  # a search asks a hundred thousand times
+            self._known_links[key] = self._link(name, gpu, collective)
+        return self._known_links[key]
+
+    @cached_property
+    def _known_links(self) -> dict[tuple[str, Gpu, str], Link]:
+        return {}
+
+    def _link(self, name: str, gpu: Gpu, collective: str) -> Link:
         measured = self.calibration.links if self.calibration is not None else {}
         found = measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
         if name == "ib" and not measured and self.modelled(gpu):

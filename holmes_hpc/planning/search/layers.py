@@ -55,13 +55,12 @@ def balanced(layout: Layout, most_gib: float | None = None) -> tuple[np.ndarray,
     whether any stage has as many layers as its memory holds). None if the layers do not fit. Adding layers one by one
     where the result is least is optimal for such a maximum."""
     stages, layers, chunks = layout.parallel.pp, layout.model.layers, layout.parallel.virtual_stages
+    most, made = _most(layout, most_gib), np.full(stages, chunks)
+    if (made > most).any() or most.sum() < layers or made.sum() > layers:
+        return None
     one, two = _load(layout, _one_and_two(layout))
     each = (two - one) / chunks  # seconds of a further layer; what is left: embedding, head
     fixed = one - each * chunks
-    most = _most(layout, most_gib)
-    made = np.full(stages, chunks)
-    if (made > most).any() or most.sum() < layers or made.sum() > layers:
-        return None
     for _ in range(layers - made.sum()):
         after = np.where(made < most, fixed + each * (made + 1), np.inf)
         made[int(np.argmin(after))] += 1
