@@ -244,7 +244,8 @@ class _OneSize:
         inside, across = self._transfers_s(dp)
         slowest, several = (across * used).max(axis=1), used.sum(axis=1) > 1
         transfers = 2 * ((counts * inside).sum(axis=1) + slowest * (used.sum(axis=1) - 1))
-        inner = np.where(counts > 2, 2, counts > 1)  # one NIC carries both ways of a stage between two of its fabric
+        alone = np.array([self.tp * dp >= o.per_node for o in self.offers])  # no two stages on a node
+        inner = np.where((counts > 2) & alone, 2, counts > 1)  # one NIC then carries both ways of a stage between two
         wire = np.maximum((inside * inner).max(axis=1), slowest * several)
         shard = self.held + layer_parameters(self.space.model, self.tp) * 8 / (
             dp if self.space.options.distributed_optimizer else 1)
