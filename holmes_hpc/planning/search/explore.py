@@ -55,19 +55,19 @@ class Explored:
 
 def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clock: Clock) -> Explored:
     """The placements' best ways. `whole`: estimates are not trusted, every placement is taken apart."""
-    queue: list[tuple[float, int, Placement | Candidate]] = []
     done: list[Candidate] = []
-    least = inf
-    for at, placement in enumerate(placements):
-        queue.append((0.0 if whole else placement.least_s / OVER, at, placement))
-    count = len(queue)
-    for at in _firsts(placements, len(evaluator.site.fabrics)):
-        ways = list(evaluator.ways(placements[at], inf))
-        if ways:
-            done.append(evaluator.simulated(min(ways, key=lambda w: (w.bound, w.key())), ROUGH))
-            least = min(least, done[-1].seconds)
+    ways: list[Candidate] = []  # of the first placements, that wait
+    firsts = _firsts(placements, len(evaluator.site.fabrics))
+    for at in firsts:
+        if found := sorted(evaluator.ways(placements[at]), key=lambda w: (w.bound, w.key())):
+            done.append(evaluator.simulated(found[0], ROUGH))
+            ways += found[1:]
+    least = min((c.seconds for c in done), default=inf)
+    queue: list[tuple[float, int, Placement | Candidate]] = [
+        (0.0 if whole else p.least_s / OVER, at, p) for at, p in enumerate(placements) if at not in firsts]
+    queue += [(way.bound, len(placements) + i, way) for i, way in enumerate(ways)]
+    count = len(placements) + len(ways)
     heapq.heapify(queue)
-    tried = {_identity(c) for c in done}
     promised = inf
     while queue:
         promised = queue[0][0]
@@ -79,7 +79,7 @@ def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clo
                 if way.bound < least:
                     count += 1
                     heapq.heappush(queue, (way.bound, count, way))
-        elif _identity(item) not in tried:
+        else:
             done.append(evaluator.simulated(item, ROUGH))
             least = min(least, done[-1].seconds)
         clock.tell(f"planning: {len(done)} ways simulated, the best takes {least:.4g} s a step, of the others none less"
@@ -87,15 +87,10 @@ def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clo
     return Explored(sorted(done, key=Candidate.key), promised if queue else inf)
 
 
-def _firsts(placements: list[Placement], fabrics: int) -> list[int]:
+def _firsts(placements: list[Placement], fabrics: int) -> tuple[int, ...]:
     """Where among `placements` the first is on each fabric alone, each pair, and all: they are always simulated."""
     first: dict[frozenset[str], int] = {}
     for at, placement in enumerate(placements):
         if required(len(placement.fabrics), fabrics):
             first.setdefault(placement.fabrics, at)
-    return sorted(first.values())
-
-
-def _identity(candidate: Candidate) -> tuple[object, ...]:
-    placement, layout = candidate.placement, candidate.layout
-    return placement.key(), placement.strategy, layout.parallel, layout.recompute
+    return tuple(sorted(first.values()))
