@@ -26,12 +26,11 @@ from holmes_hpc.planning.cost.flops import (
 from holmes_hpc.planning.cost.hardware import (
     FITTED,
     GLOO_LINKS,
+    NCCL_LINKS,
     Collectives,
-    Fitted,
     Link,
     collectives,
     memory_gbps,
-    published_links,
 )
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer import Seconds, times
@@ -48,7 +47,8 @@ class Costs:
     calibration must have been made at the same pace and, if `dtype` says one, with the same type.
 
     `dtype`: of weights and activations; None: fp32 on CPUs, bf16 on GPUs. `gradient_bytes`: of a gradient element in
-    the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: what the training program does.
+    the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: what the training program does. `stack`:
+    what kernels and links reach on GPUs that nobody measured.
     """
 
     calibration: Calibration | None = None
@@ -56,7 +56,6 @@ class Costs:
     dtype: str | None = None
     gradient_bytes: int | None = None
     software: Software = CURRENT
-    fitted: Fitted = FITTED
     stack: Stack = STACK
 
     def __post_init__(self) -> None:
@@ -113,7 +112,7 @@ class Costs:
         return found
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
-        return GLOO_LINKS if gpu.is_cpu else published_links(self.fitted)
+        return GLOO_LINKS if gpu.is_cpu else NCCL_LINKS
 
     def layer_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
                 recompute: str = "none") -> tuple[float, float]:
@@ -212,10 +211,10 @@ class Costs:
         return self._memory_s(2.0 * weights * (self.weight_bytes(gpu) + self.gradient_size(gpu)), gpu)
 
     def _matrix_s(self, flops: float, gpu: Gpu) -> float:
-        return flops / (gpu.peak_tflops * 1e12 * self.fitted.matrix)
+        return flops / (gpu.peak_tflops * 1e12 * FITTED.matrix)
 
     def _memory_s(self, moved: float, gpu: Gpu) -> float:
-        return moved / (memory_gbps(gpu) * 1e9 * self.fitted.memory)
+        return moved / (memory_gbps(gpu) * 1e9 * FITTED.memory)
 
     def _rest_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu, sequence_parallel: bool,
                 ) -> float:

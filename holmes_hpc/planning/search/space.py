@@ -25,7 +25,7 @@ from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.search.estimate import Estimate
 from holmes_hpc.planning.search.limit import SMALL, Limit, required
 from holmes_hpc.planning.search.offers import Offer, divisors, micro_sizes, offers
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport, TransportRule
 
 FEW = 512  # combinations up to which all are listed
 KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them
@@ -117,8 +117,8 @@ class _OneSize:
         gpus = [o.fabric.gpu for o in usable]
         self.each = np.array([sum(costs.layer_s(model, batch, tp, g, parallel, recompute)) for g in gpus])
         self.head = min(sum(costs.head_s(model, batch, tp, g)) for g in gpus)
-        fabrics = [(o.fabric, TCP if o.fabric.rdma_gbps is None else Transport("rdma", o.fabric.nic, o.fabric.name))
-                   for o in usable]
+        rule = TransportRule(space.site, "holmes", frozenset(), one_node=False)
+        fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
         self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
                          for what in ("", "reduce_scatter", "all_gather")}
         self.between = np.array([self._between(f, costs) for f, _ in fabrics])
