@@ -10,6 +10,7 @@ from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings
+from holmes_hpc.fabric.local_gpus import local_gpus
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_slurm import read_site
@@ -22,10 +23,16 @@ from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import make
 
 
-def local_site(processes: int) -> Site:
-    """This machine as a site of one node that holds `processes` ranks."""
-    fabric = Fabric("local", NicType.ETHERNET, "local", 1, processes, ethernet_gbps=10, gpu=CPU, gres=False)
-    return Site("local", (fabric,), ("one machine: its processes stand for accelerators",))
+def local_site(processes: int, device: str) -> Site:
+    """This machine as a site of one node that holds `processes` ranks: on its GPUs where it has as many, and `device`
+    (``train.device``) is not cpu."""
+    gpus = local_gpus() if device != "cpu" else []
+    if len(gpus) >= processes:
+        gpu, says = gpus[0], f"one machine, {gpus[0].name}"
+    else:
+        gpu, says = CPU, "one machine: its processes stand for accelerators"
+    fabric = Fabric("local", NicType.ETHERNET, "local", 1, processes, ethernet_gbps=10, gpu=gpu, gres=False)
+    return Site("local", (fabric,), (says,))
 
 
 def given_site(site_file: str | None, settings: NodeSettings) -> Site:
@@ -37,7 +44,7 @@ def site(config: Configuration) -> Site:
     """The site of a configuration: its site file, this machine for the local launcher, else what Slurm tells."""
     if config.local and not config.site_file:
         plan = config.plan
-        return local_site(plan.gpus_per_node or (plan.tp or 1) * (plan.pp or 1) * (plan.dp or 1))
+        return local_site(plan.gpus_per_node or (plan.tp or 1) * (plan.pp or 1) * (plan.dp or 1), config.train.device)
     return given_site(config.site_file, node_settings(config))
 
 

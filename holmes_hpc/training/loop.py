@@ -29,7 +29,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
-from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.model import gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
@@ -127,6 +127,7 @@ class Trainer:
         if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
+        replicas.check(chunks, plan.model.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)

@@ -298,7 +298,7 @@ def test_stages_hold_what_is_in_flight() -> None:
 
 def test_sequence_parallel_and_recomputation_save_memory() -> None:
     model, tokens = named("gpt3_175b"), 2048
-    sizes = [layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False)[0]
+    sizes = [layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False, False)[0]
              for parallel, recompute in ((False, "none"), (True, "none"), (True, "selective"), (True, "full"))]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[3] == tokens * 12288 * 2 / 8

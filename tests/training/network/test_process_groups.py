@@ -37,6 +37,7 @@ def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch)
         assert one.config.net_name == two.config.net_name == name and one is not two and one.config is not two.config
 
 
+@pytest.mark.nccl
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="not shown here: this torch has no ProcessGroupNCCL")
 @pytest.mark.parametrize(("transport", "name"), NAMES)
 def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
