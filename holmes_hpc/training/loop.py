@@ -21,7 +21,7 @@ from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training import session
+from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets
 from holmes_hpc.training.data.samples import batches
@@ -110,7 +110,8 @@ class Trainer:
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config)
+        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config,
+                                            here.device)
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = schedules.forward_backward(plan, self.trace)
         if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
@@ -127,6 +128,11 @@ class Trainer:
         if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
+        if here.cuda:
+            watchdog.alive("warming up", LONG)
+            warm_up.connect(self.groups, here.device)
+            warm_up.local_passes(self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length,
+                                 here.device)
         replicas.check(chunks, plan.model.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
@@ -242,7 +248,7 @@ class Trainer:
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
-        return [batches(dataset, self.plan, rank, start_step) for _ in self.models]
+        return [batches(dataset, self.plan, rank, start_step, self.here.device) for _ in self.models]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""

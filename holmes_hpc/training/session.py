@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holmes_hpc import __version__
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, RunFailed
+from holmes_hpc.errors import HolmesError, NetworkError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
@@ -27,7 +27,7 @@ from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
-from holmes_hpc.training.rank import cpu, launch
+from holmes_hpc.training.rank import cpu, cuda, launch
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import say
@@ -83,18 +83,14 @@ def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
         say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
 
 
-def use_cuda(wanted: str) -> bool:
-    """Whether to train on CUDA: ``auto`` where there is a device. ConfigError for ``cuda`` without one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
-    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-
-
 def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place
     or network is one line, on every rank, before the first group is made."""
-    began, cuda = time.perf_counter(), use_cuda(train.device)
-    if not cuda:
+    began, on_gpu = time.perf_counter(), cuda.wanted(train.device, plan)
+    if on_gpu:
+        if (warning := cuda.connect_queues(plan, min(own.rank, plan.world_size - 1), os.environ)) is not None:
+            say(warning)
+    else:
         cpu.install()
         ranks_here = plan.components[plan.component_of(min(own.rank, plan.world_size - 1))].gpus_per_node
         torch.set_num_threads(cpu.threads(os.environ, own.world_size if own.one_host else ranks_here,
@@ -105,7 +101,7 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, cuda)
+        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
         warnings = interfaces.refuse(node)
     except HolmesError as e:
         _tell_the_others(own, run, rank_exit, e)
@@ -119,8 +115,8 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         say(str(finding))
     if own.local_rank == 0 and not own.one_host:
         rank_exit.guard(audit.nic_check(node))
-    made = process_groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
-    device = process_groups.device(own.local_rank, cuda)
+    made = process_groups.Groups(plan, node, own.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
+    device = process_groups.device(own.local_rank, on_gpu)
     process_groups.check_devices(device, own.rank, store, nodes)
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()

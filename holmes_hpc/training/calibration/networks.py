@@ -47,7 +47,7 @@ class Sample:
 
 def moment() -> float:
     """The time when all that this rank has started is done."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # only a session on CUDA does that
         torch.cuda.synchronize()
     return time.perf_counter()
 
