@@ -54,8 +54,8 @@ def matches(value: str, name: str, port: int | None = None) -> bool:
 def narrowed(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str = "") -> NodeNics:
     """`nics` limited to what the site names for the job and what NCCL's variables in `env` allow.
 
-    A name decides; a variable only chooses among what could be used, and where it allows nothing of that it is left to
-    :func:`refusals`. Raises SiteError for an interface or a device that is named and not there.
+    A name decides; a variable only chooses among what could be used (no management ports), and where it allows nothing
+    of that it is left to :func:`refusals`. Raises SiteError for an interface or a device that is named and not there.
     """
     where = f"node {node}" if node else "this node"
     sockets: tuple[str, ...] | None = None
@@ -65,8 +65,8 @@ def narrowed(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str 
                             hint=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}")
         sockets = (names.ethernet,)
     elif any(env.get(variable) for variable in _INTERFACES):
-        sockets = tuple(n.name for n in candidates(nics, NicType.ETHERNET)
-                        if all(_allows(env, variable, n.name) for variable in _INTERFACES)) or None
+        sockets = tuple(n.name for n in candidates(nics, NicType.ETHERNET) if n.role == "data" and n.up
+                        and all(_allows(env, variable, n.name) for variable in _INTERFACES)) or None
     return replace(nics, sockets=sockets, hcas=_hcas(nics, names, env, where))
 
 

@@ -102,6 +102,15 @@ def test_a_variable_chooses_among_what_could_be_used(tmp_path: Path) -> None:
     assert refusals(env, made, files=[]) == [] and found.rdma_gbps(ROCE) == 800
 
 
+def test_a_variable_does_not_choose_a_management_port_or_loopback() -> None:
+    node = NodeNics((*TESTBED.interfaces, Nic("mgmt0", ETHERNET, address="10.0.0.2", prefix=24),
+                     Nic("lo", ETHERNET, address="127.0.0.1", prefix=8)))
+    for env in ({"GLOO_SOCKET_IFNAME": "mgmt0"}, {"NCCL_SOCKET_IFNAME": "mgmt"}, {"NCCL_SOCKET_IFNAME": "lo"}):
+        made = environment(narrowed(node, NicNames(), env), IB)
+        assert made["GLOO_SOCKET_IFNAME"] == "eth0" and "rules out eth0" in refusals(env, made, files=[])[0].what
+    assert environment(narrowed(node, NicNames("mgmt0"), {}), IB)["GLOO_SOCKET_IFNAME"] == "mgmt0"  # the site's word
+
+
 def test_what_the_site_names_is_used_and_a_variable_against_it_refused(tmp_path: Path) -> None:
     found = nics(tmp_path, "eight_hcas_and_two_for_storage")
     named = environment(narrowed(found, NicNames("eth0", ("mlx5_3", "mlx5_4:1")), {}), IB)
