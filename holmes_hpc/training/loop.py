@@ -71,7 +71,7 @@ def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: Ran
     rank_exit.before_exit = dump_stacks
     watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config.train, own, plan, run, rank_exit)
+        here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)

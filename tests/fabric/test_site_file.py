@@ -1,8 +1,10 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.site import NicNames
 from holmes_hpc.fabric.site_file import read_site_file
 
 GOOD = """
@@ -29,6 +31,24 @@ def test_the_documented_file(tmp_path: Path) -> None:
     assert type(site).from_dict(site.to_dict()) == site
 
 
+NAMED = GOOD.replace("nodes: 4, gpus_per_node: 8}", """nodes: 4, gpus_per_node: 8, ethernet: bond0,
+     hca: [mlx5_0, mlx5_1], storage: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64'], nccl_net: IBext_v11,
+     node_nics: {'ib[3-4]': {ethernet: eno2}, ib9: {hca: [mlx5_3]}}}""", 1)
+
+
+def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> None:
+    site = read(tmp_path, NAMED)
+    ib = site.fabric("ib-a")
+    storage = ("mlx5_8", "10.9.0.0/16", "fec0:0:0:1::/64")
+    assert ib.nic_names("ib1") == NicNames("bond0", ("mlx5_0", "mlx5_1"), storage)
+    assert ib.nic_names("ib4") == NicNames("eno2", ("mlx5_0", "mlx5_1"), storage)
+    assert ib.nic_names("ib9") == NicNames("bond0", ("mlx5_3",), storage)
+    assert type(site).from_dict(json.loads(json.dumps(site.to_dict()))) == site
+    assert site.digest() == read(tmp_path, GOOD).digest()  # the hardware is the same
+    assert hash(site) is not None
+    assert site.fabric("roce-a").nic_names("x") == NicNames() and "hca" not in site.to_dict()["fabrics"][1]
+
+
 def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     site = read(tmp_path, GOOD)
     assert site.digest() == read(tmp_path, GOOD).digest()
@@ -46,6 +66,10 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
     ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
     ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
+    ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
+    ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
+    ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is no network"),
+    ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
     ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
     ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
     ("partition: gpu-ib,", "", "partition is missing"),

@@ -25,7 +25,7 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     groups = [("world", [0, 1, 2, 3], slow), ("tp", [0, 1], none), ("tp", [2, 3], none), ("dp", [0, 2], fast),
               ("dp", [1, 3], fast)]
     store = dist.HashStore()
-    ranks = [SimpleNamespace(launch=SimpleNamespace(rank=rank, world_size=4), nodes=nodes, store=store,
+    ranks = [SimpleNamespace(launch=SimpleNamespace(rank=rank, world_size=4), nodes=nodes, store=store, cpus="",
                              groups=SimpleNamespace(made=[group(*g) for g in groups if rank in g[1]]))
              for rank in range(4)]
     for rank in ranks:
