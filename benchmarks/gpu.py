@@ -213,9 +213,10 @@ def main() -> int:
           f"loop {flops / theirs / 1e12:.4g} TFLOP/s and {their_bytes / 2**30:.2f} GiB: {theirs / ours:.3f} times its "
           "speed")
     if given.json:
-        print(json.dumps({"holmes_tflops": flops / ours / 1e12, "loop_tflops": flops / theirs / 1e12,
-                          "speed_ratio": theirs / ours, "holmes_gib": our_bytes / 2**30, "loop_gib": their_bytes / 2**30,
-                          "predicted_gib": predicted / 2**30, "pairs": given.pairs, "steps": given.steps}))
+        print(json.dumps({
+            "holmes_tflops": flops / ours / 1e12, "loop_tflops": flops / theirs / 1e12, "speed_ratio": theirs / ours,
+            "holmes_gib": our_bytes / 2**30, "loop_gib": their_bytes / 2**30, "predicted_gib": predicted / 2**30,
+            "pairs": given.pairs, "steps": given.steps}))
     return 0
 
 

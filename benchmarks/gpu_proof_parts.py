@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,8 @@ def start(device: str) -> Figures:
         ("gloo", "LAZY")]
     for backend, loading in ways:
         began = time.monotonic()
-        done = _python(_START.format(device=device, backend=backend), 40 if device == "cuda" else 300, {"CUDA_MODULE_LOADING": loading})
+        done = _python(_START.format(device=device, backend=backend), 40 if device == "cuda" else 300,
+                       {"CUDA_MODULE_LOADING": loading})
         found["seconds"][f"{backend} {loading.lower()}"] = round(time.monotonic() - began, 1)
         if done.returncode:
             found["wrong"].append(f"{backend}, {loading.lower()} loading: {_last(done)}")
@@ -65,7 +65,8 @@ def tests(device: str) -> Figures:
         subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "60",
                         f"--junitxml={report}", str(ROOT / "tests" / "training")], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))  # pytest's own file
-    ended = {kind: [c.get("name") for c in cases if c.find(kind) is not None] for kind in ("failure", "error", "skipped")}
+    ended = {kind: [c.get("name") for c in cases if c.find(kind) is not None]
+             for kind in ("failure", "error", "skipped")}
     passed = len(cases) - sum(map(len, ended.values()))
     return {"passed": passed, "wrong": [f"{kind}: {name}" for kind, names in ended.items() for name in names]
             + ([] if passed else ["no test ran"])}
@@ -104,11 +105,12 @@ torch.cuda.synchronize()
 
 def speed(device: str) -> Figures:
     """benchmarks/gpu.py on gpt_small and on a model of a billion parameters."""
-    sizes = {"gpt_small": (SMALL, 2, 20), "gpt_1b": (BILLION, 1, 15)} if device == "cuda" else {"gpt_tiny": (TINY, 1, 7)}
+    sizes = {"gpt_small": (SMALL, 2, 20), "gpt_1b": (BILLION, 1, 15)} if device == "cuda" else {"tiny": (TINY, 1, 7)}
     found: Figures = {"wrong": []}
     for name, (overrides, pairs, steps) in sizes.items():
-        done = subprocess.run([sys.executable, str(HERE / "gpu.py"), "--device", device, "--pairs", str(pairs),
-                               "--steps", str(steps), "--json", *overrides], capture_output=True, text=True, check=False)
+        words = ["--device", device, "--pairs", str(pairs), "--steps", str(steps), "--json", *overrides]
+        done = subprocess.run([sys.executable, str(HERE / "gpu.py"), *words], capture_output=True, text=True,
+                              check=False)
         if done.returncode:
             found["wrong"].append(f"{name}: {_last(done)}")
             continue
@@ -175,8 +177,8 @@ def calibrate(device: str) -> Figures:
         run = (Path(folder, "run", "run.yaml")).read_text()
     figures = {name: float(value) for name, value in re.findall(r"(\w*step_time_s): ([\d.e-]+)", run)}
     ratio = figures["predicted_step_time_s"] / figures["step_time_s"]
-    return {**figures, "predicted_over_measured": round(ratio, 3),
-            "wrong": [f"predicted {ratio:.3f} of what was measured"] if device == "cuda" and abs(ratio - 1) > 0.1 else []}
+    wrong = [f"predicted {ratio:.3f} of what was measured"] if device == "cuda" and abs(ratio - 1) > 0.1 else []
+    return {**figures, "predicted_over_measured": round(ratio, 3), "wrong": wrong}
 
 
 def weights(device: str) -> Figures:

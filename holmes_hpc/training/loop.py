@@ -101,7 +101,7 @@ class Trainer:
 
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
-        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
+        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
         chunks = gpt.build(plan, self.model_config, train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)

@@ -101,7 +101,7 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        said = _check_cuda(plan, own.rank, on_gpu, train.device)
+        said = _check_cuda(plan, own.rank, on_gpu, train)
         nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
         traffic = Traffic(plan, own, nics)
         node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
@@ -132,16 +132,20 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
     return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus)
 
 
-def _check_cuda(plan: Plan, rank: int, on_gpu: bool, wanted: str) -> list[str]:
+def _check_cuda(plan: Plan, rank: int, on_gpu: bool, train: TrainConfig) -> list[str]:
     """Raise what forbids training on CUDA; lines for the log come back. Without CUDA only a driver that is there and
     cannot be used, though the plan counts on GPUs, is worth a look."""
     planned = not plan.site.fabric(plan.places[rank].fabric).gpu.is_cpu
-    if not on_gpu and (wanted == "cpu" or not planned):
+    if not on_gpu and train.fp8 is None and (train.device == "cpu" or not planned):
         return []
     facts = cuda_check.gather()
     if on_gpu or facts.driver:
         for problem in cuda_check.problems(facts):
             raise problem
+    if train.fp8 is not None:
+        capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
+        if unfit := cuda_check.fp8_problem(train.fp8, on_gpu, facts.te is not None, capability):
+            raise unfit
     return list(cuda_check.remarks(facts))
 
 

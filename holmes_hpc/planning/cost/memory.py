@@ -47,8 +47,8 @@ def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int
     micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
 
     Not `fused` is what Megatron-Core's own modules keep on a CPU, tensor by tensor as autograd saves them
-    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `flash`: scores are never kept, but for a
-    number of each row. `loose_norm`, `loose`, `fp32_scores`: on a GPU, what autograd saves of norms computed in fp32, of
+    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `flash`: of scores only a number a row is
+    kept. `loose_norm`, `loose`, `fp32_scores`: on a GPU, what autograd saves of norms computed in fp32, of
     rotary positions and gates, operation by operation, and of a softmax in fp32.
     """
     m, h = model, model.hidden

@@ -28,8 +28,8 @@ class SdpaAttention(MegatronModule):
                  attention_dropout: float | None = None, softmax_scale: float | None = None,
                  cp_comm_type: str | None = None, pg_collection: Any = None) -> None:
         super().__init__(config=config)
-        for name, wanted in (("softmax_type", "vanilla"), ("window_size", None), ("apply_query_key_layer_scaling", False),
-                             ("context_parallel_size", 1)):
+        for name, wanted in (("softmax_type", "vanilla"), ("window_size", None),
+                             ("apply_query_key_layer_scaling", False), ("context_parallel_size", 1)):
             if getattr(config, name, wanted) != wanted:
                 raise ConfigError(f"torch's fused attention knows no {name}", where="model", hint="unset it")
         if attn_mask_type != AttnMaskType.causal:
@@ -46,10 +46,10 @@ class SdpaAttention(MegatronModule):
             raise ConfigError("torch's fused attention takes no mask, bias or packed sequences here", where="model",
                               hint="leave it to the causal mask")
         dropout = self._dropout if self.training else 0.0
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with self._random_numbers(dropout):
-            context = F.scaled_dot_product_attention(
-                *(t.permute(1, 2, 0, 3) for t in (query, key, value)), dropout_p=dropout, is_causal=True,
-                scale=self._scale, enable_gqa=key.size(2) < query.size(2))
+            context = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=self._scale,
+                                                     enable_gqa=key.size(2) < query.size(2))
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:

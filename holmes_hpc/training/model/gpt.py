@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -54,14 +55,17 @@ def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
     return DTYPES[name]
 
 
-def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, timers: Any = None) -> TransformerConfig:
-    """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only."""
+def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None,
+                       ) -> TransformerConfig:
+    """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only. `fp8`: the
+    recipe of Transformer Engine, which has been checked to be there."""
     m, p = plan.model, plan.parallel
-    recompute: dict[str, Any] = {}
+    te = cuda and transformer_engine()
+    more: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}
     if plan.recompute == "selective":
-        recompute = {"recompute_granularity": "selective"}
+        more |= {"recompute_granularity": "selective"}
     elif plan.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     # Megatron's own interleaved exchange frees an output while gloo may still be sending it.
     unsafe = not cuda and p.virtual_stages > 1 and plan.transport_mode == "single" and plan.schedule.kind != "ahead"
     return TransformerConfig(
@@ -77,8 +81,10 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, timers: An
         overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
         bias_dropout_fusion=cuda, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=False, apply_rope_fusion=False,
-        attention_softmax_in_fp32=True, timers=timers, **recompute)
+        # Megatron-Core's output layer needs Apex's kernel for it, its other layers Transformer Engine's
+        gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        cross_entropy_loss_fusion=te, cross_entropy_fusion_impl="te" if te else "native",
+        apply_rope_fusion=te and m.rope, attention_softmax_in_fp32=True, timers=timers, **more)
 
 
 class Norm:

@@ -58,8 +58,8 @@ def _compare(sums: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None
     rows = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(rows, own, group=group)
     for found in differences(dict(zip(ranks, (row.tolist() for row in rows), strict=True)), list(sums)):
-        raise RunFailed(found, where="weights", hint="replicas must start alike: resume from another checkpoint; if this "
-                        "was a start, say so to this package's makers, with the kinds of GPUs")
+        raise RunFailed(found, where="weights", hint="replicas must start alike: resume from another checkpoint; "
+                        "if this was a start, report it, with the kinds of GPUs")
 
 
 def differences(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:

@@ -108,7 +108,7 @@ def made_by(plan: Plan, rank: int, made: list[Made]) -> list[Made]:
         if plan.parallel.pp > 1:
             config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32,
                                      virtual_pipeline_model_parallel_size=None)
-            point_to_point.build(plan, groups.edge, rank=rank, config=config,
+            point_to_point.build(plan, groups.edge, rank=rank, config=config, device=torch.device("cpu"),
                                  pp_group=parallel_state.get_pipeline_model_parallel_group())
         groups.new(range(plan.world_size), "control", gloo=True)
         return [m for m in made if rank in m.ranks and len(m.ranks) > 1]
@@ -134,14 +134,15 @@ def wanted(plan: Plan, group: Made) -> str | None:
 
 
 def row(name: str, plan: Plan, made: Sequence[Made]) -> str:
-    """A line of docs/gpu.md: each kind of NCCL's groups with the networks that its groups ask for."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """A line of docs/gpu.md: the kinds of NCCL's groups by the network that they ask for."""
+    found: dict[str | None, set[str]] = defaultdict(set)
     for group in made:
         if group.backend == "nccl":
-            found["edge" if group.kind.startswith("edge") else group.kind].add(group.network or "inside a node")
+            found[group.network].add("edge" if group.kind.startswith("edge") else group.kind.removesuffix(" with cp"))
     p = plan.parallel
     shape = f"TP {p.tp} PP {p.pp} DP {p.dp}" + (f", {p.virtual_stages} chunks" if p.virtual_stages > 1 else "")
-    return f"| {name} ({shape}) | " + "; ".join(f"{k}: {', '.join(sorted(v))}" for k, v in sorted(found.items())) + " |"
+    columns = (", ".join(sorted(found[network])) or "–" for network in ("IB", "Socket", None))
+    return f"| {name} ({shape}) | {' | '.join(columns)} |"
 
 
 @pytest.mark.nccl
