@@ -141,7 +141,7 @@ class Costs:
         if measured is not None:
             return measured
         found = self._links(fabric.gpu)[name]
-        if name == "ib" and self.modelled(fabric):
+        if name == "ib" and not (fabric.gpu.is_cpu or self.pace_layer_ms):
             return replace(found, efficiency=self.stack.ib if collective else self.stack.transfer)
         return found
 

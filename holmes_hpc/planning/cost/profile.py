@@ -4,14 +4,15 @@ CSV: a row for each part and shape, with the columns part (layer, embedding, hea
 backward_s, and if known sequence (else the batch's), gpu (the kind, as the site names it; else any), hidden (refused
 where it is another model's) and update_s (of the optimizer, for that part). Sailor (github.com/eth-easl/sailor,
 docs/PROFILING.md): {micro-batch size: {TP: {index: [forward, backward, update]}}} in seconds, index 0 the embedding,
-the last one the head; it names neither GPU nor model.
+the last one the head; it names neither GPU nor model. Of two micro-batches the smaller one takes no longer, whatever a
+profile says: small shapes are measured with the most noise.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from statistics import median
 from typing import Annotated, Any
@@ -118,8 +119,16 @@ def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration
 
 def _of_one_kind(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredFabric:
     updates = [r.update_s / layer_parameters(model, r.tp) for r in rows if r.part == "layer" and r.update_s is not None]
-    return MeasuredFabric(gpu=gpu, parts=tuple(_measured(r, model, batch) for r in rows),
+    return MeasuredFabric(gpu=gpu, parts=tuple(_measured(r, model, batch) for r in _rising(rows)),
                           optimizer_s=median(updates) if updates else None)
+
+
+def _rising(rows: list[Row]) -> Iterator[Row]:
+    """The rows, with no time longer than that of a larger micro-batch of the same part, TP and sequence."""
+    for row in rows:
+        larger = [r for r in rows if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence)
+                  and r.micro_size >= row.micro_size]
+        yield replace(row, forward_s=min(r.forward_s for r in larger), backward_s=min(r.backward_s for r in larger))
 
 
 def _measured(row: Row, model: ModelSpec, batch: Batch) -> Measured:
