@@ -107,24 +107,24 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
 
     held = np.zeros_like(count)
     beside = np.zeros_like(count)
-    software = costs.software
     of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
-                                    layout.recompute, software.flash and not g.is_cpu,
-                                    software.flash and not (g.is_cpu and m.dropout),
-                                    not (software.fused_norm or g.is_cpu), not (software.fused_elementwise or g.is_cpu),
-                                    software.attention == "unfused" and not g.is_cpu and costs.weight_bytes(g) < 4)
-          for g in set(gpus)}
+                                    layout.recompute, does.flash and not g.is_cpu,
+                                    does.flash and not (g.is_cpu and m.dropout),
+                                    not (does.fused_norm or g.is_cpu), not (does.fused_elementwise or g.is_cpu),
+                                    does.attention == "unfused" and not g.is_cpu and costs.weight_bytes(g) < 4)
+          for g, does in ((g, costs.software_on(g)) for g in set(gpus))}
     for s, gpu in enumerate(gpus):
         kept, more = of[gpu]
         held[:, s] = (layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) * kept
         beside[:, s] = more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
-    logits = tokens * m.padded_vocab(p.tp) / (1 if software.gathered_logits else p.tp)
+    logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
     held[:, -1] += 3 * transfer[-1]  # the final norm
     copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
     matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
-    more = 12 if software.gathered_logits else 0  # torch's own loss: their parts, log-probabilities, a cast gradient
+    # torch's own loss: their parts, log-probabilities, a cast gradient
+    more = 12 if costs.software.gathered_logits else 0
     beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + more) + matrix)  # softmax becomes its gradient
     buffers = gathered + beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
     buffers += np.array([0 if g.is_cpu else CUDA_BYTES for g in gpus])

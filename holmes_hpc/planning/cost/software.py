@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import ATTENTION
 from holmes_hpc.schema import check, key
 
-ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
 SHARDING = ("none", "optimizer", "gradients", "full")
 
 
