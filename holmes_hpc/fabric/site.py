@@ -17,6 +17,7 @@ from holmes_hpc.slurm.hostlist import expand
 # How a training program computes attention: FlashAttention-2 or later, its first version, torch's own fused one,
 # Megatron-LM's fused softmax between two batched products, each operation by itself.
 ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
+FUSED_ATTENTION = ATTENTION[:3]  # scores never leave the chip
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
-from holmes_hpc.training.model import gpt, optimizer, paced_layers, replicas
+from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
@@ -102,6 +102,8 @@ class Trainer:
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
         self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
+        if not gpt.transformer_engine():
+            attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
         chunks = gpt.build(plan, self.model_config, train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)

@@ -17,8 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from holmes_hpc.errors import ConfigError
-
+from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.fabric.site import FUSED_ATTENTION
+from holmes_hpc.planning.spec.plan import Plan
 
 class SdpaAttention(MegatronModule):
     """Stands where Megatron-Core's ``DotProductAttention`` does, with its arguments: the same function of queries, keys
@@ -55,3 +56,21 @@ class SdpaAttention(MegatronModule):
     def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:
         """As Megatron-Core has it: other ones on each tensor-parallel rank, whose heads are others."""
         return get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
+
+
+def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise PlanError where the plan counts on fused attention and torch has none for this model on this GPU: its
+    memory would not do. Nothing is asked on a CPU."""
+    gpu = plan.site.fabric(plan.places[rank].fabric).gpu
+    if device.type != "cuda" or gpu.is_cpu or (gpu.attention or "flash") not in FUSED_ATTENTION:
+        return
+    m = plan.model
+    heads = torch.empty(1, m.heads // plan.parallel.tp, plan.batch.sequence_length, m.head_dim, dtype=dtype,
+                        device=device)
+    asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
+    kernels = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention,
+               torch.backends.cuda.can_use_cudnn_attention)
+    if not any(can_use(asked) for can_use in kernels):
+        raise PlanError(f"the plan counts on fused attention, and torch has none here for heads {m.head_dim} wide in "
+                        f"{str(dtype).removeprefix('torch.')}", where=f"GPU of rank {rank}",
+                        hint="install Transformer Engine, or plan with gpu: {attention: unfused} in the site file")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spawn
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from sites import A100
 
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.training.model import attention
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank import cpu
@@ -80,3 +83,22 @@ def test_what_it_cannot_do_is_refused() -> None:
         made(SdpaAttention, 4, 4, window_size=(8, 0))
     with pytest.raises(ConfigError, match="mask"):
         made(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=torch.ones(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize(("said", "kernels", "ends"), [
+    (None, False, True), ("flash", False, True), ("sdpa", False, True), ("unfused", False, False), (None, True, False)])
+def test_a_plan_that_counts_on_fused_attention_where_there_is_none_is_refused(
+        said: str | None, kernels: bool, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's answer is made up: there is no GPU here to ask."""
+    made_for = spawn.plan()
+    gpu = replace(A100, attention=said)
+    plan = replace(made_for, site=replace(made_for.site, fabrics=tuple(replace(f, gpu=gpu)
+                                                                       for f in made_for.site.fabrics)))
+    for name in ("flash", "efficient", "cudnn"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda asked: kernels)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *asked: asked)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
+    expected = pytest.raises(PlanError, match="counts on fused attention") if ends else contextlib.nullcontext()
+    with expected:
+        attention.refuse_unfused(plan, 0, torch.device("cuda", 0), torch.bfloat16)
