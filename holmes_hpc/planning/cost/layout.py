@@ -200,7 +200,7 @@ class Layout:
                     said.append(f"no table of kernels for {gpu.name}: its shares of the peak are guessed; known are "
                                 + ", ".join(sorted(k.name for k in kinds())))
             if not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
-                said.append("attention is fused (Transformer Engine's, torch's): a run that has none stops at its start")
+                said.append("attention is fused, by Transformer Engine or torch: where it is not, a run stops at once")
             if calibration is None or not any(f.links for f in calibration.fabrics):
                 said.append("link latencies and efficiencies from published figures, not measured")
         return tuple(dict.fromkeys([*said, *self.costs.corrections.notes]))

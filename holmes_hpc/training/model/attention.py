@@ -21,6 +21,7 @@ from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.spec.plan import Plan
 
+
 class SdpaAttention(MegatronModule):
     """Stands where Megatron-Core's ``DotProductAttention`` does, with its arguments: the same function of queries, keys
     and values, but for rounding. `config.num_query_groups` below the number of heads: grouped queries."""
