@@ -30,8 +30,8 @@ lint: install ## ruff, mypy, the contracts between rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: install ## the tests that start no process: some seconds
-	$(BIN)/pytest -q -m "not integration and not slurm and not breaking and not gpu"
+unit: install ## the tests of one module at a time, without a process: under a minute
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not integration and not slurm and not breaking and not gpu"
 
 quick: install ## the tests that need no Slurm
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm"

@@ -14,6 +14,8 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
+pytestmark = pytest.mark.integration
+
 TWO = """
 name: two-clusters
 ethernet_gbps: 25
@@ -278,7 +280,6 @@ def test_a_named_model_takes_another_vocabulary(holmes, site):
     assert predicted("--vocab", "200000") > predicted()
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("words", [["train.stps=2"], ["train.steps=0"],
                                    ["-m", "hydra/launcher=holmes_local", "train.steps=0"]])
 def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
@@ -288,7 +289,6 @@ def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
     assert done.stderr.startswith("holmes: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_reader_that_has_seen_enough_is_no_error(site, form):
     """`holmes ... | head`: the pipe is closed before anything is written."""

@@ -53,6 +53,7 @@ def changed(data: Any, at: tuple[Any, ...], value: Any) -> Any:
     return made
 
 
+@pytest.mark.integration
 def test_no_value_of_a_plan_is_more_than_one_line(plan: dict[str, Any]) -> None:
     """Whatever is put at whatever key: it is read, or refused by one of the project's own errors."""
     refused = 0
