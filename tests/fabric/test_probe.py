@@ -36,6 +36,7 @@ def probed(tmp_path: Path, name: str, **ipv4: str) -> NodeNics:
     ("omnipath", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
     ("a_fast_bond_beside_a_slow_port", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
     ("a_vlan", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+    ("a_vlan_on_a_bond", ETHERNET, ("nic_ethernet", "nic_50g", "eth_50g")),
     ("virtual_functions", IB, ("nic_ib", "nic_200g", "eth_25g")),
     ("a_virtual_function_alone", IB, ("nic_ib", "nic_200g", "eth_25g")),
     ("a_dual_port_card", IB, ("nic_ib", "nic_168g", "eth_25g")),
@@ -163,6 +164,7 @@ def test_down_without_address_and_forced() -> None:
 @pytest.mark.parametrize(("name", "ipv4", "interface"), [
     ("a_fast_bond_beside_a_slow_port", {"eno1": "10.0.0.3", "bond0": "10.1.0.3"}, "bond0"),
     ("a_vlan", {"eno1": "10.0.0.3", "ens1.100": "10.7.0.3"}, "ens1.100"),
+    ("a_vlan_on_a_bond", {"eno1": "10.0.0.3", "bond0.100": "10.1.0.3"}, "bond0.100"),
     ("converged_roce", {"eth0": "10.7.0.3"}, "eth0"),
     ("rails_and_a_frontend", {"eth0": "10.1.0.3"}, "rail0"),
     ("speed_unknown", {"eno1": "10.0.0.3", "eno2": "10.0.1.3"}, "eno1"),

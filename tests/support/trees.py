@@ -227,6 +227,16 @@ def a_vlan(tree: Tree) -> None:
     tree.rdma("mlx5_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=((mapped("10.7.0.3"), "RoCE v2", "ens1.100"),))
 
 
+def a_vlan_on_a_bond(tree: Tree) -> None:
+    """No RDMA at all; the network of the node is a VLAN on a bond, whose own speed the kernel gives as unknown."""
+    ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
+    tree.net("bond0", bond=True, speed=50000)
+    for i in (0, 1):
+        tree.net(f"ens1f{i}", tree.pci("0000:00:02.0", f"0000:21:00.{i}"), speed=25000, master="bond0")
+    tree.net("bond0.100", speed=-1)
+    (tree.root / "devices/virtual/net/bond0.100/lower_bond0").symlink_to(tree.root / "class/net/bond0")
+
+
 def virtual_functions(tree: Tree) -> None:
     """One IB card with two virtual functions that the host shows beside it."""
     ethernet_card(tree)
@@ -287,5 +297,5 @@ def a_container(tree: Tree) -> None:
 ALL: dict[str, Callable[[Tree], None]] = {f.__name__: f for f in (
     hdr_4_hcas, roce_on_a_bond, one_port_down, ib_and_a_storage_card, iwarp, gid_unreadable, some_gids_unreadable,
     virtio_only, speed_unknown, eight_rails, converged_roce, omnipath, a_slow_cable, a_fast_bond_beside_a_slow_port,
-    a_vlan, virtual_functions, a_virtual_function_alone, a_dual_port_card, eight_hcas_and_two_for_storage,
+    a_vlan, a_vlan_on_a_bond, virtual_functions, a_virtual_function_alone, a_dual_port_card, eight_hcas_and_two_for_storage,
     rails_and_a_frontend, a_container)}
