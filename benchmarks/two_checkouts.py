@@ -1,7 +1,7 @@
 """Is one checkout as fast as another? The demo's main job, or a cell of each regime of the evaluation, with both.
 
     holmes testbed up evaluation; eval "$(holmes testbed env)"
-    python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--jobs paper-like,light] [--steps 8]
+    python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] [--jobs light]
 
 Runs alternate: old, new, new, old, … The figure of a run is the median of its step times but the first's. Printed: each
 pair, and the median ratio old/new of step times with its 95% interval (results.statistics.repeats_interval): above 1

@@ -86,6 +86,13 @@ def test_bad_site_files(holmes, tmp_path):
     refused(holmes("plan", "--site", str(tmp_path / "none.yaml")), "none.yaml")
 
 
+def test_what_nothing_can_be_learned_from_is_refused(holmes, site, tmp_path):
+    refused(holmes("plan", "--learn", str(tmp_path), "--site", str(site)), "no run to learn from", "--learn")
+    plan = tmp_path / "plan.yaml"
+    assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
+    refused(holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "plan_file names a plan already")
+
+
 def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):
     path = tmp_path / "bad.cal.yaml"
     path.write_text("device: cpu\npats: []\n")
@@ -203,6 +210,7 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     for more, said in ((("--attention", "fast"), "attention is 'fast'"), (("--fused-norm", "maybe"), "neither yes nor"),
                        (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"), (("--gpu", "abacus"), "unknown GPU 'abacus'"),
                        (("--sharding", "half"), "unknown sharding"), (("--kv-heads", "7"), "7 kv_heads"),
+                       (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
                        (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped")):
         refused(holmes(*layout, *more), said)
     path = tmp_path / "plan.yaml"

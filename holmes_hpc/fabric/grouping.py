@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from holmes_hpc.slurm.scontrol import Partition
 
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
-UNKNOWN_GPU = dict(peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
+UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
 MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
@@ -260,7 +260,7 @@ def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, settings: Nod
         for name in names:
             gpu = vocabulary.gpu(name) if name else None
             if gpu is None:
-                gpu = Gpu(name or "gpu", **UNKNOWN_GPU)
+                gpu = replace(UNKNOWN_GPU, name=name or "gpu")
                 work.say(members, f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
                                   f"TFLOP/s, {gpu.memory_gib:g} GiB supposed; add it under gpus")
             found.append(gpu)

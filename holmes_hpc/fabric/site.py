@@ -14,15 +14,22 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.schema import check, key, make
 from holmes_hpc.slurm.hostlist import expand
 
+# How a training program computes attention: FlashAttention-2 or later, its first version, torch's own fused one,
+# Megatron-LM's fused softmax between two batched products, each operation by itself.
+ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
+FUSED_ATTENTION = ATTENTION[:3]  # scores never leave the chip
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator."""
+    """One accelerator, and what the software there makes of it, where that is known."""
 
     name: Annotated[str, key("of the kind, as in `holmes nodes`")]
     peak_tflops: Annotated[float, key("dense bf16 or fp16", unit="TFLOP/s", gt=0)]
     memory_gib: Annotated[float, key("its memory", unit="GiB", gt=0)]
     intra_node_gbps: Annotated[float, key("one GPU to its peers in the node", unit="Gb/s", gt=0)]
+    attention: Annotated[str | None, key("how scores are computed there; null: not known", one_of=ATTENTION)] = None
+    fused_norm: Annotated[bool | None, key("a norm is one kernel there; null: not known")] = None
 
     def __post_init__(self) -> None:
         check(self, f"gpu {self.name}", SiteError)
@@ -186,7 +193,9 @@ class Site:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""
-        data = json.loads(json.dumps(asdict(self)))
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        for fabric in data["fabrics"]:  # what nobody said is left out, as files had it before there were such keys
+            fabric["gpu"] = {k: v for k, v in fabric["gpu"].items() if v is not None}
         data["fabrics"] = [{k: v for k, v in fabric.items() if v or k not in _OF_USE[2:]} for fabric in data["fabrics"]]
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 

@@ -87,6 +87,14 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1}, {between: [roce-a, ib-a], gbps: 2}]\nfabrics:",
      "two links between ib-a and roce-a"),
     ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
+    ("ethernet_gbps: 25", "ethernet_gbps: 25000", "ethernet_gbps is 25000 Gb/s, more than any machine has"),
+    ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "fabric ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
+    ("peak_tflops: 312", "peak_tflops: 312000", "gpu a100-80gb: peak_tflops is 312000 TFLOP/s, more than"),
+    ("memory_gib: 80", "memory_gib: 81920", "memory_gib is 81920 GiB, more than any machine has"),
+    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1.0e+10}]\nfabrics:", "link ib-a - roce-a: gbps is 1e+10"),
+    ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
+    ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
+    ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb has not"),
     ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
 ])
 def test_bad_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -> None:
@@ -118,6 +126,17 @@ def test_links(tmp_path: Path) -> None:
 def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
     said = read(tmp_path, GOOD.replace(old, new)).assumptions
     assert len(said) == len(says) and all(a in b for a, b in zip(says, said, strict=True)), said
+
+
+def test_what_the_software_does_is_of_a_gpu_kind(tmp_path: Path) -> None:
+    text = GOOD.replace("memory_gib: 80", "memory_gib: 80, attention: sdpa, fused_norm: no").replace(
+        "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, peak_tflops: 989, memory_gib: 80,"
+        " intra_node_gbps: 3600, attention: unfused}}")
+    site = read(tmp_path, text)
+    assert [(f.gpu.attention, f.gpu.fused_norm) for f in site.fabrics] == [("sdpa", False), ("unfused", None),
+                                                                          ("sdpa", False)]
+    assert type(site).from_dict(site.to_dict()) == site
+    assert "attention" not in str(read(tmp_path, GOOD).to_dict())  # as it was before there were such keys
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -97,6 +97,22 @@ def remarks(facts: CudaFacts) -> Iterator[str]:
                    f"({facts.te_wanted}): if a step fails in it, install one of those")
 
 
+def fp8_problem(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int]) -> ConfigError | None:
+    """Whether ``train.fp8`` cannot be had. `capability`: CUDA's compute capability of the GPU; 8.9 (Ada) and later
+    multiply in fp8, 10.0 (Blackwell) and later scale it block by block."""
+    needed = (10, 0) if recipe == "mxfp8" else (8, 9)
+    where, hint = f"train.fp8={recipe}", "leave train.fp8 out"
+    if not on_gpu:
+        return ConfigError("fp8 needs a GPU", where=where, hint=hint)
+    if not te:
+        return ConfigError("fp8 needs Transformer Engine, which is not installed", where=where,
+                           hint="pip install transformer-engine[pytorch], or " + hint)
+    if capability < needed:
+        return ConfigError(f"this GPU has compute capability {'.'.join(map(str, capability))}, it needs "
+                           f"{'.'.join(map(str, needed))}", where=where, hint=hint)
+    return None
+
+
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
     """Whether a GPU's memory is taken, or never was enough: bytes that are free, that it has, that the plan predicts.
     """

@@ -63,6 +63,7 @@ def test_edges_have_streams_of_high_priority_and_others_not(monkeypatch: pytest.
     assert asked == [("edge 0-1", True), ("dp", False)]
 
 
+@pytest.mark.nccl
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="not shown here: this torch has no ProcessGroupNCCL")
 @pytest.mark.parametrize(("transport", "name"), NAMES)
 def test_nccl_takes_the_name(transport: Transport, name: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts, gather, memory_problem, problems, remarks
+from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts, fp8_problem, gather, memory_problem, problems, remarks
 
 GOOD = CudaFacts("13.0", 13000, 8, True)
 
@@ -48,3 +48,17 @@ def test_memory_that_is_taken_is_told_from_memory_that_never_was() -> None:
 def test_the_facts_of_this_machine_can_be_gathered() -> None:
     facts = gather()
     assert (not facts.te_wanted or facts.te_wanted[0] in "<>=~!") and (facts.wheel is None or facts.devices >= 0)
+
+
+@pytest.mark.parametrize(("recipe", "on_gpu", "te", "capability", "says"), [
+    ("delayed", True, True, (8, 9), None), ("tensorwise", True, True, (9, 0), None),
+    ("mxfp8", True, True, (10, 0), None),
+    ("mxfp8", True, True, (9, 0), "train.fp8=mxfp8: this GPU has compute capability 9.0, it needs 10.0"),
+    ("delayed", True, True, (8, 0), "compute capability 8.0, it needs 8.9"),
+    ("delayed", True, False, (9, 0), "needs Transformer Engine, which is not installed"),
+    ("delayed", False, True, (0, 0), "fp8 needs a GPU"),
+])
+def test_fp8_where_it_cannot_be_had_is_refused(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int],
+                                               says: str | None) -> None:
+    problem = fp8_problem(recipe, on_gpu, te, capability)
+    assert (problem is None) == (says is None) and (says or "") in str(problem or "")
