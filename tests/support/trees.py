@@ -297,5 +297,5 @@ def a_container(tree: Tree) -> None:
 ALL: dict[str, Callable[[Tree], None]] = {f.__name__: f for f in (
     hdr_4_hcas, roce_on_a_bond, one_port_down, ib_and_a_storage_card, iwarp, gid_unreadable, some_gids_unreadable,
     virtio_only, speed_unknown, eight_rails, converged_roce, omnipath, a_slow_cable, a_fast_bond_beside_a_slow_port,
-    a_vlan, a_vlan_on_a_bond, virtual_functions, a_virtual_function_alone, a_dual_port_card, eight_hcas_and_two_for_storage,
-    rails_and_a_frontend, a_container)}
+    a_vlan, a_vlan_on_a_bond, virtual_functions, a_virtual_function_alone, a_dual_port_card,
+    eight_hcas_and_two_for_storage, rails_and_a_frontend, a_container)}
