@@ -29,7 +29,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
-from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
@@ -71,7 +71,7 @@ def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: Ran
     rank_exit.before_exit = dump_stacks
     watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config.train, own, plan, run, rank_exit)
+        here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
@@ -101,7 +101,9 @@ class Trainer:
 
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
-        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
+        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
+        if not gpt.transformer_engine():
+            attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
         chunks = gpt.build(plan, self.model_config, train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
@@ -133,6 +135,7 @@ class Trainer:
             warm_up.connect(self.groups, here.device)
             warm_up.local_passes(self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length,
                                  here.device)
+        replicas.check(chunks, plan.model.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)

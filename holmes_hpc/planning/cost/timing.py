@@ -114,9 +114,9 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         shared.append(nic)
     p = layout.parallel
     updated = parameters(layout, layers).sum(axis=2) / (layout.run if p.distributed_optimizer else 1)
-    of = {f.gpu: layout.costs.optimizer_s(1.0, f.gpu) for f in layout.fabrics.values()}
-    each = np.max([[of[layout.fabric(c).gpu] for c in replica] for replica in layout.replicas], axis=0)
-    other = max(layout.costs.step_s(layout.fabric(c).gpu) for c in layout.components)
+    of = {c.fabric: layout.costs.optimizer_s(1.0, layout.fabric(c)) for c in layout.components}
+    each = np.max([[of[c.fabric] for c in replica] for replica in layout.replicas], axis=0)
+    other = max(layout.costs.step_s(layout.fabric(c)) for c in layout.components)
     return Timing(tuple(replicas), tuple(shared), _tied_s(layout), _norm_s(layout), (updated * each).max(axis=1), other)
 
 
@@ -228,15 +228,16 @@ def _one_nic(layout: Layout, replica: int, stage: int) -> bool:
 def compute_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of one (forward, backward) pass of each stage and chunk, (plans, S, C)."""
     m, p, costs = layout.model, layout.parallel, layout.costs
-    gpus = [layout.fabric(c).gpu for c in layout.replicas[replica]]
-    each = {g: costs.layer_s(m, layout.batch, p.tp, g, p.sequence_parallel, layout.recompute) for g in set(gpus)}
-    per = np.array([each[g] for g in gpus])
+    fabrics = [layout.fabric(c) for c in layout.replicas[replica]]
+    each = {c.fabric: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel, layout.recompute)
+            for c in layout.components}
+    per = np.array([each[f.name] for f in fabrics])
     forward, backward = layers * per[:, 0, None], layers * per[:, 1, None]
-    for at, (f, b) in (((0, 0), costs.embedding_s(m, layout.batch, p.tp, gpus[0])),
-                       ((-1, -1), costs.head_s(m, layout.batch, p.tp, gpus[-1]))):
+    for at, (f, b) in (((0, 0), costs.embedding_s(m, layout.batch, p.tp, fabrics[0])),
+                       ((-1, -1), costs.head_s(m, layout.batch, p.tp, fabrics[-1]))):
         forward[:, at[0], at[1]] += f
         backward[:, at[0], at[1]] += b
-    overhead = np.array([costs.pass_s(g) for g in gpus])[:, None]
+    overhead = np.array([costs.pass_s(f) for f in fabrics])[:, None]
     if costs.software.sharding in ("gradients", "full"):
         gather, reduce = _sharded_s(layout, replica, layers)
         forward = np.maximum(forward, gather)

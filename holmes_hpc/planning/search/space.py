@@ -115,14 +115,14 @@ class _OneSize:
         parallel = tp > 1 and options.sequence_parallel is not False
         recompute = "none" if options.recompute == "auto" else options.recompute
         gpus = [o.fabric.gpu for o in usable]
-        self.each = np.array([sum(costs.layer_s(model, batch, tp, g, parallel, recompute)) for g in gpus])
-        self.head = min(sum(costs.head_s(model, batch, tp, g)) for g in gpus)
+        self.each = np.array([sum(costs.layer_s(model, batch, tp, o.fabric, parallel, recompute)) for o in usable])
+        self.head = min(sum(costs.head_s(model, batch, tp, o.fabric)) for o in usable)
         rule = TransportRule(space.site, "holmes", frozenset(), one_node=False)
         fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
         self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
                          for what in ("", "reduce_scatter", "all_gather")}
         self.between = np.array([self._between(f, costs) for f, _ in fabrics])
-        self.latency = np.array([[costs.link(t, f.gpu).latency_s, costs.link(TCP, f.gpu).latency_s + self._delay_s(f)]
+        self.latency = np.array([[costs.link(t, f).latency_s, costs.link(TCP, f).latency_s + self._delay_s(f)]
                                  for f, t in fabrics]).T
         self.shares = batch.global_size // micro
         self.layers = model.layers
@@ -139,7 +139,7 @@ class _OneSize:
         """Gb/s of payload to the fabric that it has most to: which one follows on it is not known here."""
         own = [fabric.ethernet_gbps if link is None or link.gbps is None else link.gbps
                for link in self._links(fabric)]
-        return max(own, default=fabric.ethernet_gbps) * costs.link(TCP, fabric.gpu).efficiency
+        return max(own, default=fabric.ethernet_gbps) * costs.link(TCP, fabric).efficiency
 
     def _delay_s(self, fabric: Fabric) -> float:
         return min((0.0 if link is None else link.delay_ms / 1e3 for link in self._links(fabric)), default=0.0)
@@ -301,7 +301,7 @@ class _OneSize:
             moved = count * (dp - 1) / dp * np.array([how.reduce_scatter * costs.gradient_size(gpu),
                                                       how.all_gather * costs.weight_bytes(gpu)])
             if self.tp * dp * apart <= offer.per_node:
-                rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, gpu).efficiency)
+                rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, offer.fabric).efficiency)
             else:
                 rate = np.array([self.networks[what][f] for what in ("reduce_scatter", "all_gather")]) / self.tp
             seconds.append(moved / (rate * 1e9 / 8))
@@ -378,7 +378,7 @@ class _OneSize:
 
 def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str) -> float:
     """What a node can send of payload to others of its fabric, in Gb/s."""
-    return fabric.data_gbps * costs.link(transport, fabric.gpu, collective).efficiency
+    return fabric.data_gbps * costs.link(transport, fabric, collective).efficiency
 
 
 def _ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:

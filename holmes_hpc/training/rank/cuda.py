@@ -8,6 +8,7 @@ import torch
 
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.rank import cuda_check
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 FEWEST, MOST = 8, 32  # CUDA's default, and all that it has
@@ -21,7 +22,8 @@ def wanted(device: str, plan: Plan) -> bool:
         return False
     found = torch.cuda.is_available()
     if device == "cuda" and not found:
-        raise ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
+        no_device = ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
+        raise next(cuda_check.problems(cuda_check.gather()), no_device)
     return found
 
 

@@ -30,7 +30,7 @@ def test_auto_is_the_cpu_where_a_fabric_is_of_cpus(monkeypatch: pytest.MonkeyPat
         assert not cuda.wanted("cpu", given) and cuda.wanted("cuda", given)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not cuda.wanted("auto", plan("ib-a", site=on_gpus()))
-    with pytest.raises(ConfigError, match=r"no CUDA device.*use train.device=cpu or auto"):
+    with pytest.raises(ConfigError, match=r"use train.device=cpu"):
         cuda.wanted("cuda", plan("ib-a"))
 
 
