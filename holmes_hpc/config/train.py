@@ -16,7 +16,8 @@ class TrainConfig:
     steps: Annotated[int, key("optimizer steps to make in all, counted from the run's first", ge=1)] = 20
     seed: Annotated[int, key("of initial weights and dropout, and of the data's order where data.seed is null", ge=0,
                              lt=1 << 32)] = 1234
-    device: Annotated[str, key("auto: CUDA where there is a device", one_of=("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[str, key("auto: CUDA where there is a device, but not for a plan of CPUs",
+                               one_of=("auto", "cpu", "cuda"))] = "auto"
     dtype: Annotated[str, key("of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
                               one_of=("auto", "fp32", "bf16", "fp16"))] = "auto"
     fp8: Annotated[str | None, key("products of layers in fp8 with Transformer Engine, scaled by the last steps' "

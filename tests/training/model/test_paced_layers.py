@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +99,14 @@ def test_the_next_chunk_does_not_make_up_for_this_one(monkeypatch: pytest.Monkey
     for layer in (late, timely):
         layer(hidden_states=torch.ones(4))
     assert clock.now - began == pytest.approx(0.080, abs=1e-3)
+
+
+def test_on_a_gpu_it_waits_for_the_stream_that_computes_and_not_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another stream a receive may be waiting for what this rank does after the layer."""
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it waited for the device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(
+        synchronize=lambda: waited.append(device)))
+    for cuda in (False, True):
+        paced_layers._finish(SimpleNamespace(is_cuda=cuda, device="cuda:3"))  # type: ignore[arg-type]
+    assert waited == ["cuda:3"]

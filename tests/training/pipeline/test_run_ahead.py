@@ -127,6 +127,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "deeper"] = Case(schedule="ahead", in_flight=[4, 1], **common)
         cases[name, "starved"] = Case(schedule="ahead", in_flight=[1, 1], **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=[4, 1], as_on_gpu=True, **common)
+        cases[name, "1f1b as on a GPU"] = Case(schedule="edges", as_on_gpu=True, **common)
     for stages, chunks, dp in ((2, 2, 2), (2, 3, 1), (3, 2, 1)):
         most = [2 * (stages - s - 1) + (chunks - 1) * stages + 1 for s in range(stages)]
         common = {"layers": [[1] * chunks] * stages, "micro_batches": [stages, 2 * stages], "steps": 2, "dp": dp}
@@ -138,6 +139,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "overlapped"] = Case(schedule="edges", overlap=True, **common)
         cases[name, "as interleaved"] = Case(schedule="ahead", in_flight=most, **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=most, as_on_gpu=True, **common)
+        cases[name, "interleaved as on a GPU"] = Case(schedule="edges", overlap=True, as_on_gpu=True, **common)
         cases[name, "deeper"] = Case(schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(most)],
                                      **common)
     return cases
@@ -146,7 +148,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
 @pytest.mark.integration
 def test_every_variant_is_megatrons() -> None:
     cases = variant_cases()
-    variants = dict(zip(cases, play_apart(list(cases.values())), strict=True))
+    variants = dict(zip(cases, play_apart(list(cases.values()), timeout_s=300), strict=True))
     different = [key for key, ranks in variants.items() if not same(variants[key[0], "megatron"], ranks)]
     assert not different
     assert all(rank["losses"][0] for (name, _), ranks in variants.items() for rank in ranks[-1:])
