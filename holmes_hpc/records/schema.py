@@ -68,8 +68,9 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
     """What this release writes of every run that made a step, and `record` (of :func:`parse_run`) has not: an older
     release made it. The version, the name and no overrides are taken for granted where they are not there."""
-    filled = ("created", "config", "attempts")
-    return [name for name in RUN_FIELDS if name not in record or (name in filled and not record[name])]
+    filled, some = ("created", "config", "attempts"), ("cpus",)  # `some`: only some runs have it
+    return [name for name in RUN_FIELDS
+            if (name not in record and name not in some) or (name in filled and not record[name])]
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:

@@ -12,7 +12,8 @@ import yaml
 from holmes_hpc.records.files import SAFE_LOADER, to_json
 from holmes_hpc.records.run import RunDirectory
 
-NIC_WORDS = {"ib": "IB", "roce": "RoCE", "ethernet": "Ethernet"}
+NIC_WORDS = {"ib": "IB", "roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "omnipath": "Omni-Path",
+             "ethernet": "Ethernet"}
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from sites import two_clusters
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.request import local_site
@@ -63,16 +64,17 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_the_ranks_meet(
         cuda: bool, wanted: str, facts: CudaFacts, says: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_check, "gather", lambda: facts)
     if says is None:
-        assert session._check_cuda(on_gpus(), 0, cuda, wanted) == []
+        assert session._check_cuda(on_gpus(), 0, cuda, TrainConfig(device=wanted)) == []
     else:
         with pytest.raises(ConfigError, match=says):
-            session._check_cuda(on_gpus(), 0, cuda, wanted)
+            session._check_cuda(on_gpus(), 0, cuda, TrainConfig(device=wanted))
 
 
 def test_a_plan_of_cpus_never_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_check, "gather", lambda: pytest.fail("asked"))
-    plan = given_plan(named("gpt_tiny"), Batch(8, 1, 32), local_site(1), PlanOptions(tp=1, pp=1, dp=1), Costs())
-    assert session._check_cuda(plan, 0, False, "auto") == [] == session._check_cuda(on_gpus(), 0, False, "cpu")
+    plan = given_plan(named("gpt_tiny"), Batch(8, 1, 32), local_site(1, "cpu"), PlanOptions(tp=1, pp=1, dp=1), Costs())
+    for made, device in ((plan, "auto"), (on_gpus(), "cpu")):
+        assert session._check_cuda(made, 0, False, TrainConfig(device=device)) == []
 
 
 def test_every_rank_hears_whose_gpu_has_its_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.planning.cost.flops import layer_flops
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.schema import check, key, keys, make
 
-NETWORKS = ("local", "ib", "roce", "ethernet")
+NETWORKS = ("local", *map(str, NicType))
 COLLECTIVES = ("reduce_scatter", "all_gather")
 LINKS = (*NETWORKS, *(f"{network}.{what}" for network in NETWORKS for what in COLLECTIVES))
 

@@ -12,6 +12,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, FabricLink, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.hardware import UNMEASURED
 from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
@@ -201,6 +202,8 @@ class Layout:
                                 + ", ".join(sorted(k.name for k in kinds())))
             if not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
                 said.append("attention is fused, by Transformer Engine or torch: where it is not, a run stops at once")
+            if str(fabric.nic) in UNMEASURED and not self.costs.measured(fabric):
+                said.append(f"{fabric.nic} ({fabric.name}) carries what RoCE of its rate does: no figures are known")
             if calibration is None or not any(f.links for f in calibration.fabrics):
                 said.append("link latencies and efficiencies from published figures, not measured")
         return tuple(dict.fromkeys([*said, *self.costs.corrections.notes]))
