@@ -13,9 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import parameters
@@ -92,11 +93,11 @@ def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
     gpus = [layout.fabric(c).gpu for c in layout.replicas[replica]]
-    tokens, sequence = layout.batch.micro_size * layout.batch.sequence_length, layout.batch.sequence_length
+    tokens = layout.batch.micro_size * layout.batch.sequence_length
     count = parameters(layout, layers).sum(axis=2)
     element = np.array([costs.weight_bytes(g) for g in gpus], dtype=np.float64)
     weights, gradients = count * element, count * np.array([costs.gradient_size(g) for g in gpus])
-    moments = np.where(element < 4, 12.0, 8.0)
+    moments = np.array([moment_bytes(costs, g) for g in gpus])
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two layers' whole at a time
@@ -108,14 +109,14 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     held = np.zeros_like(count)
     beside = np.zeros_like(count)
     software = costs.software
-    of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
-                                    layout.recompute, software.flash and not g.is_cpu,
-                                    not (software.fused_norm or g.is_cpu), not (software.fused_elementwise or g.is_cpu),
-                                    software.attention == "unfused" and not g.is_cpu and costs.weight_bytes(g) < 4)
+    of = {g: _activation_bytes(m, layout.batch, costs, g, p.tp, p.sequence_parallel, layout.recompute)
           for g in set(gpus)}
+    alike = bool((layers == layers[:, :, :1]).all())  # as many layers in every chunk: it does not matter in which
     for s, gpu in enumerate(gpus):
         kept, more = of[gpu]
-        held[:, s] = (layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) * kept
+        most = layers[:, s, 0] * layout.order.depth(s) if alike else (
+            layers[:, s] @ held_passes(layout.order, s).T).max(axis=1)
+        held[:, s] = most * kept
         beside[:, s] = more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
@@ -128,6 +129,36 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     buffers = gathered + beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
     buffers += np.array([0 if g.is_cpu else CUDA_BYTES for g in gpus])
     return StageMemory(weights, gradients, optimizer, held, buffers)
+
+
+def moment_bytes(costs: Costs, gpu: Gpu) -> float:
+    """Of the optimizer, for each parameter: Adam's two moments, and master weights beside half-precision ones."""
+    return 12.0 if costs.weight_bytes(gpu) < 4 else 8.0
+
+
+def _activation_bytes(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
+                      recompute: str) -> tuple[float, float]:
+    """:func:`layer_activation_bytes` as the training program keeps them."""
+    software = costs.software
+    return layer_activation_bytes(
+        model, batch.micro_size * batch.sequence_length, batch.sequence_length, tp, costs.weight_bytes(gpu),
+        sequence_parallel, recompute, software.flash and not gpu.is_cpu, not (software.fused_norm or gpu.is_cpu),
+        not (software.fused_elementwise or gpu.is_cpu),
+        software.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4)
+
+
+def most_layers(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
+                recompute: str, run: int, depth: np.ndarray, most_gib: float | None = None) -> np.ndarray:
+    """Layers that a stage holds at most, of their own weights, gradients, share of the optimizer (`run` ranks have one)
+    and activations alone; `depth`: passes in flight per chunk of each stage, (S,). No stage holds more; most hold
+    less."""
+    kept, _ = _activation_bytes(model, batch, costs, gpu, tp, sequence_parallel, recompute)
+    held = layer_parameters(model, tp) * (costs.weight_bytes(gpu) + costs.gradient_size(gpu)
+                                          + moment_bytes(costs, gpu) / run)
+    if costs.software.sharding in ("gradients", "full"):
+        held = 0.0
+    left = capacity(gpu, most_gib) - (0 if gpu.is_cpu else CUDA_BYTES)
+    return np.maximum(0, left) // (held + depth * kept)
 
 
 @lru_cache(maxsize=1024)

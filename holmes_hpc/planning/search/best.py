@@ -81,7 +81,7 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
         if too_large:
             refusal.nothing_fits(evaluator, too_large)
         refusal.nothing_divides(model, batch, site, options)
-    found = explored(evaluator, placements, space.small, clock)
+    found = explored(evaluator, space, placements, clock)
     if not found.candidates:
         refusal.nothing_fits(evaluator, placements)
     return _improved(evaluator, found, clock)
