@@ -51,7 +51,7 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
         sequence_parallel=bool(options.sequence_parallel), bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
-        fabric_order=options.fabric_order or (tuple(options.nodes) if options.nodes else None))
+        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)))
     placements = Space(model, batch, site, fixed, costs).placements()
     if not placements:
         refusal.nothing_divides(model, batch, site, fixed)

@@ -21,7 +21,7 @@ from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.space import MARGIN, Space
 
 OVER = 1.1  # an estimate is at most so much too long
-WIDER = 1.6  # how the margin grows within which placements are listed, where the best is slow beside its estimate
+WIDER = 1.6  # how the margin grows at most within which placements are listed, where the best is slow beside estimates
 WIDEST = 4.0  # margin beyond which nothing is listed any more
 GAP = 0.002  # what is gained less than this is not looked for
 EVERY_S = 2.0  # between two lines of progress
@@ -81,7 +81,8 @@ def explored(evaluator: Evaluator, space: Space, placements: list[Placement], cl
             break
         item = heapq.heappop(queue)[2]
         if item is None:
-            known, margin = set(placements), margin * WIDER
+            needed = OVER * least / placements[0].least_s if done else inf
+            known, margin = set(placements), min(margin * WIDER, max(needed, margin * 1.01))
             more = [p for p in space.placements(margin) if p not in known]
             placements += more
             for p in more:

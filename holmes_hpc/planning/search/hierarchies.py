@@ -35,9 +35,14 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
         most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
         for counts, run in _splits(size, dp, most, units):
-            made = _spread(size, dp, pp, counts, run)
-            if limit.allows(made.least_s, made.fabrics):
-                yield made
+            used = [f for f, n in enumerate(counts) if n]
+            if size.linked and options.fabric_order is None:
+                used = along(1 / size.between, used, ring=True)
+            estimate = _estimate(size, dp, pp, used, run)
+            if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
+                blocks = tuple(Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
+                               for f in used for o in [size.offers[f]])
+                yield Placement("hierarchical-dp", size.micro, size.tp, dp, blocks, estimate, dp // run)
 
 
 def _replica(size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: float = 0.0, after: float = 0.0,
@@ -78,25 +83,24 @@ def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int],
                 break
 
 
-def _spread(size: OneSize, dp: int, pp: int, counts: tuple[int, ...], run: int) -> Placement:
-    used = [f for f, n in enumerate(counts) if n]
-    if size.linked and size.options.fabric_order is None:
-        used = along(1 / size.between, used, ring=True)
-    gpu = size.offers[used[0]].fabric.gpu
+def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Estimate:
+    """Of pipelines in the fabrics `used`, with optimizer instances of `run` ranks."""
     per_stage = -(-size.layers // pp)
-    moved = 2.0 * layer_parameters(size.model, size.tp) * size.costs.gradient_size(gpu) * per_stage
-    ring = zip(used, used[1:] + used[:1], strict=True)
-    across = moved / run / min(min(size.ethernet[a], size.between[a, b]) * 1e9 / 8 / size.offers[a].per_node
-                               for a, b in ring)
+    across = _across_s(size, tuple(used)) * per_stage / run
     reduce, gather = size.known(size.sync_s, run, pp)
     each = max(float(size.each[f]) for f in used)
     stages = min(pp, max(size.offers[f].per_node for f in used) // size.tp)  # of a node, which share its NIC
     backward = per_stage * 2 / 3 * each  # hides that much of the gradients' traffic
     reducing = max(0.0, per_stage * stages * max(float(reduce[f]) for f in used) + across - backward)
     after = reducing + per_stage * stages * pp * max(float(gather[f]) for f in used)
-    blocks = tuple(Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
-                   for f in used for o in [size.offers[f]])
     inside, _ = size.known(size.transfers_s, 1)  # of pipelines that are longer than a node
     wire = max((float(inside[f]) for f in used if pp * size.tp > size.offers[f].per_node), default=0.0)
-    estimate = _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp, each, wire, after)
-    return Placement("hierarchical-dp", size.micro, size.tp, dp, blocks, estimate, dp // run)
+    return _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp, each, wire, after)
+
+
+def _across_s(size: OneSize, used: tuple[int, ...]) -> float:
+    """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
+    gpu = size.offers[used[0]].fabric.gpu
+    moved = 2.0 * layer_parameters(size.model, size.tp) * size.costs.gradient_size(gpu)
+    return moved / min(min(size.ethernet[a], size.between[a, b]) * 1e9 / 8 / size.offers[a].per_node
+                       for a, b in zip(used, used[1:] + used[:1], strict=True))

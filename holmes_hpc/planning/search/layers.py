@@ -76,9 +76,10 @@ class Stages:
         one, two = _busy(self._times, self.micro_batches)
         each = (two - one) / self.chunks  # seconds of a further layer; what is left: embedding, head
         fixed = one - each * self.chunks
-        for _ in range(self.layers - made.sum()):
-            after = np.where(made < self.most, fixed + each * (made + 1), np.inf)
-            made[int(np.argmin(after))] += 1
+        left = int(self.layers - made.sum())
+        more = made[:, None] + 1 + np.arange(left)  # of a stage, one after the other
+        after = np.where(more <= self.most[:, None], fixed[:, None] + each[:, None] * more, np.inf).ravel()
+        made += np.bincount(np.argsort(after, kind="stable")[:left] // max(1, left), minlength=self.pp)
         return chunked(made, self.chunks), bool((made >= self.most).any())
 
     def early(self) -> np.ndarray:

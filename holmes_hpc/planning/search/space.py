@@ -13,7 +13,7 @@ from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
 
-MARGIN = 1.25  # placements estimated slower than the best on the same fabrics by more than this wait
+MARGIN = 1.3  # placements estimated slower than the best on the same fabrics by more than this wait
 
 
 class Space:
