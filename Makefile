@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo lint unit quick test test-breaking test-trixie explore faults planner-regret bench-gpu evaluation clean
+.PHONY: help install demo lint unit quick test test-breaking test-trixie explore faults planner-regret test-nccl gpu-wheels gpu-proof bench-gpu evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -30,8 +30,8 @@ lint: install ## ruff, mypy, the contracts between rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: install ## the tests that start no process: some seconds
-	$(BIN)/pytest -q -m "not integration and not slurm and not breaking and not gpu"
+unit: install ## the tests of one module at a time, without a process: under a minute
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not integration and not slurm and not breaking and not gpu"
 
 quick: install ## the tests that need no Slurm
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
@@ -50,6 +50,27 @@ explore: install ## property tests with fresh seeds and many examples for MINUTE
 
 faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)
+
+# torch with NCCL, which PyPI's own wheel has; three equals signs, or a +cpu wheel of that version would do as well.
+VENV_NCCL ?= $(VENV)-nccl
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+test-nccl: ## NCCL's options and every group of seven plans, without a GPU: torch's CUDA build in a venv of its own (some 6 GB)
+	@test -e $(VENV_NCCL)/.installed || { set -e; echo "installing packages into $(VENV_NCCL): some minutes; torch and CUDA are the largest"; \
+	  while sleep 20; do echo "  still installing, $$(date +%T)"; done & ticking=$$!; trap "kill $$ticking" EXIT; \
+	  test -x $(VENV_NCCL)/bin/python || $(PYTHON) -m venv $(VENV_NCCL); \
+	  $(VENV_NCCL)/bin/python -m pip install --progress-bar off 'torch===$(TORCH)'; \
+	  $(VENV_NCCL)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[dev]'; touch $(VENV_NCCL)/.installed; }
+	$(VENV_NCCL)/bin/python -c 'import torch.distributed as d; assert d.is_nccl_available(), "no NCCL in this torch"'
+	$(VENV_NCCL)/bin/pytest -q -m nccl
+
+PYTHON_GPU ?= 3.12
+
+gpu-wheels: install ## into build/wheels: what a GPU machine that has torch, and no network, lacks (PYTHON_GPU=3.12)
+	PYTHON="$(BIN)/python" bash benchmarks/gpu_wheels.sh $(PYTHON_GPU)
+
+gpu-proof: ## what one GPU can show, in 9 minutes; without .venv from build/wheels and the machine's torch (PARTS=start,speed)
+	PYTHON="$(PYTHON)" bash benchmarks/gpu_proof.sh $(if $(PARTS),--parts $(PARTS))
 
 bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's own minimal loop
 	$(BIN)/python benchmarks/gpu.py $(BENCH)
@@ -81,4 +102,4 @@ evaluation: install ## the paper's evaluation on the testbed (PART=headline, pai
 	PATH="$(abspath $(BIN)):$$PATH" bash benchmarks/evaluation.sh
 
 clean: ## remove what was built (not runs/)
-	rm -rf $(VENV) $(VENV_13) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_13) $(VENV_NCCL) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

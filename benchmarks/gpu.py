@@ -1,17 +1,20 @@
 """One GPU: model TFLOP/s and memory of a training run, beside the same model in Megatron-Core's own minimal loop.
 
     make bench-gpu
-    python benchmarks/gpu.py [--steps 30] [--pairs 3] [--device cuda] [OVERRIDES: model=gpt_small batch.micro_size=8 …]
+    python benchmarks/gpu.py [--steps 30] [--pairs 3] [--device cuda] [--json] [OVERRIDES: model=gpt_small …]
 
 Alternating runs, each a process of its own: `python -m holmes_hpc.train` with its records as they are, and a loop that
-calls Megatron-Core's model, DDP, optimizer and schedule and nothing else, on tokens that lie on the device. Printed:
-the inputs, each pair with its first loss (about log(vocabulary)), the medians, their ratio. With --device cpu it runs
-anywhere, to see that both work; its figures then say nothing about GPUs.
+calls Megatron-Core's model, DDP, optimizer and schedule and nothing else, on tokens that lie on the device. The loop's
+configuration is its own, as Megatron-Core's examples have it (fusions on, its default buckets): only sizes are shared.
+Both have fused attention: Transformer Engine's where it is installed, else torch's. Printed: the inputs, each pair with
+its first loss (about log(vocabulary)), the medians, their ratio, the memory that the planner predicts; --json: these as
+one line too. With --device cpu it runs anywhere, to see that both work; its figures then say nothing about GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import statistics
@@ -49,23 +52,25 @@ def holmes(overrides: list[str], folder: Path) -> Figures:
 def minimal(overrides: list[str]) -> Figures:
     """The loop with nothing but Megatron-Core, in this process."""
     import torch
+    import torch.nn.functional as F
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
     from holmes_hpc.training.metrics.metrics_line import peak_memory_bytes
-    from holmes_hpc.training.model import gpt
     from holmes_hpc.training.rank import cpu
 
     config = load(overrides)
-    train, plan = config.train, make_plan(config, local_site(1))
+    train, plan = config.train, make_plan(config, local_site(1, config.train.device))
     cuda = train.device == "cuda"
     if not cuda:
         cpu.install()
@@ -77,15 +82,25 @@ def minimal(overrides: list[str]) -> Figures:
     torch.manual_seed(train.seed)
     model_parallel_cuda_manual_seed(train.seed)
 
-    settings = gpt.transformer_config(plan, gpt.dtype_of(train.dtype, cuda), cuda=cuda)
-    chunk: Any = gpt.build(plan, settings, train.seed, device)[0]
-    if settings.bf16 or settings.fp16:
+    m, half = plan.model, train.dtype == "bf16"
+    fused = cuda and importlib.util.find_spec("transformer_engine") is not None
+    settings = TransformerConfig(
+        num_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, num_query_groups=m.kv_heads,
+        ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=F.silu if m.swiglu else F.gelu,
+        normalization="RMSNorm" if m.rmsnorm else "LayerNorm", add_bias_linear=m.bias, hidden_dropout=m.dropout,
+        attention_dropout=m.dropout, bf16=half, params_dtype=torch.bfloat16 if half else torch.float32,
+        pipeline_dtype=torch.bfloat16 if half else torch.float32, bias_activation_fusion=cuda and (m.swiglu or m.bias),
+        bias_dropout_fusion=cuda, apply_rope_fusion=fused and m.rope, gradient_accumulation_fusion=False)
+    chunk: Any = GPTModel(settings, layers(fused, m.rmsnorm), m.padded_vocab(1), m.max_positions,
+                          share_embeddings_and_output_weights=m.tied,
+                          position_embedding_type="rope" if m.rope else "learned_absolute").to(device)
+    if half:
         chunk = Float16Module(settings, chunk)
     wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
     optimizer = get_megatron_optimizer(OptimizerConfig(
         optimizer="adam", lr=train.lr, weight_decay=train.weight_decay, adam_beta1=train.beta1,
-        adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad, bf16=settings.bf16,
-        fp16=settings.fp16, params_dtype=settings.params_dtype), [wrapped])
+        adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad, bf16=half,
+        params_dtype=settings.params_dtype), [wrapped])
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss
 
@@ -122,6 +137,32 @@ def minimal(overrides: list[str]) -> Figures:
     return statistics.median(times[WARM_UP:]), peak_memory_bytes(cuda), first
 
 
+def layers(fused: bool, rmsnorm: bool) -> Any:
+    """Megatron-Core's layers: with Transformer Engine's modules, or its own with torch's fused attention."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if fused:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+
+    class Attention(torch.nn.Module):
+        def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+            super().__init__()
+            self.dropout = config.attention_dropout
+
+        def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+            heads = query.size(2) // key.size(2)
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key.repeat_interleave(heads, 2),
+                                                       value.repeat_interleave(heads, 2)))
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+            return out.permute(2, 0, 1, 3).flatten(2)
+
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm" if rmsnorm else None)
+    layer.submodules.self_attention.submodules.core_attention = Attention
+    return layer
+
+
 def megatron(overrides: list[str]) -> Figures:
     """:func:`minimal` in a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--minimal", *overrides], capture_output=True, text=True,
@@ -140,6 +181,7 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=30)
     options.add_argument("--pairs", type=int, default=3)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--json", action="store_true")
     options.add_argument("overrides", nargs="*")
     given = options.parse_args()
     import torch
@@ -149,7 +191,7 @@ def main() -> int:
         return 2
     overrides = [*DEFAULTS, *given.overrides, f"train.device={given.device}", f"train.steps={given.steps}"]
     config = load(overrides)
-    plan: Plan = make_plan(config, local_site(1))
+    plan: Plan = make_plan(config, local_site(1, config.train.device))
     flops = model_flops_per_step(plan.model, plan.batch)
     what = torch.cuda.get_device_name(0) if given.device == "cuda" else "CPU: says nothing about GPUs"
     print(f"inputs: {' '.join(overrides)}; {WARM_UP} steps are warm-up; {what}, torch {torch.__version__}")
@@ -164,10 +206,17 @@ def main() -> int:
             f"{runs[-1][2]:.3f}" for name, runs in found.items()), flush=True)
     (ours, our_bytes, _), (theirs, their_bytes, _) = (
         tuple(map(statistics.median, zip(*runs, strict=True))) for runs in found.values())
-    print(f"log(vocabulary) is {math.log(plan.model.vocab):.3f}")
+    assert plan.predicted is not None
+    predicted = max(plan.predicted.memory_bytes_per_gpu)
+    print(f"log(vocabulary) is {math.log(plan.model.vocab):.3f}; the planner predicts {predicted / 2**30:.2f} GiB")
     print(f"medians: holmes_hpc {flops / ours / 1e12:.4g} TFLOP/s and {our_bytes / 2**30:.2f} GiB, Megatron-Core's "
           f"loop {flops / theirs / 1e12:.4g} TFLOP/s and {their_bytes / 2**30:.2f} GiB: {theirs / ours:.3f} times its "
           "speed")
+    if given.json:
+        print(json.dumps({
+            "holmes_tflops": flops / ours / 1e12, "loop_tflops": flops / theirs / 1e12, "speed_ratio": theirs / ours,
+            "holmes_gib": our_bytes / 2**30, "loop_gib": their_bytes / 2**30, "predicted_gib": predicted / 2**30,
+            "pairs": given.pairs, "steps": given.steps}))
     return 0
 
 

@@ -4,7 +4,8 @@ benchmarks/published_table.py prints how far it is off."""
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,9 +15,11 @@ import yaml
 import holmes_hpc.fabric
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.kernels import STACK, Stack
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.profile import from_csv
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.search.layers import chunked, uniform
@@ -164,7 +167,18 @@ def costs(run: Run, stack: Stack = STACK) -> Costs:
     return Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run), stack=stack)
 
 
-def predicted_s(run: Run, stack: Stack = STACK) -> float:
-    """Seconds of a step."""
-    made = layout(run, costs(run, stack))
+def predicted_s(run: Run, stack: Stack = STACK, profile: bool = False) -> float:
+    """Seconds of a step; `profile`: by the layer profile of the run's model and GPU."""
+    known = replace(costs(run, stack), calibration=_profile(run)) if profile else costs(run, stack)
+    made = layout(run, known)
     return float(step_s(made, layers(run, made))[0])
+
+
+def profiled(run: Run) -> bool:
+    """Whether there is a layer profile of its model and GPU."""
+    return run.set == "sailor" and run.group == "OPT-350"
+
+
+@cache
+def _profile(run: Run) -> Calibration:
+    return from_csv((DATA / "sailor_layers.csv").read_text(), run.model, run.batch)

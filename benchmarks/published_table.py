@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
-from published_runs import Run, costs, gpu, layers, layout, predicted_s, read
+from published_runs import Run, costs, gpu, layers, layout, predicted_s, profiled, read
 
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step
 from holmes_hpc.planning.cost.memory import memory, room
@@ -87,6 +87,11 @@ def main() -> None:
         print(f"{name:14} {len(group):5} {errors[-1]:7.1%} {(said / was - 1).mean():+7.1%}"
               f" {np.abs(said / was - 1).max():7.1%} {constant:9.1%}")
     print(f"mean over sets {np.mean(errors):.1%}")
+    group = [r for r in sets["sailor"] if profiled(r)]
+    said, was = np.array([predicted_s(r, profile=True) for r in group]), np.array([seconds(r) for r in group])
+    print(f"sailor's OPT-350 by its layer profile: {len(group)} rows, {error(said, was):.1%}, bias"
+          f" {(said / was - 1).mean():+.1%}, worst {np.abs(said / was - 1).max():.1%}; by the tables"
+          f" {error(np.array([predicted[r] for r in group]), was):.1%}")
     print("\norder of layouts")
     total = []
     for name, group in sets.items():

@@ -65,7 +65,7 @@ class Rank:
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = point_to_point.build(plan, here.groups.edge, rank=here.launch.rank, pp_group=self.groups.pp,
-                                 config=self.config)
+                                 config=self.config, device=here.device)
         training, _ = build_datasets(config.data, train, plan, None)
         self.batches = batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
 

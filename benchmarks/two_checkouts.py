@@ -1,7 +1,7 @@
 """Is one checkout as fast as another? The demo's main job, or a cell of each regime of the evaluation, with both.
 
     holmes testbed up evaluation; eval "$(holmes testbed env)"
-    python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--jobs paper-like,light]
+    python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] [--jobs light]
 
 Runs alternate: old, new, new, old, … The figure of a run is the median of its step times but the first's. Printed: each
 pair, and the median ratio old/new of step times with its 95% interval (results.statistics.repeats_interval): above 1
@@ -24,7 +24,6 @@ from evaluation import REGIMES, Cell
 from holmes_hpc.results.statistics import repeats_interval
 
 DEMO = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "train.pace_layer_ms=10")
-STEPS = 8
 
 
 def overrides(job: str) -> list[str]:
@@ -32,11 +31,11 @@ def overrides(job: str) -> list[str]:
     return [*DEMO] if job == "demo" else Cell(job, "hybrid", 4, "holmes").overrides
 
 
-def step_s(holmes: str, job: str, place: Path) -> float:
+def step_s(holmes: str, job: str, steps: int, place: Path) -> float:
     """Run a job; the median of its step times but the first's, in seconds."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "HOLMES_RUNS": str(place.parent), "PATH": path}
-    done = subprocess.run([holmes, "run", f"run_dir={place}", *overrides(job), f"train.steps={STEPS}"], env=environment,
+    done = subprocess.run([holmes, "run", f"run_dir={place}", *overrides(job), f"train.steps={steps}"], env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(holmes).parents[2])
     if done.returncode:
         raise SystemExit(f"{holmes}: {job} failed:\n{done.stdout[-2000:]}")
@@ -50,8 +49,9 @@ def main() -> None:
     options.add_argument("new")
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--jobs", default=",".join(REGIMES))
+    options.add_argument("--steps", type=int, default=8)
     given = options.parse_args()
-    print(f"inputs: old {given.old}, new {given.new}, {given.pairs} pairs, {STEPS} steps; hybrid, 4 nodes; "
+    print(f"inputs: old {given.old}, new {given.new}, {given.pairs} pairs, {given.steps} steps; hybrid, 4 nodes; "
           "shaped NICs, paced compute but in unpaced", flush=True)
     for job in given.jobs.split(","):
         ratios = []
@@ -59,7 +59,7 @@ def main() -> None:
             found: dict[str, float] = {}
             for holmes in (given.old, given.new) if pair % 2 == 0 else (given.new, given.old):
                 with tempfile.TemporaryDirectory(prefix="holmes-pair-") as made:
-                    found[holmes] = step_s(str(Path(holmes).absolute()), job, Path(made) / "run")
+                    found[holmes] = step_s(str(Path(holmes).absolute()), job, given.steps, Path(made) / "run")
             ratios.append(found[given.old] / found[given.new])
             print(f"{job} pair {pair + 1}: old {found[given.old]:.4f} s, new {found[given.new]:.4f} s", flush=True)
         found_ratio = repeats_interval(ratios)

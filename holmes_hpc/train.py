@@ -59,7 +59,7 @@ def _local_plan(config: Configuration) -> Configuration:
     rank, size = _rank()
     if not config.run_dir:
         raise HolmesError("several processes and no run_dir", where="train", hint="give run_dir=DIR")
-    plan = make_plan(config, local_site(size))
+    plan = make_plan(config, local_site(size, config.train.device))
     config = replace(config, plan_file=str(Path(config.run_dir) / "plan.yaml"))
     if rank == 0:
         words = hydra.core.hydra_config.HydraConfig.get().overrides.task

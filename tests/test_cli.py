@@ -14,6 +14,8 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
+pytestmark = pytest.mark.integration
+
 TWO = """
 name: two-clusters
 ethernet_gbps: 25
@@ -82,6 +84,13 @@ def test_bad_site_files(holmes, tmp_path):
         path.write_text(text)
         refused(holmes("plan", "--site", str(path)), "bad.yaml", *words)
     refused(holmes("plan", "--site", str(tmp_path / "none.yaml")), "none.yaml")
+
+
+def test_what_nothing_can_be_learned_from_is_refused(holmes, site, tmp_path):
+    refused(holmes("plan", "--learn", str(tmp_path), "--site", str(site)), "no run to learn from", "--learn")
+    plan = tmp_path / "plan.yaml"
+    assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
+    refused(holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "plan_file names a plan already")
 
 
 def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):
@@ -201,6 +210,7 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     for more, said in ((("--attention", "fast"), "attention is 'fast'"), (("--fused-norm", "maybe"), "neither yes nor"),
                        (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"), (("--gpu", "abacus"), "unknown GPU 'abacus'"),
                        (("--sharding", "half"), "unknown sharding"), (("--kv-heads", "7"), "7 kv_heads"),
+                       (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
                        (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped")):
         refused(holmes(*layout, *more), said)
     path = tmp_path / "plan.yaml"
@@ -278,7 +288,6 @@ def test_a_named_model_takes_another_vocabulary(holmes, site):
     assert predicted("--vocab", "200000") > predicted()
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("words", [["train.stps=2"], ["train.steps=0"],
                                    ["-m", "hydra/launcher=holmes_local", "train.steps=0"]])
 def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
@@ -288,7 +297,6 @@ def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
     assert done.stderr.startswith("holmes: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_reader_that_has_seen_enough_is_no_error(site, form):
     """`holmes ... | head`: the pipe is closed before anything is written."""

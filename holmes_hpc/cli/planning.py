@@ -27,7 +27,9 @@ from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.config.model import ModelSpec
+    from holmes_hpc.planning.cost.corrections import Corrections
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
@@ -43,27 +45,34 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
          earliest: Earliest = False, steps: Steps = None,
          seconds: Annotated[float | None, typer.Option(
              metavar="S", help="Search that long at most; the plan says how much better one could still be.")] = None,
+         learn: Annotated[str | None, typer.Option(
+             metavar="RUNS", help="Correct computing and networks by the runs in this directory.")] = None,
          json: Json = False) -> None:
     """The best plan for a model, why, and the runners-up; with --earliest the one that ends first in today's queue.
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
+    from holmes_hpc.planning.cost.corrections import NONE
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import make_plan
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(with_steps(overrides, steps), site)
     check_output(output)
+    if learn is not None and config.plan_file:
+        raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
+    corrections = _learned(config, learn) if learn is not None else NONE
+    known = None if config.plan_file else replace(costs_of(config), corrections=corrections)
     clock = Clock(seconds, console.note)
-    ends = earliest_ends(config, clock) if earliest else []
+    ends = earliest_ends(config, clock, known) if earliest else []
     if ends:
         chosen = ends[0].plan
     else:
         on = None if config.plan_file else asked_site(config)
-        chosen = make_plan(config, on, clock)
+        chosen = make_plan(config, on, clock, known)
     if output:
         chosen.write(output)
-    costs = costs_of(config, chosen)
+    costs = replace(costs_of(config, chosen), corrections=corrections)
     if json:
         from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 
@@ -99,9 +108,11 @@ def predict(
         sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
         gpus_per_node: int | None = None,
         nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
-        attention: Annotated[str, typer.Option(help="flash, flash1 (its first version), sdpa, softmax (Megatron's"
-                                                    " fused softmax) or unfused")] = "flash",
-        fused_norm: YesNo = "yes", overlap_grad_reduce: YesNo = "yes", overlap_param_gather: YesNo = "yes",
+        attention: Annotated[str | None, typer.Option(
+            help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused. [as the site"
+                 " says, or flash]")] = None,
+        fused_norm: Annotated[str | None, typer.Option(metavar="yes|no", help="[as the site says, or yes]")] = None,
+        overlap_grad_reduce: YesNo = "yes", overlap_param_gather: YesNo = "yes",
         dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
         grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
         dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
@@ -111,7 +122,8 @@ def predict(
             help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]",
         )] = None,
         gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
-        calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`.")] = None,
+        calibration: Annotated[str | None, typer.Option(
+            help="A file of `holmes calibrate`, or a layer profile.")] = None,
         pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
         trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
         json: Json = False) -> None:
@@ -124,7 +136,7 @@ def predict(
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
     from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import given_layout, with_gpu
+    from holmes_hpc.planning.request import given_layout, with_gpu, with_software
     from holmes_hpc.planning.request import site as site_of
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.schema import make
@@ -136,8 +148,8 @@ def predict(
         **({"dtype": dtype} if dtype else {}))
     if (plan_path is None) == (site is None):
         raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
-    said = {"attention": attention, "fused_norm": _yes(fused_norm, "--fused-norm"),
-            **({"sharding": "full"} if sharding == "full" else {})}
+    said = {"sharding": "full"} if sharding == "full" else {}
+    software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
     if plan_path is not None:
         for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("dropout", dropout),
@@ -145,6 +157,7 @@ def predict(
             if value is not None:
                 raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
+        given = replace(given, site=with_software(given.site, *software))
         costs = costs_of(config, given, said, gradients)
     else:
         if global_batch is None:
@@ -162,7 +175,7 @@ def predict(
                 "nodes": _nodes(nodes), "layers_per_stage": _numbers(layers_per_stage)}, "plan"))
         costs = costs_of(config, None, said, gradients)
         on = site_of(config)
-        given = given_layout(config, with_gpu(on, gpu) if gpu else on, costs)
+        given = given_layout(config, with_software(with_gpu(on, gpu) if gpu else on, *software), costs)
     predicted = predict_plan(given, costs)
     if trace is not None:
         Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
@@ -194,6 +207,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
+    from holmes_hpc.planning.cost.calibration import Calibration
     from holmes_hpc.planning.request import for_calibration, make_plan
     from holmes_hpc.records.files import read_yaml, write_whole
     from holmes_hpc.submission.lifecycle.follow import follow
@@ -210,18 +224,35 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     if json:
         console.as_json({"run": str(record.path), "file": output, "calibration": made})
         return
-    steps = record.read_run()["calibration"]
-    console.table(f"{chosen.model.name}, {made['device']}, {made['dtype']}, TP {chosen.parallel.tp}", (
-        "measured", "forward or latency", "backward or efficiency"), [
-        *((p["part"], f"{p['forward_s'] * 1e3:.4g} ms", f"{p['backward_s'] * 1e3:.4g} ms") for p in made["parts"]),
-        *((name, f"{link['latency_s'] * 1e6:.4g} us", f"{link['efficiency']:.3g}")
-          for name, link in made["links"].items()),
-        ("optimizer, a million parameters", f"{made['optimizer_s'] * 1e9:.4g} ms", ""),
-        ("rest of a pass", f"{made['pass_s'] * 1e3:.4g} ms", ""),
-        ("rest of a step", f"{made['step_s'] * 1e3:.4g} ms", "")],
-        caption=f"its own steps took {steps['step_time_s']:.4g} s; from these figures they would take "
-                f"{steps['predicted_step_time_s']:.4g} s")
+    steps, found = record.read_run()["calibration"], Calibration.from_dict(made)
+    for on in found.fabrics:
+        console.table(f"{chosen.model.name} on {on.fabric}: {on.gpu} ({on.device}), {found.dtype}, TP"
+                      f" {chosen.parallel.tp}", ("measured", "forward or latency", "backward or efficiency"), [
+            *((f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens", f"{p.forward_s * 1e3:.4g} ms",
+               f"{p.backward_s * 1e3:.4g} ms") for p in on.parts),
+            *((name, f"{link.latency_s * 1e6:.4g} us", f"{link.efficiency:.3g}") for name, link in on.links.items()),
+            *([("optimizer, a million parameters", f"{on.optimizer_s * 1e9:.4g} ms", "")]
+              if on.optimizer_s is not None else []),
+            ("rest of a pass", f"{(on.pass_s or 0.0) * 1e3:.4g} ms", "")])
+    if found.between:
+        console.table("between fabrics", ("fabrics", "rate", "delay"), [
+            (" - ".join(link.between), f"{link.gbps:g} Gb/s", f"{link.delay_ms:g} ms") for link in found.between])
+    console.text(f"Its own steps took {steps['step_time_s']:.4g} s; from these figures they would take"
+                 f" {steps['predicted_step_time_s']:.4g} s, {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part.")
     console.note(f"written: {output}")
+
+
+def _learned(config: Configuration, runs: str) -> Corrections:
+    """The corrections that the runs below a directory ask for; says which runs say nothing, and what stays unknown."""
+    from holmes_hpc.planning.request import learned
+
+    with console.waiting("learning from runs"):
+        found, others = learned(config, runs)
+    if others:
+        console.note(f"{len(others)} runs say nothing, the first: {others[0]}")
+    if found.hidden:
+        console.note(f"not shown by these runs, so left as it was: {', '.join(found.hidden)}")
+    return found.corrections
 
 
 def _interval(found: tuple[float, float] | None) -> list[tuple[str, str]]:

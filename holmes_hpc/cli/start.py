@@ -13,6 +13,7 @@ from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
+    from holmes_hpc.planning.cost.costs import Costs
     from holmes_hpc.planning.search.explore import Clock
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.records.run import RunDirectory
@@ -81,8 +82,9 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
     return job_of(record)
 
 
-def earliest_ends(config: Configuration, clock: Clock | None = None) -> list[PlannedStart]:
-    """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together.
+def earliest_ends(config: Configuration, clock: Clock | None = None, known: Costs | None = None) -> list[PlannedStart]:
+    """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together;
+    `known`: costs in place of the configuration's.
     ConfigError where Slurm cannot be asked; SubmissionError when none of them can run."""
     from holmes_hpc.planning.request import make_plan, site
     from holmes_hpc.submission.earliest import earliest as order
@@ -96,7 +98,7 @@ def earliest_ends(config: Configuration, clock: Clock | None = None) -> list[Pla
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:
         wanted = config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes))
-        return make_plan(wanted, here, clock)
+        return make_plan(wanted, here, clock, known)
 
     with console.waiting("planning for the site and its parts"):
         plans = plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]

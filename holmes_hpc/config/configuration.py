@@ -41,7 +41,7 @@ class Configuration:
     vocabulary: Annotated[str | None, key("the site's own file of node features, see slurm/")] = None
     partitions: Annotated[str | tuple[str, ...] | None,
                           key("[gpu, gpu-old]: only these are used; null: those that fit best")] = None
-    calibration: Annotated[str | None, key("a file of `holmes calibrate`")] = None
+    calibration: Annotated[str | None, key("a file of `holmes calibrate`, or a layer profile (docs/planner.md)")] = None
     plan_file: Annotated[str | None, key("run this plan instead of planning")] = None
     checkpoint: Annotated[str | None, key("begin with this one (checkpoints/step-… of any run of the model); with its "
                                           "own once the run has one")] = None

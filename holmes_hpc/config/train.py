@@ -19,6 +19,9 @@ class TrainConfig:
     device: Annotated[str, key("auto: CUDA where there is a device", one_of=("auto", "cpu", "cuda"))] = "auto"
     dtype: Annotated[str, key("of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
                               one_of=("auto", "fp32", "bf16", "fp16"))] = "auto"
+    fp8: Annotated[str | None, key("products of layers in fp8 with Transformer Engine, scaled by the last steps' "
+                                   "largest values (delayed), the tensor's (tensorwise) or each block's (mxfp8, "
+                                   "Blackwell); null: none", one_of=("delayed", "tensorwise", "mxfp8"))] = None
     # the optimizer: AdamW, linear warm-up and cosine decay
     lr: Annotated[float, key("peak learning rate", ge=0)] = 1.0e-3
     min_lr: Annotated[float, key("learning rate after the decay, at most lr", ge=0)] = 1.0e-4

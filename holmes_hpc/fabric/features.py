@@ -14,10 +14,10 @@ import yaml
 
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.fabric.site import Gpu, NicNames
 
-_SECTIONS = ("features", "rates", "ignored", "gpus")
-_GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu")
+_SECTIONS = ("features", "rates", "ignored", "gpus", "networks")
+_GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu", "interface", "hca", "storage")
 _RULE_KEYS = ("match", "own", "unsupported", *_GROUPS)
 _GPU_KEYS = ("match", "name", "peak_tflops", "memory_gib", "intra_node_gbps")
 DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gpu_kinds.yaml"))
@@ -36,6 +36,7 @@ class Meaning:
     gpu: str | None = None
     unsupported: str | None = None
     own: bool = False
+    names: NicNames = field(default_factory=NicNames)
 
     @property
     def text(self) -> str:
@@ -45,6 +46,9 @@ class Meaning:
         said += [f"Ethernet {self.ethernet:g} Gb/s"] if self.ethernet else []
         said += [f"fabric {self.fabric}"] if self.fabric else []
         said += [f"GPU {self.gpu}"] if self.gpu else []
+        said += [f"sockets over {self.names.ethernet}"] if self.names.ethernet else []
+        said += [f"HCA {', '.join(self.names.hca)}"] if self.names.hca else []
+        said += [f"storage {', '.join(self.names.storage)}"] if self.names.storage else []
         said += [self.unsupported] if self.unsupported else []
         return ", ".join(said) or "nothing about NICs"
 
@@ -67,6 +71,7 @@ class Vocabulary:
     rates: dict[str, float]
     ignored: tuple[re.Pattern[str], ...]
     gpus: tuple[tuple[re.Pattern[str], Gpu], ...]
+    networks: dict[str, str] = field(default_factory=dict)
 
     def meaning(self, feature: str) -> Meaning | None:
         """None for a feature that nothing explains."""
@@ -95,8 +100,9 @@ class Vocabulary:
             nic = NicType(str(said["nic"]).lower()) if "nic" in said else None
         except ValueError:
             return None
+        names = NicNames(said.get("interface"), _words(said.get("hca")), _words(said.get("storage")))
         return Meaning(feature, nic, rates.get("rate"), rates.get("port"), rates.get("ethernet"), said.get("fabric"),
-                       said.get("gpu"), rule.unsupported, rule.own)
+                       said.get("gpu"), rule.unsupported, rule.own, names)
 
     def gpu(self, name: str) -> Gpu | None:
         """The GPU that a GRES type or a feature names."""
@@ -119,6 +125,7 @@ class Reading:
     unknown: tuple[str, ...] = ()
     said: tuple[str, ...] = field(default=())
     problems: tuple[str, ...] = field(default=())
+    names: NicNames = field(default_factory=NicNames)
 
 
 def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
@@ -144,8 +151,26 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
             rate = ethernet
             said.append(f"the Ethernet rate {rate:g} Gb/s is taken for RoCE's too; label nic_<rate>g and eth_<rate>g")
     gpu = next((m.gpu for m in meanings if m.gpu), None)
+    names = _names(meanings, problems)
     return Reading(nic, rate, ethernet, fabrics[0] if len(fabrics) == 1 else None, gpu, tuple(meanings), unknown,
-                   tuple(said), tuple(problems))
+                   tuple(said), tuple(problems), names)
+
+
+def _names(meanings: list[Meaning], problems: list[str]) -> NicNames:
+    """The NICs that features name: of sockets one, of HCAs and storage all; labels of ours before the site's others."""
+    interfaces = list(dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own)
+                                    if m.names.ethernet))
+    if len(interfaces) > 1:
+        problems.append(f"features name {len(interfaces)} interfaces for sockets: {', '.join(interfaces)}; the first "
+                        "is used")
+    return NicNames(interfaces[0] if interfaces else None,
+                    tuple(dict.fromkeys(h for m in meanings for h in m.names.hca)),
+                    tuple(dict.fromkeys(s for m in meanings for s in m.names.storage)))
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """One word, or a list of them."""
+    return tuple(map(str, value)) if isinstance(value, list) else (str(value),) if value is not None else ()
 
 
 def _nic(meanings: list[Meaning], said: list[str], problems: list[str]) -> NicType | None:
@@ -194,7 +219,8 @@ def _vocabulary(path: str | None) -> Vocabulary:
              for k, v in _mapping(d.get("rates"), f"{where}: rates").items()}
     ignored = [_compile(text, f"{where}: ignored") for where, d in documents for text in _list(d.get("ignored"), where)]
     gpus = [_gpu(entry, where) for where, d in documents for entry in _list(d.get("gpus"), where)]
-    return Vocabulary(tuple(rules), rates, tuple(ignored), tuple(gpus))
+    networks = {k: v for where, d in documents for k, v in _networks(d.get("networks"), where).items()}
+    return Vocabulary(tuple(rules), rates, tuple(ignored), tuple(gpus), networks)
 
 
 def _load(path: Path) -> tuple[str, dict[str, Any]]:
@@ -226,6 +252,16 @@ def _mapping(value: Any, where: str) -> dict[Any, Any]:
     return value or {}
 
 
+def _networks(value: Any, where: str) -> dict[str, str]:
+    types = [n.value for n in NicType]
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(k in types and isinstance(v, str) and v for k, v in value.items()):
+        raise SiteError(f"{value!r} is not NIC types with names of networks", where=f"{where}: networks",
+                        hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}")
+    return value
+
+
 def _is_rate(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
@@ -254,6 +290,10 @@ def _rules(entries: Any, where: str) -> list[Rule]:
         if "nic" in entry and entry["nic"] not in [n.value for n in NicType]:
             raise SiteError(f"unknown NIC type {entry['nic']!r}", where=here,
                             hint=nearest(str(entry["nic"]), [n.value for n in NicType]))
+        try:
+            NicNames(entry.get("interface"), _words(entry.get("hca")), _words(entry.get("storage")))
+        except SiteError as e:
+            raise SiteError(e.what, where=f"{here}: {entry['match']}", hint=e.hint) from None
         rules.append(Rule(pattern, {k: entry[k] for k in _GROUPS if k in entry}, bool(entry.get("own", False)),
                           entry.get("unsupported")))
     return rules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
@@ -12,13 +12,13 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nodes import SiteNode
-from holmes_hpc.fabric.site import CPU, Fabric, Gpu, Site
+from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicNames, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition
 
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
-UNKNOWN_GPU = dict(peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
+UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
 MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
@@ -216,11 +216,25 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, settin
         return None
     for line, members in _by_lines(usable):
         work.say(members, line)
+    names, node_nics = _nic_names(g.nic, usable)
+    network = vocabulary.networks.get(str(g.nic))
     return Fabric(g.name, g.nic, g.partition.name, len(usable), gpus or settings.cpu_ranks,
                   _rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, work),
                   _gpu(g, usable, vocabulary, settings, work),
                   _rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, work) if g.nic.rdma else None,
-                  expression, tuple(n.name for n in usable), gres=bool(gpus))
+                  expression, tuple(n.name for n in usable), gres=bool(gpus), ethernet=names.ethernet, hca=names.hca,
+                  storage=names.storage, node_nics=node_nics, nccl_net=network,
+                  node_cpus=(min(n.cpus for n in usable) or None) if gpus else None,
+                  node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if gpus else None,
+                  node_gpus=max(counts) if len(counts) > 1 else None)
+
+
+def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
+    """What the features name for the NICs of all `nodes`; where they differ, for each kind of nodes."""
+    alike = _by(lambda n: n.reading.names if nic.rdma else NicNames(n.reading.names.ethernet), nodes)
+    if len(alike) == 1:
+        return alike[0][0], None
+    return NicNames(), {_names(members): names for names, members in alike if names != NicNames()}
 
 
 def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, work: _Work) -> float:
@@ -246,7 +260,7 @@ def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, settings: Nod
         for name in names:
             gpu = vocabulary.gpu(name) if name else None
             if gpu is None:
-                gpu = Gpu(name or "gpu", **UNKNOWN_GPU)
+                gpu = replace(UNKNOWN_GPU, name=name or "gpu")
                 work.say(members, f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
                                   f"TFLOP/s, {gpu.memory_gib:g} GiB supposed; add it under gpus")
             found.append(gpu)

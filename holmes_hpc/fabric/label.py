@@ -57,7 +57,7 @@ def differences(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary,
     where, hint = f"node {node}", f"holmes label {node}"
     found = [Finding("error", where, problem, hint, node) for problem in reading.problems]
     nic = nics.type
-    if reading.nic is None:
+    if reading.nic is None or (reading.nic.rdma and not reading.nic.verbs):  # a plugin's, of which sysfs says little
         return found
     if reading.nic is not nic:
         seen = [f"{p.name} {p.kind} {p.state}" for p in nics.ports] or [n.name for n in nics.interfaces]
@@ -192,7 +192,7 @@ _HELPER = r"""#!/bin/sh
 [ $# -gt 0 ] && exit 0
 SYS=${HOLMES_SYSFS:-/sys}
 read_() { cat "$1" 2>/dev/null; }
-ib_ports=0 roce_ports=0 owners=" "
+ib_ports=0 roce_ports=0
 # the rails are the ports of the highest rate: "best count" and a port's rate make the new "best count"
 add() { echo "$1 $2" | awk '{ if ($3 > $1) print $3, 1; else if ($3 == $1) print $1, $2 + 1; else print $1, $2 }'; }
 product() { echo "$1" | awk '{print $1 * $2}'; }
@@ -200,6 +200,7 @@ ib="0 0" roce="0 0"
 for port in "$SYS"/class/infiniband/*/ports/[0-9]*; do
     [ -d "$port" ] || continue
     device=${port%/ports/*}
+    [ -d "$device/device/physfn/infiniband" ] && continue                # a virtual function beside its physical one
     case "$(read_ "$port/state")" in *ACTIVE*) ;; *) continue ;; esac
     case "$(read_ "$device/node_type")" in 1:*) ;; *) continue ;; esac   # iWARP and others are not used
     case "${device##*/}" in hfi1*|opa*) continue ;; esac                 # Omni-Path
@@ -223,7 +224,6 @@ for port in "$SYS"/class/infiniband/*/ports/[0-9]*; do
         if [ -d "$SYS/class/net/$owner/bonding" ]; then
             rate=$(echo "$rate $(read_ "$SYS/class/net/$owner/speed")" | awk '{b = $2 / 1000; print (b > $1) ? b : $1}')
         fi
-        owners="$owners$owner "
         roce=$(add "$roce" "$rate"); roce_ports=$((roce_ports + 1)) ;;
     esac
 done
@@ -233,22 +233,21 @@ if [ $((ib_ports + roce_ports)) -gt 0 ]; then
 else
     nic=ethernet rate=0
 fi
-# the fastest plain Ethernet interface that is up; on a converged node the RoCE one
-speed=0 shared=0
+# the fastest interface that is up, be it plain Ethernet or RoCE; a VLAN or a bridge is as fast as what lies below it
+speed=0
 for net in "$SYS"/class/net/*; do
     name=${net##*/}
     case "$name" in lo|docker*|br-*|virbr*|veth*|ifb*|tun*|tap*|mgmt*|bmc*|ipmi*|idrac*|usb*) continue ;; esac
     [ "$(read_ "$net/type")" = 32 ] && continue
     [ -L "$net/master" ] && continue
     [ "$(read_ "$net/operstate")" = up ] || continue
+    case "$(readlink -f "$net")" in
+    */virtual/*) [ -d "$net/bonding" ] || for below in "$net"/lower_*; do net=$below; done ;;
+    esac
     case "$(readlink -f "$net")" in */virtual/*) [ -d "$net/bonding" ] || continue ;; esac
     now=$(read_ "$net/speed"); now=${now:-0}
-    case "$owners" in
-    *" $name "*) [ "$now" -gt "$shared" ] && shared=$now ;;
-    *) [ "$now" -gt "$speed" ] && speed=$now ;;
-    esac
+    [ "$now" -gt "$speed" ] && speed=$now
 done
-[ "$speed" -gt 0 ] || speed=$shared
 ethernet=$(echo "$speed" | awk '{print $1 / 1000}')
 [ "$nic" = ethernet ] && rate=$ethernet
 echo "nic_$nic"

@@ -106,8 +106,9 @@ def probe_tables(nics: NodeNics) -> list[Table]:
                    ",".join(n.rdma), n.member_of, n.role] for n in nics.interfaces]
     speeds = "Gb/s unknown: a virtual NIC, or one that is down" if any(n.gbps is None for n in nics.interfaces
                                                                        if n.role == "data") else ""
-    ports = [[p.name, p.kind, p.state, _gbps(p.gbps), p.interface, "" if p.gid is None else f"{p.gid_index}: {p.gid}",
-              ",".join(map(str, p.gpus)), p.pci[-1] if p.pci else ""] for p in nics.ports]
+    ports = [[p.name, p.kind, p.state, _gbps(p.gbps), p.interface,
+              "" if p.gid_index is None else f"{p.gid_index}: {p.gid}", ",".join(map(str, p.gpus)),
+              p.pci[-1] if p.pci else ""] for p in nics.ports]
     caption = "\n".join([*([speeds] if speeds else []), *(f"note: {note}" for note in nics.notes)])
     vocabulary = read_vocabulary()
     said = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}

@@ -67,8 +67,9 @@ class RdmaPort:
     """A port of an RDMA device. `kind`: ``ib``, ``roce`` or ``iwarp``, or what else the kernel calls it (``omnipath``,
     ``efa``, ``usnic``), which NCCL's IB transport does not use.
 
-    `gid_index`/`gid`: RoCE v2's IPv4-mapped GID on the owning interface (shown, never set: NCCL finds it itself).
-    `gpus`: indices, in PCI order, of the GPUs nearest to it; `pci`: its PCI path, root first.
+    `gid_index`/`gid`: RoCE v2's IPv4-mapped GID on the owning interface (shown, never set: NCCL finds it itself); of an
+    InfiniBand port its first GID, whose upper half names its subnet. `gpus`: indices, in PCI order, of the GPUs nearest
+    to it; `pci`: its PCI path, root first; `physical`: of a virtual function, the PCI address of its physical one.
     """
 
     device: str
@@ -82,6 +83,7 @@ class RdmaPort:
     gid: str | None = None
     gpus: tuple[int, ...] = ()
     pci: tuple[str, ...] = ()
+    physical: str | None = None
 
     @property
     def name(self) -> str:
@@ -94,6 +96,9 @@ class NodeNics:
     """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: what could not be read, one line each.
 
     `addressed`: False where addresses are not known at all (a copied tree), so that none of them means nothing.
+    `verbs`: whether RDMA devices can be opened (``/dev/infiniband/uverbs*``), also where sysfs shows none, as in some
+    containers. `sockets`, `hcas`: the interfaces and ports (``mlx5_0:1``) to which site and environment limit sockets
+    and RDMA (nccl.narrowed); None: not limited.
     """
 
     interfaces: tuple[Nic, ...]
@@ -101,13 +106,16 @@ class NodeNics:
     gpus: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     addressed: bool = True
+    verbs: bool = False
+    sockets: tuple[str, ...] | None = None
+    hcas: tuple[str, ...] | None = None
 
     @property
     def type(self) -> NicType:
         """The type that this node's fast traffic should use: the one whose usable ports are fastest together
         (InfiniBand when equal), so that one storage card in Ethernet mode does not make an IB node a RoCE node."""
         # ports of unknown rate still count for more than none
-        rates = {t: self.rdma_gbps(t) or 0.001 * len(self.usable_ports(t)) for t in (NicType.IB, NicType.ROCE)}
+        rates = {t: self.rdma_gbps(t) or 0.001 * len(self.compute_ports(t)) for t in (NicType.IB, NicType.ROCE)}
         if any(rates.values()):
             return NicType.IB if rates[NicType.IB] >= rates[NicType.ROCE] else NicType.ROCE
         if not self.ports:  # a testbed: interfaces named after the NIC they stand for
@@ -123,8 +131,13 @@ class NodeNics:
 
     def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
         """The usable ports of the highest rate: the rails of a node. A slower port of the same type beside them is a
-        storage card or a bad cable; with it in a communicator NCCL would run at its pace."""
+        storage card or a bad cable; with it in a communicator NCCL would run at its pace. A virtual function beside its
+        physical one shares its wire. Where `hcas` names ports, those."""
         usable = self.usable_ports(nic)
+        if self.hcas is not None:
+            return tuple(p for p in usable if p.name in self.hcas)
+        here = {p.pci[-1] for p in usable if p.pci}
+        usable = tuple(p for p in usable if p.physical not in here)
         best = max((self.port_gbps(p) for p in usable), default=0.0)
         return tuple(p for p in usable if self.port_gbps(p) == best)
 
@@ -146,32 +159,30 @@ class NodeNics:
 def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
     """The interfaces that could carry `nic` traffic, best first: up, with an address, fast, then by name.
 
-    For Ethernet the node's plain Ethernet NICs come first, then a RoCE NIC (converged nodes have no other), then
-    management ports; loopback, bridges of containers and members of a bond never.
+    For Ethernet the fastest comes first, be it a plain or a RoCE NIC (plain ones where their rates are equal or not
+    known), then management ports; loopback, bridges of containers, IPoIB and members of a bond never, unless `sockets`
+    names them.
     """
-    free = [n for n in nics.interfaces if n.member_of is None and n.role != "virtual"]
-    chosen = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
-    order = {"data": 0, "management": 2}
+    if nics.sockets is not None and not nic.rdma:
+        chosen = [n for n in nics.interfaces if n.name in nics.sockets]
+    else:
+        free = [n for n in nics.interfaces if n.member_of is None and n.role != "virtual"]
+        chosen = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
 
-    def rank(n: Nic) -> tuple[bool, bool, int, float, list[tuple[int, int | str]]]:
-        kind = order[n.role] if n.type is nic else 1
-        return (not n.up, nics.addressed and n.address is None, kind, -(n.gbps or 0), natural(n.name))
+    def rank(n: Nic) -> tuple[bool, bool, bool, float, bool, list[tuple[int, int | str]]]:
+        return (not n.up, nics.addressed and n.address is None, n.role == "management", -(n.gbps or 0),
+                n.type is not nic, natural(n.name))
 
     return sorted(chosen, key=rank)
 
 
-def data_interface(nics: NodeNics, nic: NicType, name: str | None = None, node: str = "") -> Nic:
+def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
     """The kernel interface that `nic` traffic of this node uses, up and with an IPv4 address.
 
-    `name` forces one; `node` is only for messages. Raises SiteError, which names the interface and the hint.
+    `node` is only for messages. Raises SiteError, which names the interface and the hint.
     """
     where = f"node {node}" if node else "this node"
     found = candidates(nics, nic)
-    if name is not None:
-        found = [n for n in nics.interfaces if n.name == name]
-        if not found:
-            raise SiteError(f"no interface {name}", where=where,
-                            hint=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}")
     if not found:
         ports = ", ".join(p.name for p in nics.usable_ports(nic))
         if ports:

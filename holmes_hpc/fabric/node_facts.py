@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.features import read_features, read_vocabulary
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.label import Change, changes, differences, features_of
-from holmes_hpc.fabric.nccl import refusals
+from holmes_hpc.fabric.nccl import narrowed, refusals
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
 from holmes_hpc.fabric.probe import probe
@@ -63,6 +63,7 @@ def facts_of(node: str, nics: NodeNics, features: Sequence[str] | None, env: Map
     """The facts of a node with these NICs. `features`: Slurm's for it, None where it knows no such node."""
     ethernet = address = network = trouble = ""
     try:
+        nics = as_labelled(nics, features or (), env, vocabulary, node)
         found = data_interface(nics, NicType.ETHERNET, node=node)
         ethernet, address, network = found.name, str(found.address), str(found.network)
     except SiteError as e:
@@ -72,6 +73,12 @@ def facts_of(node: str, nics: NodeNics, features: Sequence[str] | None, env: Map
     first = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
     return Facts(node, nics.type, features_of(nics), ethernet, address, network, trouble, first, nics.notes,
                  tuple(f for f in findings if f.level != "info"))
+
+
+def as_labelled(nics: NodeNics, features: Sequence[str], env: Mapping[str, str], vocabulary: str | None = None,
+                node: str = "") -> NodeNics:
+    """A node's NICs, limited to those that its features name. SiteError where it has none of that name."""
+    return narrowed(nics, read_features(features, read_vocabulary(vocabulary)).names, env, node)
 
 
 def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[Facts], list[Finding]]:
@@ -167,6 +174,7 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     if node is None:
         raise SiteError(f"Slurm knows no node {name!r}", where="probe --check",
                         hint="run it on a node of the cluster, or give the node's name with --node")
+    nics = as_labelled(nics, node.features, {}, vocabulary, name)
     return differences(nics, node.features, read_vocabulary(vocabulary), name)
 
 

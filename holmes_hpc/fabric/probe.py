@@ -41,27 +41,43 @@ def addresses() -> dict[str, tuple[str, int]]:
 
 
 def probe(sysfs: Path = Path("/sys"), ipv4: Mapping[str, tuple[str, int]] | None = None,
-          read: Reader = read_text) -> NodeNics:
+          read: Reader = read_text, dev: Path | None = None) -> NodeNics:
     """This node's NICs, or those of a copied tree (`cp -a /sys/class/net /sys/class/infiniband …` with their links).
 
     `ipv4`: interface -> (address, prefix); by default this machine's own for ``/sys``, and none for a copy, where only
-    RoCE's GIDs tell addresses. `read`: reads one file (tests make it fail as kernels do).
+    RoCE's GIDs tell addresses. `read`: reads one file (tests make it fail as kernels do). `dev`: where device files
+    are, by default ``/dev`` for ``/sys``.
     """
     notes: list[str] = []
     tree = _Tree(sysfs, read)
     if ipv4 is None:
         ipv4 = addresses() if sysfs == Path("/sys") else {}
+    if dev is None and sysfs == Path("/sys"):
+        dev = Path("/dev")
+    verbs = dev is not None and any(dev.glob("infiniband/uverbs*"))
     gpus = tree.gpus()
     ports = [port for device in tree.names("class/infiniband") for port in _ports(tree, device, gpus, notes)]
     interfaces = [_interface(tree, name, ports, ipv4) for name in tree.names("class/net")
                   if tree.is_dir(f"class/net/{name}")]
     interfaces.sort(key=lambda n: natural(n.name))
     ports.sort(key=lambda p: (natural(p.device), p.port))
-    nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4))
+    nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4), verbs)
     for nic in (NicType.IB, NicType.ROCE):
         rails = nics.compute_ports(nic)
-        notes += [f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"
-                  for p in nics.usable_ports(nic) if p not in rails]
+        for p in nics.usable_ports(nic):
+            if p not in rails and nics.port_gbps(p) == nics.port_gbps(rails[0]):
+                notes.append(f"{p.name} is a virtual function of {p.physical}, which is here too: not used")
+            elif p not in rails:
+                notes.append(f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: "
+                             "not used")
+    usable = [n for n in candidates(nics, NicType.ETHERNET) if n.up and (n.address or not nics.addressed)]
+    other = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
+    if other is not None and usable[0].type is NicType.ROCE:
+        notes.append(f"{usable[0].name} carries TCP too, for {other.name} is slower: if the other fabrics reach this "
+                     f"node by {other.name} alone, say ethernet: {other.name} (docs/nics.md)")
+    if verbs and not ports:
+        notes.append("there is no /sys/class/infiniband here, but there are devices in /dev/infiniband (a container): "
+                     "NCCL looks for its ports itself")
     if not ports:
         notes += [f"{n.name} counts as {n.type} by its name alone, there is no RDMA device: right on a testbed, else "
                   "load the driver" for n in interfaces if n.type.rdma]
@@ -90,7 +106,7 @@ class _Tree:
         return (self.root / path).is_dir()
 
     def target(self, path: str) -> str | None:
-        """The last name of a link's target."""
+        """The last name of a link's target; None where there is no such link."""
         try:
             return os.path.basename(os.readlink(self.root / path))
         except OSError:
@@ -122,6 +138,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
     base = f"class/infiniband/{device}"
     node_type = (tree.text(f"{base}/node_type") or "").partition(":")[0].strip()
     pci = tree.pci_path(f"{base}/device")
+    physical = tree.target(f"{base}/device/physfn")
     nearest = _nearest(pci, gpus)
     found = []
     for port in tree.names(f"{base}/ports"):
@@ -133,6 +150,8 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
         state = (tree.text(f"{where}/state") or "unknown").partition(":")[2].strip() or "unknown"
         rate = re.match(r"([\d.]+)\s*Gb/sec", tree.text(f"{where}/rate") or "")
         index, gid, owner = _gid(tree, where) if kind == "roce" else (None, None, None)
+        if kind == "ib":
+            gid = _subnet_gid(tree.text(f"{where}/gids/0"))
         active = state == "ACTIVE"
         if kind == "roce" and active and gid is None:
             notes.append(f"{device}:{port} has no readable RoCE v2 GID with an IPv4 address")
@@ -143,7 +162,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
         if owner is None:
             owner = _owner_by_device(tree, device, pci)
         found.append(RdmaPort(device, int(port), kind, active, state, float(rate[1]) if rate else None,
-                              _top(tree, owner), index, gid, nearest, pci))
+                              _top(tree, owner), index, gid, nearest, pci, physical))
     return found
 
 
@@ -169,6 +188,14 @@ def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
         if gid_address(gid) is not None:
             return int(index), gid, tree.text(f"{port}/gid_attrs/ndevs/{index}")
     return None, None, None
+
+
+def _subnet_gid(text: str | None) -> str | None:
+    """An InfiniBand port's first GID; None where it has none yet (no subnet manager), or it cannot be read."""
+    try:
+        return text if text and int(ipaddress.IPv6Address(text)) else None
+    except ValueError:
+        return None
 
 
 def gid_address(gid: str) -> str | None:
@@ -245,7 +272,10 @@ def _speed(tree: _Tree, base: str, bonded: bool, own: list[RdmaPort]) -> float |
     if own and own[0].gbps and not bonded:
         return sum(p.gbps or 0 for p in own)
     if not bonded and tree.is_virtual(base):
-        return None  # veth and tun report 10 Gb/s whatever carries them
+        # veth and tun report 10 Gb/s whatever carries them; a VLAN or a bridge is as fast as what lies below it
+        below = [name[len("lower_"):] for name in tree.names(base) if name.startswith("lower_")]
+        rates = [_speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), []) for name in below]
+        return max((rate for rate in rates if rate is not None), default=None)
     try:
         megabits = int(tree.text(f"{base}/speed") or "-1")
     except ValueError:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.schema import check, key, make
+from holmes_hpc.slurm.hostlist import expand
+
+# How a training program computes attention: FlashAttention-2 or later, its first version, torch's own fused one,
+# Megatron-LM's fused softmax between two batched products, each operation by itself.
+ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
+FUSED_ATTENTION = ATTENTION[:3]  # scores never leave the chip
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator."""
+    """One accelerator, and what the software there makes of it, where that is known."""
 
     name: Annotated[str, key("of the kind, as in `holmes nodes`")]
     peak_tflops: Annotated[float, key("dense bf16 or fp16", unit="TFLOP/s", gt=0)]
     memory_gib: Annotated[float, key("its memory", unit="GiB", gt=0)]
     intra_node_gbps: Annotated[float, key("one GPU to its peers in the node", unit="Gb/s", gt=0)]
+    attention: Annotated[str | None, key("how scores are computed there; null: not known", one_of=ATTENTION)] = None
+    fused_norm: Annotated[bool | None, key("a norm is one kernel there; null: not known")] = None
 
     def __post_init__(self) -> None:
         check(self, f"gpu {self.name}", SiteError)
@@ -32,6 +42,34 @@ class Gpu:
 
 # A CPU rank stands in for an accelerator where nodes have no GPU (the testbed, a laptop).
 CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
+
+
+@dataclass(frozen=True)
+class NicNames:
+    """Which NICs of a node the site names for the job; what it leaves out is chosen by what the kernel says."""
+
+    ethernet: Annotated[str | None, key("the interface of its sockets: bond0")] = None
+    hca: Annotated[tuple[str, ...], key("its RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
+    storage: Annotated[tuple[str, ...], key("RDMA devices that are not for the job: by name, IPv4 subnet or GID "
+                                            "prefix: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']")] = ()
+
+    def __post_init__(self) -> None:
+        check(self, "NICs", SiteError)
+        for word in self.storage:
+            try:
+                ipaddress.ip_network(word if "/" in word else "::/0", strict=False)
+            except ValueError as e:
+                raise SiteError(f"storage: {word!r} is no network: {e}", where="NICs",
+                                hint="write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name") from None
+
+    def over(self, other: NicNames) -> NicNames:
+        """These names, and the other's where these say nothing."""
+        return NicNames(self.ethernet or other.ethernet, self.hca or other.hca, self.storage or other.storage)
+
+
+# Keys of a fabric that say how its nodes are used, not what they are: a site's digest goes without them.
+_OF_USE = ("node_names", "nodes", "ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib",
+           "node_gpus")
 
 
 @dataclass(frozen=True)
@@ -52,6 +90,15 @@ class Fabric:
     constraint: Annotated[str, key("Slurm features that select its nodes")] = ""
     node_names: Annotated[tuple[str, ...], key("of all its nodes, or none")] = ()
     gres: Annotated[bool, key("false: no GPU in Slurm's GRES, so a rank is a CPU process")] = True
+    ethernet: Annotated[str | None, key("the interface of its nodes' sockets; null: the fastest")] = None
+    hca: Annotated[tuple[str, ...], key("its nodes' RDMA devices or ports; none named: the fastest of its type")] = ()
+    storage: Annotated[tuple[str, ...], key("RDMA devices left out: by name, IPv4 subnet or GID prefix")] = ()
+    node_nics: Annotated[Mapping[str, NicNames] | None, key("single nodes' own: {'ib[3-4]': {ethernet: eno2}}")
+                         ] = field(default=None, hash=False)
+    nccl_net: Annotated[str | None, key("NCCL's name of the network of its RDMA; null: its NIC type's")] = None
+    node_cpus: Annotated[int | None, key("CPUs of a node that jobs get", ge=1)] = None
+    node_memory_gib: Annotated[float | None, key("memory of a node that jobs get", unit="GiB", gt=0)] = None
+    node_gpus: Annotated[int | None, key("GPUs of its largest node, where gpus_per_node are fewer", ge=1)] = None
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
@@ -67,6 +114,15 @@ class Fabric:
             raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
         if self.node_names and len(self.node_names) != self.nodes:
             raise SiteError(f"{len(self.node_names)} node names for {self.nodes} nodes", where=where, hint="correct it")
+        for names in (NicNames(self.ethernet, self.hca, self.storage), *(self.node_nics or {}).values()):
+            if names.hca and not self.nic.rdma:
+                raise SiteError("an Ethernet-only fabric has hca", where=where, hint="remove hca or set nic")
+
+    def nic_names(self, node: str) -> NicNames:
+        """What the site says of the NICs of `node`: its own words over the fabric's."""
+        common = NicNames(self.ethernet, self.hca, self.storage)
+        own = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
+        return common if own is None else own.over(common)
 
     @property
     def gpus(self) -> int:
@@ -137,7 +193,10 @@ class Site:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""
-        data = json.loads(json.dumps(asdict(self)))
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        for fabric in data["fabrics"]:  # what nobody said is left out, as files had it before there were such keys
+            fabric["gpu"] = {k: v for k, v in fabric["gpu"].items() if v is not None}
+        data["fabrics"] = [{k: v for k, v in fabric.items() if v or k not in _OF_USE[2:]} for fabric in data["fabrics"]]
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod
@@ -149,6 +208,6 @@ class Site:
         """Twelve hex digits that change when hardware, partitions or constraints change, not with states: so neither
         with the nodes that happen to be up, nor with assumptions."""
         whole = self.to_dict()
-        data = [{k: v for k, v in f.items() if k not in ("node_names", "nodes")} for f in whole["fabrics"]]
+        data = [{k: v for k, v in f.items() if k not in _OF_USE} for f in whole["fabrics"]]
         links = [whole["links"]] if self.links else []
         return hashlib.sha256(json.dumps([self.name, data, *links], sort_keys=True).encode()).hexdigest()[:12]

@@ -13,9 +13,13 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import check, key, keys, make
 
 IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an older kind, in Gb/s
+# The most that a rate or a size of a machine can be: what is above was given in another unit.
+MOST = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "intra_node_gbps": 1e5, "peak_tflops": 1e5, "memory_gib": 4096,
+        "gbps": 6400, "delay_ms": 1e4}
+NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
 _HINT = "see README: Hardware that this Slurm does not have"
 
 
@@ -26,7 +30,8 @@ class SiteFile:
     name: Annotated[str, key("of the site")]
     fabrics: Annotated[tuple[Any, ...], key("list at least one")]
     ethernet_gbps: Annotated[float | None, key("what a node sends over Ethernet", unit="Gb/s", gt=0)] = None
-    gpu: Annotated[Gpu | None, key("the kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")] = None
+    gpu: Annotated[Gpu | None, key("the kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known"
+                                    " attention and fused_norm")] = None
 
     links: Annotated[tuple[FabricLink, ...], key("what two fabrics have between them: {between, gbps, delay_ms}")] = ()
 
@@ -53,7 +58,27 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         named = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
         where = f"fabric {entry['name']}" if named else f"fabric {number}"
         fabrics.append(make(Fabric, {**common, **entry} if isinstance(entry, Mapping) else entry, where, SiteError))
+    for fabric in fabrics:
+        _refuse_absurd(fabric, f"fabric {fabric.name}")
+        _refuse_absurd(fabric.gpu, f"gpu {fabric.gpu.name}")
+    for link in file.links:
+        _refuse_absurd(link, f"link {' - '.join(link.between)}")
+    for gpu in dict.fromkeys(f.gpu for f in fabrics):
+        known = read_vocabulary().gpu(gpu.name)
+        if gpu.attention == "flash" and known is not None and known.name in NO_FLASH:
+            raise SiteError(f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}",
+                            hint="use sdpa or unfused")
     return Site(file.name, tuple(fabrics), tuple(_in_bytes(fabrics)), file.links)
+
+
+def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
+    """Raise SiteError for a rate or a size that no machine has."""
+    for name, declared in keys(type(what)).items():
+        value = getattr(what, name)
+        if name in MOST and value is not None and value > MOST[name]:
+            unit = declared.says.unit
+            raise SiteError(f"{name} is {value:g} {unit}, more than any machine has", where=where,
+                            hint=f"give it in {unit}, at most {MOST[name]:g}")
 
 
 def _in_bytes(fabrics: Sequence[Fabric]) -> Iterator[str]:

@@ -105,6 +105,16 @@ def read_yaml(path: str | os.PathLike[str], error: type[HolmesError] = ConfigErr
     return data
 
 
+def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError) -> str:
+    """A text file's content. `error` with the file's name where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
+    except UnicodeDecodeError as e:
+        raise error("not text", where=str(path), hint="give a text file") from e
+
+
 def to_json(value: Any) -> str:
     """`value` as one line of strict JSON; NaN and infinity, which JSON does not have, become null."""
     try:

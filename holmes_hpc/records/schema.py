@@ -43,6 +43,7 @@ RUN_FIELDS = {
     "versions": "of holmes, python, torch and megatron-core",
     "git_commit": "of the code",
     "hosts": "by rank",
+    "cpus": "by rank, on GPUs: the CPUs that it keeps to, how they lie to its GPU, and the HCAs beside it",
     "nics": "every process group: kind, ranks, transport, and its interface on each of its nodes",
     "device": "cpu, or the GPU's name",
     "traffic": "before the first step: setup {fabric or ethernet: {tx, rx}}, header_factor, header_factors",

@@ -156,7 +156,7 @@ def parse_node(line: str) -> Node:
     available = _words(record.get("AvailableFeatures", record.get("Features", "")))
     active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
     return Node(record["NodeName"], _words(record.get("Partitions", "")), parse_states(record.get("State", "UNKNOWN")),
-                active, available, _int(record.get("CPUTot")), _int(record.get("RealMemory")),
+                active, available, _int(record.get("CPUEfctv") or record.get("CPUTot")), _int(record.get("RealMemory")),
                 parse_gres(record.get("Gres", "")), record.get("NodeAddr", ""), record.get("Version", ""),
                 record.get("Reason", ""))
 

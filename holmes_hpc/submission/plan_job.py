@@ -21,7 +21,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
-from holmes_hpc.submission.executor.component import ComponentRequest, component
+from holmes_hpc.submission.executor.component import ComponentRequest, component, node_share
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.preflight import check_components
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
@@ -63,7 +63,13 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
         own = fabrics.get(part.fabric) or ComponentSettings()
         values = {**settings.given(), **own.given(), "additional": {**(settings.additional or {}),
                                                                    **(own.additional or {})}}
-        gpus = part.gpus_per_node if plan.site.fabric(part.fabric).gres and not values.get("gres") else None
+        fabric = plan.site.fabric(part.fabric)
+        gpus = part.gpus_per_node if fabric.gres and not values.get("gres") else None
+        if fabric.gres and (settings.share if own.share is None else own.share) is not False:
+            said = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
+            share = node_share(part.gpus_per_node, fabric.node_gpus or fabric.gpus_per_node, fabric.node_cpus,
+                               fabric.node_memory_gib, part.gpus_per_node, bool(values.get("exclusive")))
+            values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in said}, **values}
         values |= {"partition": part.partition or None, "constraint": part.constraint or None, "nodes": part.nodes,
                    "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
         made.append(component(values, index))
@@ -82,7 +88,7 @@ class PlanExecutor(SlurmHetExecutor):
                          max_num_timeout=WHILE_IT_GAINS)
         self._internal_update_parameters(
             job_name=name, time=settings.timeout_min, setup=list(settings.setup),
-            container=self.container, requeue=True, dependency=dependency)
+            container=self.container, requeue=True, dependency=dependency, distribution=settings.distribution)
 
     @classmethod
     def name(cls) -> str:

@@ -21,7 +21,7 @@ from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training import session
+from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets
 from holmes_hpc.training.data.samples import batches
@@ -29,7 +29,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
-from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
@@ -71,7 +71,7 @@ def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: Ran
     rank_exit.before_exit = dump_stacks
     watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config.train, own, plan, run, rank_exit)
+        here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
@@ -101,7 +101,9 @@ class Trainer:
 
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
-        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, timers=self.breakdown)
+        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
+        if not gpt.transformer_engine():
+            attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
         chunks = gpt.build(plan, self.model_config, train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
@@ -110,7 +112,8 @@ class Trainer:
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config)
+        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config,
+                                            here.device)
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = schedules.forward_backward(plan, self.trace)
         if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
@@ -127,6 +130,12 @@ class Trainer:
         if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
+        if here.cuda:
+            watchdog.alive("warming up", LONG)
+            warm_up.connect(self.groups, here.device)
+            warm_up.local_passes(self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length,
+                                 here.device)
+        replicas.check(chunks, plan.model.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
@@ -241,7 +250,7 @@ class Trainer:
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
-        return [batches(dataset, self.plan, rank, start_step) for _ in self.models]
+        return [batches(dataset, self.plan, rank, start_step, self.here.device) for _ in self.models]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holmes_hpc import __version__
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, RunFailed
+from holmes_hpc.errors import HolmesError, NetworkError, PlanError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
@@ -27,7 +27,7 @@ from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
-from holmes_hpc.training.rank import cpu, launch
+from holmes_hpc.training.rank import affinity, cpu, cuda, cuda_check, launch
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import say
@@ -35,7 +35,7 @@ from holmes_hpc.training.rank.log import say
 
 @dataclass
 class Session:
-    """A rank that has met the others. `nodes`: every rank's networks."""
+    """A rank that has met the others. `nodes`: every rank's networks; `cpus`: where it runs beside a GPU, in words."""
 
     launch: Launch
     plan: Plan
@@ -46,6 +46,7 @@ class Session:
     groups: process_groups.Groups
     device: torch.device
     traffic: Traffic
+    cpus: str = ""
 
     @property
     def cuda(self) -> bool:
@@ -83,29 +84,27 @@ def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
         say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
 
 
-def use_cuda(wanted: str) -> bool:
-    """Whether to train on CUDA: ``auto`` where there is a device. ConfigError for ``cuda`` without one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
-    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-
-
-def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit) -> Session:
-    """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place
-    or network is one line, on every rank, before the first group is made."""
-    began, cuda = time.perf_counter(), use_cuda(train.device)
-    if not cuda:
+def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit,
+          bind_cpus: bool = True) -> Session:
+    """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place,
+    GPU or network is one line, on every rank, before the first group is made."""
+    began, on_gpu = time.perf_counter(), cuda.wanted(train.device, plan)
+    if on_gpu:
+        if (warning := cuda.connect_queues(plan, min(own.rank, plan.world_size - 1), os.environ)) is not None:
+            say(warning)
+    else:
         cpu.install()
         ranks_here = plan.components[plan.component_of(min(own.rank, plan.world_size - 1))].gpus_per_node
         torch.set_num_threads(cpu.threads(os.environ, own.world_size if own.one_host else ranks_here,
                                           len(os.sched_getaffinity(0))))
-    nics = probe()
-    traffic = Traffic(plan, own, nics)
     if own.rank == 0:
         rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, cuda)
+        said = _check_cuda(plan, own.rank, on_gpu, train)
+        nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
+        traffic = Traffic(plan, own, nics)
+        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
         warnings = interfaces.refuse(node)
     except HolmesError as e:
         _tell_the_others(own, run, rank_exit, e)
@@ -115,20 +114,62 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
     nodes = _exchange(own, store, node)
     interfaces.check_places(plan, nodes)
     warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
-    for finding in warnings:
-        say(str(finding))
+    for line in (*map(str, warnings), *([*said, *interfaces.remarks(node)] if own.local_rank == 0 else ())):
+        say(line)
     if own.local_rank == 0 and not own.one_host:
         rank_exit.guard(audit.nic_check(node))
-    made = process_groups.Groups(plan, node, own.rank, cuda, train.net_timeout_s, train.watchdog_s)
-    device = process_groups.device(own.local_rank, cuda)
+    made = process_groups.Groups(plan, node, own.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
+    device = process_groups.device(own.local_rank, on_gpu)
     process_groups.check_devices(device, own.rank, store, nodes)
+    _check_memory(plan, own, device, store)
+    cpus = _bind(device) if on_gpu and bind_cpus else ""
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:
         say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
             f" ({own.by}, {device.type})")
     assert rank_exit.attempt is not None
-    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic)
+    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus)
+
+
+def _check_cuda(plan: Plan, rank: int, on_gpu: bool, train: TrainConfig) -> list[str]:
+    """Raise what forbids training on CUDA; lines for the log come back. Without CUDA only a driver that is there and
+    cannot be used, though the plan counts on GPUs, is worth a look."""
+    planned = not plan.site.fabric(plan.places[rank].fabric).gpu.is_cpu
+    if not on_gpu and train.fp8 is None and (train.device == "cpu" or not planned):
+        return []
+    facts = cuda_check.gather()
+    if on_gpu or facts.driver:
+        for problem in cuda_check.problems(facts):
+            raise problem
+    if train.fp8 is not None:
+        capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
+        if unfit := cuda_check.fp8_problem(train.fp8, on_gpu, facts.te is not None, capability):
+            raise unfit
+    return list(cuda_check.remarks(facts))
+
+
+def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Store) -> None:
+    """No rank's GPU has less free memory than the plan needs there. PlanError on every rank: the first one's."""
+    if device.type != "cuda" or plan.predicted is None or plan.site.fabric(plan.places[own.rank].fabric).gpu.is_cpu:
+        return
+    stage, *_ = plan.parallel.coordinates(own.rank)
+    free, total = torch.cuda.mem_get_info(device)
+    needed = plan.predicted.memory_bytes_per_gpu[stage]
+    problem = cuda_check.memory_problem(free, total, needed, f"GPU {device.index} of node {own.node}")
+    store.set(f"memory/{own.rank}", json.dumps([problem.what, problem.where, problem.hint] if problem else None))
+    keys = [f"memory/{rank}" for rank in range(own.world_size)]
+    store.wait(keys)
+    for text in store.multi_get(keys):
+        if found := json.loads(text):
+            raise PlanError(found[0], where=found[1], hint=found[2])
+
+
+def _bind(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):  # torch before 2.6
+        return ""
+    return affinity.bind(affinity.pci_address(properties))
 
 
 def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
@@ -181,6 +222,7 @@ def tell_groups(session: Session) -> None:
     own = [entry for entry in session.groups.made
            if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])]
     session.store.set(f"groups/{rank}", json.dumps(own))
+    session.store.set(f"cpus/{rank}", session.cpus)
 
 
 def _groups(session: Session) -> list[dict[str, Any]]:
@@ -205,5 +247,6 @@ def describe(session: Session) -> dict[str, Any]:
     versions = {"holmes": __version__, "python": platform.python_version(), "torch": torch.__version__,
                 "megatron-core": megatron.core.__version__}
     device = torch.cuda.get_device_name(session.device) if session.cuda else "cpu"
-    return {"hosts": [n.node for n in session.nodes],
+    cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(len(session.nodes))])]
+    return {**({"cpus": cpus} if any(cpus) else {}), "hosts": [n.node for n in session.nodes],
             "nics": _groups(session), "versions": versions, "device": device, "plan_id": session.plan.id}

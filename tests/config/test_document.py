@@ -10,6 +10,8 @@ from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.schema import keys
 
+pytestmark = pytest.mark.integration
+
 
 def test_files_of_the_configuration_are_those_of_the_declared_keys() -> None:
     for path, text in document.conf_files().items():

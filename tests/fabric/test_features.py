@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_features, read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.site import NicNames
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 
@@ -40,6 +41,39 @@ def test_what_sites_write(vocabulary, features: str, nic: NicType, rdma: float |
     reading = read_features(features.split(","), vocabulary)
     assert (reading.nic, reading.rdma_gbps, reading.ethernet_gbps) == (nic, rdma, ethernet)
     assert not reading.unknown and not reading.problems
+
+
+def test_features_name_nics(vocabulary) -> None:
+    reading = read_features(["nic_ib", "ethernet_bond0", "hca_mlx5_0", "hca_mlx5_1:2", "eth_25g"], vocabulary)
+    assert reading.names == NicNames("bond0", ("mlx5_0", "mlx5_1:2")) and reading.ethernet_gbps == 25
+    assert not reading.unknown and not reading.problems
+    assert "sockets over bond0" in [m.text for m in reading.meanings]
+    two = read_features(["nic_ib", "ethernet_bond0", "ethernet_eno1"], vocabulary)
+    assert two.names.ethernet == "bond0" and "2 interfaces" in two.problems[0]
+
+
+def test_a_sites_own_file_names_nics_and_networks(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("""\
+features:
+  - {match: 'island(?P<fabric>[a-z])', interface: bond0, hca: [mlx5_0, mlx5_1], storage: ['fec0:0:0:1::/64']}
+  - {match: efa, nic: efa}
+networks: {ib: IBext_v11}
+""")
+    own = read_vocabulary(tmp_path / "own.yaml")
+    assert read_features(["islandb"], own).names == NicNames("bond0", ("mlx5_0", "mlx5_1"), ("fec0:0:0:1::/64",))
+    assert read_features(["efa"], own).nic is NicType.EFA and own.networks == {"ib": "IBext_v11"}
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("networks: {infiniband: IBext}", "{'infiniband': 'IBext'} is not NIC types with names of networks; write {ib: "),
+    ("networks: [ib]", "['ib'] is not NIC types"), ("networks: {ib: 7}", "{'ib': 7} is not NIC types"),
+    ("features: [{match: x, storage: 10.0.0.0/77}]", "storage: '10.0.0.0/77' is no network"),
+])
+def test_what_cannot_be_named(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(SiteError) as e:
+        read_vocabulary(tmp_path / "own.yaml")
+    assert says in str(e.value)
 
 
 def test_two_nic_types_are_a_problem_not_a_choice(vocabulary) -> None:
@@ -85,7 +119,7 @@ def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "says"), [
     ("featurs: []", "did you mean 'features'"),
     ("features: [{match: '(', nic: ib}]", "not a regular expression"),
-    ("features: [{match: x, nic: token-ring}]", "known are: ethernet, ib, roce"),
+    ("features: [{match: x, nic: token-ring}]", "known are: efa, ethernet, ib, omnipath, roce"),
     ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
     ("features: [{nic: ib}]", "no match"),
     ("features: {a: b}", "not a list"),

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,32 @@ def test_labelled_site() -> None:
     assert (eth.nic, eth.rdma_gbps, eth.ethernet_gbps) == (NicType.ETHERNET, None, 0.05)
     assert roce.node_names == ("roce1", "roce2")
     assert all("CPU rank" in a for a in found.assumptions)
+
+
+def test_nics_that_features_name_are_the_fabrics_or_single_nodes() -> None:
+    words = "nic_ib,nic_200g,eth_25g,fabric_a,hca_mlx5_0"
+    alike = grouped([node(f"n{i}", f"{words},ethernet_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]
+    assert (alike.ethernet, alike.hca, alike.node_nics) == ("bond0", ("mlx5_0",), None)
+    mixed = grouped([node("n1", f"{words},ethernet_bond0"), node("n2", f"{words},ethernet_eno2"), node("n3", words)],
+                    [partition("ib", "n[1-3]")]).fabrics[0]
+    assert [mixed.nic_names(f"n{i}").ethernet for i in (1, 2, 3)] == ["bond0", "eno2", None]
+    assert mixed.nic_names("n3").hca == ("mlx5_0",)
+    ethernet = grouped([node("n1", "nic_ethernet,eth_25g,fabric_a,hca_mlx5_0,ethernet_eno1")], [partition("ib", "n1")])
+    assert (ethernet.fabrics[0].ethernet, ethernet.fabrics[0].hca) == ("eno1", ())
+
+
+def test_a_sites_networks_reach_its_fabrics(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("networks: {ib: IBext_v11}\n")
+    nodes, partitions = example()
+    found = group(nodes, partitions, read_vocabulary(tmp_path / "own.yaml"))
+    assert [f.nccl_net for f in found.fabrics] == ["IBext_v11", None, None]
+
+
+def test_the_cpus_and_memory_of_nodes_with_gpus_are_known() -> None:
+    nodes = [node("n1", "nic_ib,fabric_a", gres="gpu:a100:8"), node("n2", "nic_ib,fabric_a", gres="gpu:a100:4")]
+    fabric = grouped(nodes, [partition("ib", "n[1-2]")]).fabrics[0]
+    assert (fabric.gpus_per_node, fabric.node_gpus, fabric.node_cpus, fabric.node_memory_gib) == (4, 8, 8, 16)
+    assert grouped(*example()).fabrics[0].node_cpus is None  # ranks are CPU processes
 
 
 def test_down_nodes_are_not_counted_and_named() -> None:

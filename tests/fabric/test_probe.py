@@ -22,18 +22,27 @@ def probed(tmp_path: Path, name: str, **ipv4: str) -> NodeNics:
 
 @pytest.mark.parametrize(("name", "nic", "features"), [
     ("hdr_4_hcas", IB, ("nic_ib", "nic_800g", "eth_25g")),
-    ("roce_on_a_bond", ROCE, ("nic_roce", "nic_200g", "eth_25g")),
+    ("roce_on_a_bond", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
     ("one_port_down", IB, ("nic_ib", "nic_200g", "eth_25g")),
-    ("ib_and_a_storage_card", IB, ("nic_ib", "nic_400g", "eth_25g")),
+    ("ib_and_a_storage_card", IB, ("nic_ib", "nic_400g", "eth_100g")),
     ("iwarp", ETHERNET, ("nic_ethernet", "nic_40g", "eth_40g")),
-    ("gid_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_25g")),
-    ("some_gids_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_25g")),
+    ("gid_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+    ("some_gids_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
     ("virtio_only", ETHERNET, ("nic_ethernet",)),
     ("speed_unknown", ETHERNET, ("nic_ethernet",)),
     ("eight_rails", IB, ("nic_ib", "nic_3200g", "eth_100g")),
     ("converged_roce", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
     ("a_slow_cable", IB, ("nic_ib", "nic_600g", "eth_25g")),
     ("omnipath", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
+    ("a_fast_bond_beside_a_slow_port", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
+    ("a_vlan", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+    ("a_vlan_on_a_bond", ETHERNET, ("nic_ethernet", "nic_50g", "eth_50g")),
+    ("virtual_functions", IB, ("nic_ib", "nic_200g", "eth_25g")),
+    ("a_virtual_function_alone", IB, ("nic_ib", "nic_200g", "eth_25g")),
+    ("a_dual_port_card", IB, ("nic_ib", "nic_168g", "eth_25g")),
+    ("eight_hcas_and_two_for_storage", IB, ("nic_ib", "nic_4000g", "eth_100g")),
+    ("rails_and_a_frontend", ROCE, ("nic_roce", "nic_1600g", "eth_400g")),
+    ("a_container", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
 ])
 def test_type_and_features_of_each_tree(tmp_path: Path, name: str, nic: NicType, features: tuple[str, ...]) -> None:
     nics = probed(tmp_path, name)
@@ -78,7 +87,7 @@ def test_a_down_port_is_said_and_not_used(tmp_path: Path) -> None:
 def test_the_storage_card_stays_out_of_the_nodes_type(tmp_path: Path) -> None:
     nics = probed(tmp_path, "ib_and_a_storage_card", eth0="10.0.0.3", ens8="10.9.0.3")
     assert [p.name for p in nics.usable_ports(IB)] == ["mlx5_0:1", "mlx5_1:1"]
-    assert data_interface(nics, ETHERNET).name == "eth0"
+    assert nics.type is IB
 
 
 def test_a_slow_cable_is_said_and_left_out(tmp_path: Path) -> None:
@@ -150,9 +159,48 @@ def test_down_without_address_and_forced() -> None:
         data_interface(down, IB, node="n1")
     with pytest.raises(SiteError, match="ib0 has no IPv4 address"):
         data_interface(NodeNics((Nic("ib0", IB),)), IB)
-    assert data_interface(a_node("ib"), ETHERNET, name="mgmt0").name == "mgmt0"
-    with pytest.raises(SiteError, match="no interface eth9"):
-        data_interface(a_node("ib"), ETHERNET, name="eth9")
+
+
+@pytest.mark.parametrize(("name", "ipv4", "interface"), [
+    ("a_fast_bond_beside_a_slow_port", {"eno1": "10.0.0.3", "bond0": "10.1.0.3"}, "bond0"),
+    ("a_vlan", {"eno1": "10.0.0.3", "ens1.100": "10.7.0.3"}, "ens1.100"),
+    ("a_vlan_on_a_bond", {"eno1": "10.0.0.3", "bond0.100": "10.1.0.3"}, "bond0.100"),
+    ("converged_roce", {"eth0": "10.7.0.3"}, "eth0"),
+    ("rails_and_a_frontend", {"eth0": "10.1.0.3"}, "rail0"),
+    ("speed_unknown", {"eno1": "10.0.0.3", "eno2": "10.0.1.3"}, "eno1"),
+    ("virtual_functions", {"eth0": "10.0.0.3", "ib0": "10.2.0.3"}, "eth0"),
+])
+def test_sockets_take_the_fastest_interface_whatever_its_kind(tmp_path: Path, name: str, ipv4: dict[str, str],
+                                                              interface: str) -> None:
+    nics = probed(tmp_path, name, **ipv4)
+    assert data_interface(nics, ETHERNET).name == interface
+    if interface in ("bond0", "rail0"):
+        assert any(f"{interface} carries TCP too, for e" in note for note in nics.notes)
+
+
+@pytest.mark.parametrize(("name", "nic", "ports"), [
+    ("virtual_functions", IB, ["mlx5_0:1"]),
+    ("a_virtual_function_alone", IB, ["mlx5_0:1"]),
+    ("a_dual_port_card", IB, ["mlx4_0:1", "mlx4_0:2", "mlx5_0:1"]),
+    ("eight_rails", IB, [f"mlx5_{i}:1" for i in range(8)]),
+    ("a_vlan", ROCE, ["mlx5_0:1"]),
+    ("a_container", IB, []),
+])
+def test_the_ports_of_the_job(tmp_path: Path, name: str, nic: NicType, ports: list[str]) -> None:
+    nics = probed(tmp_path, name)
+    assert [p.name for p in nics.compute_ports(nic)] == ports
+    if name == "virtual_functions":
+        assert "mlx5_1:1 is a virtual function of 0000:11:00.0, which is here too: not used" in nics.notes
+
+
+def test_a_container_may_have_devices_that_its_sysfs_lacks(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "sys")
+    trees.a_container(tree)
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    assert not probe(tree.root, {}, tree.read, tmp_path / "dev").verbs
+    (tmp_path / "dev/infiniband/uverbs0").touch()
+    nics = probe(tree.root, {}, tree.read, tmp_path / "dev")
+    assert nics.verbs and "/dev/infiniband" in nics.notes[0]
 
 
 def test_a_pulled_cable_is_told_from_a_switched_off_nic(tmp_path: Path) -> None:
@@ -196,7 +244,8 @@ def test_counters_of_a_bond_are_counted_once(tmp_path: Path) -> None:
     trees.roce_on_a_bond(tree)
     for name, tx in (("bond0", 10), ("eth2", 6), ("eth3", 4)):
         tree.write((tree.root / "class/net" / name).resolve() / "statistics", tx_bytes=tx)
-    assert by_kind(read_counters(tree.root), probe(tree.root, {}, tree.read))["roce"] == (10, 0)
+    kinds = by_kind(read_counters(tree.root), probe(tree.root, {}, tree.read))
+    assert kinds["ethernet"] == (10, 0)  # TCP goes over the bond; RDMA is counted by its port
 
 
 def test_storage_ports_are_none_of_the_fabrics(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.site import NicNames
 from holmes_hpc.fabric.site_file import read_site_file
 
 GOOD = """
@@ -29,6 +31,24 @@ def test_the_documented_file(tmp_path: Path) -> None:
     assert type(site).from_dict(site.to_dict()) == site
 
 
+NAMED = GOOD.replace("nodes: 4, gpus_per_node: 8}", """nodes: 4, gpus_per_node: 8, ethernet: bond0,
+     hca: [mlx5_0, mlx5_1], storage: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64'], nccl_net: IBext_v11,
+     node_nics: {'ib[3-4]': {ethernet: eno2}, ib9: {hca: [mlx5_3]}}}""", 1)
+
+
+def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> None:
+    site = read(tmp_path, NAMED)
+    ib = site.fabric("ib-a")
+    storage = ("mlx5_8", "10.9.0.0/16", "fec0:0:0:1::/64")
+    assert ib.nic_names("ib1") == NicNames("bond0", ("mlx5_0", "mlx5_1"), storage)
+    assert ib.nic_names("ib4") == NicNames("eno2", ("mlx5_0", "mlx5_1"), storage)
+    assert ib.nic_names("ib9") == NicNames("bond0", ("mlx5_3",), storage)
+    assert type(site).from_dict(json.loads(json.dumps(site.to_dict()))) == site
+    assert site.digest() == read(tmp_path, GOOD).digest()  # the hardware is the same
+    assert hash(site) is not None
+    assert site.fabric("roce-a").nic_names("x") == NicNames() and "hca" not in site.to_dict()["fabrics"][1]
+
+
 def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     site = read(tmp_path, GOOD)
     assert site.digest() == read(tmp_path, GOOD).digest()
@@ -46,6 +66,10 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
     ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
     ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
+    ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
+    ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
+    ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is no network"),
+    ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
     ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
     ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
     ("partition: gpu-ib,", "", "partition is missing"),
@@ -63,6 +87,14 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1}, {between: [roce-a, ib-a], gbps: 2}]\nfabrics:",
      "two links between ib-a and roce-a"),
     ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
+    ("ethernet_gbps: 25", "ethernet_gbps: 25000", "ethernet_gbps is 25000 Gb/s, more than any machine has"),
+    ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "fabric ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
+    ("peak_tflops: 312", "peak_tflops: 312000", "gpu a100-80gb: peak_tflops is 312000 TFLOP/s, more than"),
+    ("memory_gib: 80", "memory_gib: 81920", "memory_gib is 81920 GiB, more than any machine has"),
+    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1.0e+10}]\nfabrics:", "link ib-a - roce-a: gbps is 1e+10"),
+    ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
+    ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
+    ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb has not"),
     ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
 ])
 def test_bad_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -> None:
@@ -94,6 +126,17 @@ def test_links(tmp_path: Path) -> None:
 def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
     said = read(tmp_path, GOOD.replace(old, new)).assumptions
     assert len(said) == len(says) and all(a in b for a, b in zip(says, said, strict=True)), said
+
+
+def test_what_the_software_does_is_of_a_gpu_kind(tmp_path: Path) -> None:
+    text = GOOD.replace("memory_gib: 80", "memory_gib: 80, attention: sdpa, fused_norm: no").replace(
+        "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, peak_tflops: 989, memory_gib: 80,"
+        " intra_node_gbps: 3600, attention: unfused}}")
+    site = read(tmp_path, text)
+    assert [(f.gpu.attention, f.gpu.fused_norm) for f in site.fabrics] == [("sdpa", False), ("unfused", None),
+                                                                          ("sdpa", False)]
+    assert type(site).from_dict(site.to_dict()) == site
+    assert "attention" not in str(read(tmp_path, GOOD).to_dict())  # as it was before there were such keys
 
 
 def test_missing_file(tmp_path: Path) -> None:

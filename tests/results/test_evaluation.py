@@ -13,6 +13,8 @@ from holmes_hpc.config.composition import load
 from holmes_hpc.results import load_runs
 from holmes_hpc.testbed.topology import read
 
+pytestmark = pytest.mark.integration
+
 HEADERS = 1.05
 PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "hybrid": {"ib-a": 2, "roce-a": 2}}
 

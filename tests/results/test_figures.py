@@ -20,6 +20,8 @@ from holmes_hpc.results import figures, timeline
 from holmes_hpc.results.page import write_page
 from holmes_hpc.results.report import Report, load_report
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Report:

@@ -18,6 +18,8 @@ from holmes_hpc.results import load_runs, load_steps
 from holmes_hpc.results.page import page
 from holmes_hpc.results.report import load_report
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[2]
 STARTED: dict[str, Any] = {"components": [], "versions": {}, "git_commit": None, "nics": []}  # the rest is made up
 

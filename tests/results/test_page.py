@@ -15,6 +15,8 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.results.page import write_page
 from holmes_hpc.results.report import Report, load_report
 
+pytestmark = pytest.mark.integration
+
 
 class Links(HTMLParser):
     """Everything in a page that could make a browser ask for something."""
@@ -92,7 +94,6 @@ window.innerHeight,
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)], ids=["phone", "desktop"])
-@pytest.mark.integration
 def test_the_page_in_a_real_browser(pages: list[Path], width: int, height: int) -> None:
     if reason := missing():
         pytest.skip(reason)

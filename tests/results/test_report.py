@@ -17,6 +17,8 @@ from holmes_hpc.results import compare, load_runs, tables
 from holmes_hpc.results.page import write_page
 from holmes_hpc.results.report import Report, load_report
 
+pytestmark = pytest.mark.integration
+
 
 def cells_of(made: Report, title: str) -> list[dict[str, str]]:
     """A table's rows as mappings, by the beginning of its title."""

@@ -59,6 +59,16 @@ def test_ranks_components_and_words_arrive(folder: Path) -> None:
     assert subprocess.run(["scontrol", "show", "job", job.job_id], capture_output=True, text=True).stdout.count(name)
 
 
+def test_cpus_and_memory_are_granted_as_a_plans_job_asks_for_them(folder: Path) -> None:
+    """Component 0 takes its nodes' whole memory, 1 a part of it. GPUs, with which they go, the testbed has none."""
+    asked = [{**THREE[0], "cpus_per_task": 4, "mem": "0"}, {**THREE[1], "cpus_per_task": 2, "mem": "4096M"}]
+    job = executor(folder, asked).submit(where_am_i, "x")
+    assert [f["component"] for f in job.results()] == [0, 0, 1, 1]
+    shown = subprocess.run(["scontrol", "show", "job", "-o", job.job_id], capture_output=True, text=True).stdout
+    for line, cpus, memory in zip(sorted(shown.splitlines()), (4, 2), ("0", "4G"), strict=True):
+        assert f" CPUs/Task={cpus} " in line and f" MinMemoryNode={memory} " in line, line
+
+
 def echo(*words: str) -> tuple[str, ...]:
     print(*words, sep="\n", flush=True)
     return words

@@ -1,7 +1,8 @@
 """Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/stage_transfer_*.py.
 
 As a script it answers orders on its input (:class:`Server`). Cases of one shape of world share their processes, which
-are forked after torch and Megatron-Core were imported.
+are forked after torch and Megatron-Core were imported; where there is a GPU they are spawned, for CUDA does not work in
+a fork of a process that has asked for it, and importing Megatron-Core does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from megatron.core.transformer import TransformerConfig
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.plan import GroupTransport
 from holmes_hpc.planning.spec.transport import TCP
+from holmes_hpc.training import warm_up
 from holmes_hpc.training.model.paced_layers import pace
 from holmes_hpc.training.pipeline import point_to_point
 from holmes_hpc.training.pipeline.run_ahead import TraceEvent, run_ahead
@@ -58,7 +60,8 @@ class Case:
     """`layers`: per stage, and per chunk within. `micro_batches`: of each step in turn, again from the first when there
     are more steps. `schedule`: megatron (its own communicator), edges (Megatron's schedule over ours), ahead.
     `delay_s`: a transfer takes a random time up to that. `rate`: bytes per second of each, at most. `pace_s`: a layer's
-    forward takes that long, its backward twice as long, by waiting."""
+    forward takes that long, its backward twice as long, by waiting. `as_on_gpu`: a warm-up before
+    the first step, and receives posted in NCCL's order."""
 
     layers: list[list[int]]
     micro_batches: list[int]
@@ -79,6 +82,7 @@ class Case:
     aligned: bool = False
     deallocate: bool = True
     per_token: bool = False
+    as_on_gpu: bool = False
     seed: int = 1
     hidden: int = HIDDEN
     trace: bool = True
@@ -189,7 +193,8 @@ def communicator(case: Case, config: TransformerConfig) -> point_to_point.EdgeCo
     channels = _channels(case.world, plan, config)
     for channel in channels.values():
         channel.delay_s, channel.rate, channel.staged = case.delay_s, case.rate, case.staged
-    return point_to_point.EdgeCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, channels)
+    return point_to_point.EdgeCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, channels,
+                                           torch.device(case.device))
 
 
 _made: dict[Any, dict[str, Any]] = {}
@@ -213,7 +218,7 @@ def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any
     if key not in _made:
         built = point_to_point.build(plan, lambda edge: dist.new_group(list(edge.ranks)), rank=dist.get_rank(),
                             pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config,
-                            channel=SlowChannel)
+                            device=torch.device(world[4]), channel=SlowChannel)
         _made[key] = built.channels
     return _made[key]
 
@@ -233,6 +238,12 @@ def run(case: Case) -> dict[str, Any]:
     if case.schedule == "ahead":
         schedule = functools.partial(run_ahead, in_flight=case.in_flight, tracer=events.append if case.trace else None)
     losses, digests, times, ends = [], [], [], []
+    if case.as_on_gpu:
+        with_edges["p2p_communicator"].on_device = True
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        connected = warm_up.connect(groups, torch.device(case.device))
+        assert ("tp" in connected) == (case.tp > 1) and ("dp_cp" in connected) == (case.dp > 1)
+        warm_up.local_passes(models, config, MICRO, SEQUENCE, torch.device(case.device))
     for step in range(case.steps):
         for model in models:
             model.zero_grad_buffer()
@@ -291,12 +302,12 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
 def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]]:
     """Run the cases, world by world: per case, what each rank returned. RuntimeError if a rank fails or hangs."""
     results: list[list[dict[str, Any]]] = [[] for _ in cases]
-    fork = multiprocessing.get_context("fork")
+    context = starting()
     for world in dict.fromkeys(case.world for case in cases):
         mine = [(i, case) for i, case in enumerate(cases) if case.world == world]
         ranks = world[0] * world[2] * world[3]
         with tempfile.TemporaryDirectory() as folder:
-            processes = [fork.Process(target=_rank, args=(rank, world, mine, folder)) for rank in range(ranks)]
+            processes = [context.Process(target=_rank, args=(rank, world, mine, folder)) for rank in range(ranks)]
             for process in processes:
                 process.start()
             end = time.monotonic() + timeout_s
@@ -317,12 +328,20 @@ def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]
     return results
 
 
+def starting() -> Any:
+    """How processes are started here."""
+    return multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+
+
+def _one_of_two(file: str, function: str, rank: int, folder: str, args: tuple[Any, ...]) -> None:
+    runpy.run_path(file)[function](rank, folder, *args)
+
+
 def pair(file: str, function: str, *args: Any) -> bool:
     """`function(rank, folder, *args)` of a Python `file` in two processes; whether both came to its end."""
-    called = runpy.run_path(file)[function]
-    fork = multiprocessing.get_context("fork")
+    context = starting()
     with tempfile.TemporaryDirectory() as folder:
-        both = [fork.Process(target=called, args=(rank, folder, *args)) for rank in range(2)]
+        both = [context.Process(target=_one_of_two, args=(file, function, rank, folder, args)) for rank in range(2)]
         for process in both:
             process.start()
         for process in both:

@@ -8,6 +8,11 @@ A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)
 
 
+def one_fabric(gpu: Gpu, name: str = "ib-a", nodes: int = 1) -> Fabric:
+    """InfiniBand nodes of 8 GPUs."""
+    return Fabric(name, NicType.IB, f"gpu-{name}", nodes, 8, 25, gpu, rdma_gbps=200)
+
+
 def two_clusters(nodes: int = 4, ethernet_gbps: float = 25) -> Site:
     """The paper's setting: InfiniBand and RoCE nodes of 8 A100, joined by Ethernet."""
     return Site("two", tuple(Fabric(f"{nic}-a", NicType(nic), f"gpu-{nic}", nodes, 8, ethernet_gbps, A100,

@@ -93,7 +93,10 @@ class Nursery:
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER"))}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_main.py"))], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, bufsize=1, env={**own, "OMP_NUM_THREADS": "1"})
+            stdout=subprocess.PIPE, text=True, bufsize=1,
+            # CUDA does not work in a fork of a process that has asked the driver for devices, as importing
+            # Megatron-Core does; with this variable torch asks NVML instead
+            env={**own, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
         self._pids: queue.Queue[int] = queue.Queue()
         self._ready = threading.Event()
         self.codes: dict[int, int] = {}

@@ -207,6 +207,95 @@ def a_slow_cable(tree: Tree) -> None:
         tree.rdma(f"mlx5_{i}", tree.pci(f"0000:0{i}:01.0", f"0000:{i}1:00.0"), rate=rate)
 
 
+def a_fast_bond_beside_a_slow_port(tree: Tree) -> None:
+    """1 Gb/s for management under an everyday name; the node's network is a bond of two RoCE-capable ports."""
+    ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
+    card, other = (tree.pci("0000:00:02.0", f"0000:21:00.{i}") for i in (0, 1))
+    tree.net("bond0", bond=True, speed=200000)
+    tree.net("ens1f0", card, speed=100000, master="bond0")
+    tree.net("ens1f1", other, speed=100000, master="bond0")
+    tree.rdma("mlx5_bond_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=((mapped("10.1.0.3"), "RoCE v2", "bond0"),))
+
+
+def a_vlan(tree: Tree) -> None:
+    """The address, and RoCE's GID, are those of a VLAN on the fast port, which has none itself."""
+    ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
+    card = tree.pci("0000:00:02.0", "0000:21:00.0")
+    tree.net("ens1", card, speed=100000)
+    tree.net("ens1.100", speed=100000)
+    (tree.root / "devices/virtual/net/ens1.100/lower_ens1").symlink_to(tree.root / "class/net/ens1")
+    tree.rdma("mlx5_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=((mapped("10.7.0.3"), "RoCE v2", "ens1.100"),))
+
+
+def a_vlan_on_a_bond(tree: Tree) -> None:
+    """No RDMA at all; the network of the node is a VLAN on a bond, whose own speed the kernel gives as unknown."""
+    ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
+    tree.net("bond0", bond=True, speed=50000)
+    for i in (0, 1):
+        tree.net(f"ens1f{i}", tree.pci("0000:00:02.0", f"0000:21:00.{i}"), speed=25000, master="bond0")
+    tree.net("bond0.100", speed=-1)
+    (tree.root / "devices/virtual/net/bond0.100/lower_bond0").symlink_to(tree.root / "class/net/bond0")
+
+
+def virtual_functions(tree: Tree) -> None:
+    """One IB card with two virtual functions that the host shows beside it."""
+    ethernet_card(tree)
+    card = tree.pci("0000:01:01.0", "0000:11:00.0")
+    tree.rdma("mlx5_0", card)
+    tree.net("ib0", card, kind="32", driver="mlx5_core")
+    for i in (1, 2):
+        function = tree.pci("0000:01:01.0", f"0000:11:00.{i}")
+        tree.link(function / "physfn", card)
+        tree.rdma(f"mlx5_{i}", function)
+
+
+def a_virtual_function_alone(tree: Tree) -> None:
+    """A virtual machine: its card is a virtual function, whose physical one the host keeps."""
+    ethernet_card(tree)
+    function = tree.pci("0000:00:06.0")
+    (function / "physfn").symlink_to("../0000:11:00.0")
+    tree.rdma("mlx5_0", function)
+
+
+def a_dual_port_card(tree: Tree) -> None:
+    """One device with two ports, and a card that shows each of its ports as a device of its own, one of them without a
+    cable."""
+    ethernet_card(tree)
+    card = tree.pci("0000:01:01.0", "0000:11:00.0")
+    for port in (1, 2):
+        tree.rdma("mlx4_0", card, rate="56 Gb/sec (4X FDR)", port=port)
+    for i, state in enumerate((ACTIVE, DOWN)):
+        tree.rdma(f"mlx5_{i}", tree.pci("0000:02:01.0", f"0000:21:00.{i}"), rate="56 Gb/sec (4X FDR)", state=state)
+
+
+def eight_hcas_and_two_for_storage(tree: Tree) -> None:
+    """Ten ports of one rate: mlx5_8 is storage's by its subnet prefix, mlx5_9 by its address."""
+    ethernet_card(tree, speed=100000)
+    for i in range(10):
+        card = tree.pci(f"0000:{i}0:01.0", f"0000:{i}1:00.0")
+        prefix = "fec0:0000:0000:0001" if i == 8 else "fe80:0000:0000:0000"
+        tree.rdma(f"mlx5_{i}", card, rate="400 Gb/sec (4X NDR)", gids=((f"{prefix}:0002:c903:0000:000{i}", "IB", ""),))
+        tree.net(f"ib{i}", card, kind="32")
+
+
+def rails_and_a_frontend(tree: Tree) -> None:
+    """Four RoCE rails, and an Ethernet card for all the rest."""
+    ethernet_card(tree, speed=100000)
+    for i in range(4):
+        card = tree.pci(f"0000:{i}0:01.0", f"0000:{i}1:00.0")
+        tree.net(f"rail{i}", card, speed=400000)
+        gid = (mapped(f"10.7.{i}.3"), "RoCE v2", f"rail{i}")
+        tree.rdma(f"mlx5_{i}", card, "Ethernet", "400 Gb/sec (4X NDR)", gids=(gid,))
+
+
+def a_container(tree: Tree) -> None:
+    """Without /sys/class/infiniband, whatever the host has."""
+    ethernet_card(tree)
+    (tree.root / "class/infiniband").rmdir()
+
+
 ALL: dict[str, Callable[[Tree], None]] = {f.__name__: f for f in (
     hdr_4_hcas, roce_on_a_bond, one_port_down, ib_and_a_storage_card, iwarp, gid_unreadable, some_gids_unreadable,
-    virtio_only, speed_unknown, eight_rails, converged_roce, omnipath, a_slow_cable)}
+    virtio_only, speed_unknown, eight_rails, converged_roce, omnipath, a_slow_cable, a_fast_bond_beside_a_slow_port,
+    a_vlan, a_vlan_on_a_bond, virtual_functions, a_virtual_function_alone, a_dual_port_card, eight_hcas_and_two_for_storage,
+    rails_and_a_frontend, a_container)}

@@ -1,12 +1,24 @@
-"""What run.yaml says of the networks that a run used."""
+"""What run.yaml says of the networks that a run used; GPUs that cannot be used (mocks: no GPU has been near this)."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from sites import two_clusters
 
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.request import local_site
+from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training import session
 from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.rank import cuda_check
+from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts
 
 
 def node(name: str, environment: dict[str, str]) -> NodeTransports:
@@ -25,7 +37,7 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     groups = [("world", [0, 1, 2, 3], slow), ("tp", [0, 1], none), ("tp", [2, 3], none), ("dp", [0, 2], fast),
               ("dp", [1, 3], fast)]
     store = dist.HashStore()
-    ranks = [SimpleNamespace(launch=SimpleNamespace(rank=rank, world_size=4), nodes=nodes, store=store,
+    ranks = [SimpleNamespace(launch=SimpleNamespace(rank=rank, world_size=4), nodes=nodes, store=store, cpus="",
                              groups=SimpleNamespace(made=[group(*g) for g in groups if rank in g[1]]))
              for rank in range(4)]
     for rank in ranks:
@@ -35,3 +47,46 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     local = "local" if cuda else "lo"
     assert found == {("world", 0, 1, 2, 3): {"eth0": "ib[1-2]"}, ("tp", 0, 1): {local: "ib1"},
                      ("tp", 2, 3): {local: "ib2"}, ("dp", 0, 2): fast_nics, ("dp", 1, 3): fast_nics}
+
+
+def on_gpus() -> Plan:
+    return given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(1), PlanOptions(tp=1, pp=2, dp=8), Costs())
+
+
+@pytest.mark.parametrize(("cuda", "wanted", "facts", "says"), [
+    (False, "auto", CudaFacts("13.0", 12040), "the NVIDIA driver knows CUDA up to 12.4"),  # else it would train on CPUs
+    (True, "cuda", CudaFacts("13.0", 13000, 1, False), "this torch has no NCCL"),
+    (False, "auto", CudaFacts("13.0", 0), None),  # a machine without GPUs
+    (True, "auto", CudaFacts("13.0", 13000, 8), None),
+])
+def test_a_gpu_that_cannot_be_used_ends_the_run_before_the_ranks_meet(
+        cuda: bool, wanted: str, facts: CudaFacts, says: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_check, "gather", lambda: facts)
+    if says is None:
+        assert session._check_cuda(on_gpus(), 0, cuda, wanted) == []
+    else:
+        with pytest.raises(ConfigError, match=says):
+            session._check_cuda(on_gpus(), 0, cuda, wanted)
+
+
+def test_a_plan_of_cpus_never_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_check, "gather", lambda: pytest.fail("asked"))
+    plan = given_plan(named("gpt_tiny"), Batch(8, 1, 32), local_site(1), PlanOptions(tp=1, pp=1, dp=1), Costs())
+    assert session._check_cuda(plan, 0, False, "auto") == [] == session._check_cuda(on_gpus(), 0, False, "cpu")
+
+
+def test_every_rank_hears_whose_gpu_has_its_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, store = on_gpus(), dist.HashStore()
+    for rank in range(1, plan.world_size):
+        store.set(f"memory/{rank}", "null")
+    own = SimpleNamespace(rank=0, world_size=plan.world_size, node="ib1")
+    for free in (79 * GIB, 2 * GIB):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
+        if free > 70 * GIB:
+            session._check_memory(plan, own, torch.device("cuda", 3), store)
+    with pytest.raises(PlanError, match=r"GPU 3 of node ib1: 2.0 of 80.0 GiB are free, the plan needs"):
+        session._check_memory(plan, own, torch.device("cuda", 3), store)
+    own.rank = 1  # whose own memory is free
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * GIB, 80 * GIB))
+    with pytest.raises(PlanError, match="GPU 3 of node ib1"):
+        session._check_memory(plan, own, torch.device("cuda", 0), store)

@@ -1,6 +1,10 @@
 """What computing costs in seconds and what data weighs in bytes: from a calibration, from paced compute, from the
 kernels' tables of a GPU kind (layer.py), or, on CPUs, from published figures.
 
+A calibration gives the times of the shapes that it measured. To others they go as what is reckoned of both does: by the
+kernels' tables, on CPUs by FLOPs. A layer measured at the TP that is asked for holds its collectives; from another TP
+what is reckoned of them is taken away, and what is reckoned of those at the TP asked for is added.
+
 Where a CPU computes, it is a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and
 everything else at a share of the memory's bandwidth. How much the second term moves is counted per layer from
 Korthikanti et al. 2022 (arXiv 2205.05198): what their section 4 counts as stored was written once and is read once.
@@ -8,14 +12,16 @@ Korthikanti et al. 2022 (arXiv 2205.05198): what their section 4 counts as store
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.planning.cost.calibration import Calibration, Measured
+from holmes_hpc.fabric.site import Fabric, Gpu, Site
+from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric, interpolated
+from holmes_hpc.planning.cost.corrections import NONE, Corrections
 from holmes_hpc.planning.cost.flops import (
     head_flops,
     head_parameters,
@@ -33,12 +39,13 @@ from holmes_hpc.planning.cost.hardware import (
     memory_gbps,
 )
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
-from holmes_hpc.planning.cost.layer import Seconds, times
+from holmes_hpc.planning.cost.layer import PARTS, Seconds, reduction_s, times
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.spec.transport import Transport
 
 __all__ = ["BYTES", "CURRENT", "Costs", "Software"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+COMPUTED = 0.2  # at least this share of what was measured under TP is not its collectives
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,9 @@ class Costs:
     calibration must have been made at the same pace and, if `dtype` says one, with the same type.
 
     `dtype`: of weights and activations; None: fp32 on CPUs, bf16 on GPUs. `gradient_bytes`: of a gradient element in
-    the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: what the training program does. `stack`:
-    what kernels and links reach on GPUs that nobody measured.
+    the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: what the training program does, where a GPU
+    kind does not say otherwise itself. `stack`: what kernels and links reach on GPUs that nobody measured.
+    `corrections`: of all that, by what a site's own runs took.
     """
 
     calibration: Calibration | None = None
@@ -57,13 +65,14 @@ class Costs:
     gradient_bytes: int | None = None
     software: Software = CURRENT
     stack: Stack = STACK
+    corrections: Corrections = NONE
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"unknown dtype {self.dtype!r}", where="costs", hint="use fp32, bf16 or fp16")
         if self.pace_layer_ms is not None and not self.pace_layer_ms > 0:
             raise ConfigError(f"pace_layer_ms is {self.pace_layer_ms}", where="costs", hint="use milliseconds above 0")
-        if self.calibration is not None and self.calibration.parts:
+        if self.calibration is not None and any(f.parts for f in self.calibration.fabrics):
             was, now = self.calibration.pace_layer_ms, self.pace_layer_ms
             if was != now:
                 raise ConfigError(f"measured with {_pace(was)}, used for {_pace(now)}", where="calibration",
@@ -72,6 +81,27 @@ class Costs:
             if self.dtype and self.calibration.dtype and self.dtype != self.calibration.dtype:
                 raise ConfigError(f"measured with {self.calibration.dtype}, used for {self.dtype}", where="calibration",
                                   hint=f"set train.dtype={self.calibration.dtype}, or calibrate again")
+
+    def on(self, site: Site) -> Site:
+        """`site`, with what was measured between its fabrics."""
+        return self.calibration.on(site) if self.calibration is not None else site
+
+    def software_on(self, gpu: Gpu) -> Software:
+        """What the training program does on a kind of GPU. ConfigError where that cannot be."""
+        if gpu.attention is None and gpu.fused_norm is None:
+            return self.software
+        if gpu not in self._known_software:
+            if gpu.attention in ("flash", "flash1") and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
+                raise ConfigError(f"attention is {gpu.attention}, which computes in fp16 or bf16 alone, and the weights"
+                                  " are fp32", where=f"gpu {gpu.name}", hint="use attention: sdpa, or dtype bf16")
+            self._known_software[gpu] = replace(
+                self.software, attention=gpu.attention or self.software.attention,
+                fused_norm=self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm)
+        return self._known_software[gpu]
+
+    @cached_property
+    def _known_software(self) -> dict[Gpu, Software]:
+        return {}
 
     def dtype_of(self, gpu: Gpu) -> str:
         return self.dtype or (self.calibration.dtype if self.calibration else None) or (
@@ -92,47 +122,49 @@ class Costs:
     def collectives(self, gpu: Gpu) -> Collectives:
         return collectives(gpu)
 
-    def link(self, transport: Transport, gpu: Gpu, collective: str = "") -> Link:
-        """Latency and efficiency of a transport, for messages or for a `collective` (reduce_scatter or all_gather)."""
+    def link(self, transport: Transport, fabric: Fabric, collective: str = "") -> Link:
+        """Latency and efficiency of a transport on `fabric`, for messages or for a `collective` (reduce_scatter or
+        all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
-        key = name, gpu, collective
+        key = name, fabric.name, fabric.gpu, collective
         if key not in self._known_links:  # a search asks a hundred thousand times
-            self._known_links[key] = self._link(name, gpu, collective)
+            found = self._link(name, fabric, collective)
+            self._known_links[key] = replace(found, efficiency=found.efficiency * self.corrections.rates.get(name, 1.0))
         return self._known_links[key]
 
     @cached_property
-    def _known_links(self) -> dict[tuple[str, Gpu, str], Link]:
+    def _known_links(self) -> dict[tuple[str, str, Gpu, str], Link]:
         return {}
 
-    def _link(self, name: str, gpu: Gpu, collective: str) -> Link:
-        measured = self.calibration.links if self.calibration is not None else {}
-        found = measured.get(f"{name}.{collective}") or measured.get(name) or self._links(gpu)[name]
-        if name == "ib" and not measured and self.modelled(gpu):
+    def _link(self, name: str, fabric: Fabric, collective: str) -> Link:
+        measured = self.calibration.link(fabric, name, collective) if self.calibration is not None else None
+        if measured is not None:
+            return measured
+        found = self._links(fabric.gpu)[name]
+        if name == "ib" and not (fabric.gpu.is_cpu or self.pace_layer_ms):
             return replace(found, efficiency=self.stack.ib if collective else self.stack.transfer)
         return found
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
         return GLOO_LINKS if gpu.is_cpu else NCCL_LINKS
 
-    def layer_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
-                recompute: str = "none") -> tuple[float, float]:
-        """Seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks.
+    def layer_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool = False,
+                recompute: str = "none") -> Seconds:
+        """Seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks of `fabric`.
 
         Recomputation counts as backward: `full` the whole forward again, its collectives too, `selective` the
         attention scores. Paced layers wait in a recomputed forward as well.
         """
-        tokens, sequence = batch.micro_size * batch.sequence_length, batch.sequence_length
-        if self.modelled(gpu):
-            return self._modelled(model, batch, tp, gpu, sequence_parallel, recompute)[0]
-        measured = self._measured("layer", model, tokens, tp)
-        if self.pace_layer_ms:  # waiting does not grow with the layer
-            forward, backward = self.pace_layer_ms / 1e3, 2 * self.pace_layer_ms / 1e3
-            if measured is not None:
-                forward, backward = measured.forward_s, measured.backward_s
+        gpu, tokens, sequence = fabric.gpu, batch.micro_size * batch.sequence_length, batch.sequence_length
+        if self.pace_layer_ms:
+            forward, backward = self._paced_s(model, tokens, tp, fabric)
             return forward, backward + (forward if recompute == "full" else 0.0)
+        measured = self._measured_s("layer", model, batch, tp, fabric, sequence_parallel)
+        if measured is None and not gpu.is_cpu:
+            return self._corrected(self._modelled(model, batch, tp, gpu, sequence_parallel, recompute)[0], gpu)
         flops = layer_flops(model, tokens, sequence)
         if measured is not None:
-            forward, backward = _scaled(measured, flops, tp)
+            forward, backward = measured
             scores = forward * layer_score_flops(model, tokens, sequence) / flops
         else:
             rest = self._rest_s(model, tokens, sequence, tp, gpu, sequence_parallel)
@@ -140,71 +172,171 @@ class Costs:
             forward, backward = matrix + rest, 2 * (matrix + rest)
             scores = self._matrix_s(layer_score_flops(model, tokens, sequence) / tp, gpu)
             scores += self._score_traffic_s(model, tokens, sequence, tp, gpu)
-            talk = self._tensor_parallel_s(model, tokens, tp, gpu)
-            forward, backward = forward + talk, backward + talk + self._accumulate_s(layer_parameters(model, tp), gpu)
+            talk = self._talk_s("layer", model, tokens, tp, fabric, sequence_parallel)
+            forward += talk[0]
+            backward += talk[1] + self._accumulate_s(layer_parameters(model, tp), gpu)
         again = {"none": 0.0, "selective": scores, "full": forward}[recompute]
-        return forward, backward + again
+        return self._corrected((forward, backward + again), gpu)
 
-    def embedding_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu) -> tuple[float, float]:
+    def embedding_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
         """Seconds of the embedding's (forward, backward): rows of T x h read and written."""
-        tokens = batch.micro_size * batch.sequence_length
-        if self.modelled(gpu):
-            return self._modelled(model, batch, tp, gpu)[1]
-        measured = self._measured("embedding", model, tokens, tp)
-        if measured is not None:
-            return _scaled(measured, float(tokens * model.hidden), measured.tp)
-        moved = self._memory_s(2.0 * tokens * model.hidden * self.weight_bytes(gpu), gpu)
-        return moved, 2 * moved
+        gpu, found = fabric.gpu, self._measured_s("embedding", model, batch, tp, fabric)
+        if found is None and not (gpu.is_cpu or self.pace_layer_ms):
+            found = self._modelled(model, batch, tp, gpu)[1]
+        if found is None:
+            tokens = batch.micro_size * batch.sequence_length
+            moved = self._memory_s(2.0 * tokens * model.hidden * self.weight_bytes(gpu), gpu)
+            found = moved, 2 * moved
+        return self._corrected(found, gpu)
 
-    def head_s(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu) -> tuple[float, float]:
+    def head_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
         """Seconds of the (forward, backward) of final norm, output matrix and loss: logits in the weights' type, and
         once in fp32 for the loss."""
-        tokens = batch.micro_size * batch.sequence_length
-        if self.modelled(gpu):
-            return self._modelled(model, batch, tp, gpu)[2]
-        flops = head_flops(model, tokens, tp)
-        measured = self._measured("head", model, tokens, tp)
-        if measured is not None:
-            return _scaled(measured, flops, tp)
-        moved = self._memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes(gpu) + 8), gpu)
-        forward = self._matrix_s(flops / tp, gpu) + moved
-        return forward, 2 * forward + self._accumulate_s(head_parameters(model, tp), gpu)
+        gpu, found = fabric.gpu, self._measured_s("head", model, batch, tp, fabric)
+        if found is None and not (gpu.is_cpu or self.pace_layer_ms):
+            found = self._modelled(model, batch, tp, gpu)[2]
+        if found is None:
+            tokens = batch.micro_size * batch.sequence_length
+            moved = self._memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes(gpu) + 8), gpu)
+            forward = self._matrix_s(head_flops(model, tokens, tp) / tp, gpu) + moved
+            found = forward, 2 * forward + self._accumulate_s(head_parameters(model, tp), gpu)
+        return self._corrected(found, gpu)
 
-    def optimizer_s(self, updated: float, gpu: Gpu) -> float:
+    def optimizer_s(self, updated: float, fabric: Fabric) -> float:
         """Seconds of Adam for `updated` parameters: gradient, weight and two moments read, the last three written."""
-        if self.calibration is not None and self.calibration.optimizer_s is not None:
-            return updated * self.calibration.optimizer_s
-        if self.modelled(gpu):
-            return self._device(gpu).streamed_s(updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu)))
-        return self._memory_s(updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu)), gpu)
+        gpu, measured = fabric.gpu, self._of(fabric)
+        if measured is not None and measured.optimizer_s is not None:
+            return updated * measured.optimizer_s
+        moved = updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu))
+        return self._memory_s(moved, gpu) if gpu.is_cpu or self.pace_layer_ms else self._device(gpu).streamed_s(moved)
 
-    def pass_s(self, gpu: Gpu) -> float:
+    def pass_s(self, fabric: Fabric) -> float:
         """Seconds of every pass that belong to none of its parts."""
-        if self.calibration is not None:
-            return self.calibration.pass_s
-        return self.stack.pass_s if self.modelled(gpu) else 0.0
+        measured = self._of(fabric)
+        if measured is not None and measured.pass_s is not None:
+            return measured.pass_s
+        return self.stack.pass_s if self.modelled(fabric) else 0.0
 
-    def step_s(self, gpu: Gpu) -> float:
+    def step_s(self, fabric: Fabric) -> float:
         """Seconds of every step that belong to none of its passes and none of its traffic."""
-        if self.calibration is not None:
+        if self.calibration is not None and self.calibration.step_s is not None:
             return self.calibration.step_s
-        return self.stack.step_s if self.modelled(gpu) else 0.0
+        return self.stack.step_s if self.modelled(fabric) else 0.0
 
-    def modelled(self, gpu: Gpu) -> bool:
-        """Whether the times of computing are those of the kernels' tables: a GPU on which no layer was measured."""
-        measured = self.calibration is not None and self.calibration.parts
-        return not (gpu.is_cpu or measured or self.pace_layer_ms)
+    def modelled(self, fabric: Fabric) -> bool:
+        """Whether the times of computing are those of the kernels' tables: a GPU kind of which no layer was
+        measured."""
+        return not (fabric.gpu.is_cpu or self.pace_layer_ms or self.measured(fabric))
+
+    def measured(self, fabric: Fabric) -> bool:
+        """Whether layers were measured on GPUs of the fabric's kind."""
+        return self.calibration is not None and bool(self.calibration.parts(fabric, "layer", 1))
+
+    def _corrected(self, found: Seconds, gpu: Gpu) -> Seconds:
+        factor = 1.0 if self.pace_layer_ms else self.corrections.compute.get(gpu.name, 1.0)
+        return found if factor == 1.0 else (factor * found[0], factor * found[1])
+
+    def _of(self, fabric: Fabric) -> MeasuredFabric | None:
+        return self.calibration.of(fabric) if self.calibration is not None else None
 
     def _modelled(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
                   recompute: str = "none") -> tuple[Seconds, Seconds, Seconds]:
-        return times(self._device(gpu), self.software, model, batch, tp, sequence_parallel, self.gradient_size(gpu),
-                     recompute)
+        return times(self._device(gpu), self.software_on(gpu), model, batch, tp, sequence_parallel,
+                     self.gradient_size(gpu), recompute)
 
     def _device(self, gpu: Gpu) -> Device:
         return Device(gpu, self.weight_bytes(gpu), self.stack)
 
-    def _measured(self, part: str, model: ModelSpec, tokens: int, tp: int) -> Measured | None:
-        return self.calibration.part(part, model.hidden, tokens, tp) if self.calibration else None
+    # -- from what was measured ---------------------------------------------------------------------------------------
+
+    def _paced_s(self, model: ModelSpec, tokens: int, tp: int, fabric: Fabric) -> Seconds:
+        """Of a paced layer, which waits and does not grow: as measured, else its pace."""
+        rows = self.calibration.parts(fabric, "layer", model.hidden) if self.calibration is not None else []
+        if rows:
+            near = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))
+            return near.forward_s, near.backward_s
+        assert self.pace_layer_ms is not None
+        return self.pace_layer_ms / 1e3, 2 * self.pace_layer_ms / 1e3
+
+    def _measured_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric,
+                    sequence_parallel: bool = False) -> Seconds | None:
+        """Seconds of a part's (forward, backward) by what was measured; None: nothing was."""
+        key = part, model, batch, tp, fabric.name, fabric.gpu, sequence_parallel
+        if self.calibration is None:
+            return None
+        if key not in self._known_parts:
+            rows = self.calibration.parts(fabric, part, model.hidden)
+            self._known_parts[key] = self._between(rows, model, batch, tp, fabric, sequence_parallel) if rows else None
+        return self._known_parts[key]
+
+    @cached_property
+    def _known_parts(self) -> dict[tuple[object, ...], Seconds | None]:
+        return {}
+
+    def _between(self, rows: list[Measured], model: ModelSpec, batch: Batch, tp: int, fabric: Fabric,
+                 sequence_parallel: bool) -> Seconds:
+        """Of a part that `rows` measure, at the TP nearest to `tp`: how long each shape took beside what is reckoned of
+        it, between the shapes; times what is reckoned here."""
+        part, sequence, tokens = rows[0].part, batch.sequence_length, batch.micro_size * batch.sequence_length
+        near = min({p.tp for p in rows}, key=lambda t: (abs(math.log(t / tp)), t))
+        ratios: list[tuple[tuple[float, ...], Seconds]] = []
+        for p in (p for p in rows if p.tp == near):
+            long = p.sequence or sequence
+            talk = (0.0, 0.0) if near == tp else self._talk_s(part, model, p.tokens, near, fabric, p.sequence_parallel)
+            whole = self._reckoned_s(part, model, p.tokens, long, near, fabric, p.sequence_parallel, near == tp,
+                                     p.flops)
+            took = tuple(max(s - t, COMPUTED * s) for s, t in zip((p.forward_s, p.backward_s), talk, strict=True))
+            ratios.append(((long, p.tokens), (took[0] / whole[0], took[1] / whole[1])))
+        talk = (0.0, 0.0) if near == tp else self._talk_s(part, model, tokens, tp, fabric, sequence_parallel)
+        whole = self._reckoned_s(part, model, tokens, sequence, tp, fabric, sequence_parallel, near == tp)
+        forward, backward = (interpolated([(at, r[way]) for at, r in ratios], (sequence, tokens)) * whole[way]
+                             + talk[way] for way in (0, 1))
+        return forward, backward
+
+    def _reckoned_s(self, part: str, model: ModelSpec, tokens: int, sequence: int, tp: int, fabric: Fabric,
+                    sequence_parallel: bool, collectives: bool, flops: float | None = None) -> Seconds:
+        """What a shape takes beside others: seconds by the kernels' tables, with or without TP's collectives; on CPUs
+        FLOPs of a rank (`flops`: of the whole part, where they are known)."""
+        gpu = fabric.gpu
+        if gpu.is_cpu or self.pace_layer_ms:
+            counted = {"layer": layer_flops(model, tokens, sequence), "embedding": float(tokens * model.hidden),
+                       "head": head_flops(model, tokens, tp)}[part]
+            each = (flops or counted) / (1 if part == "embedding" else tp)
+            return each, each
+        size = max(1, round(tokens / sequence))
+        whole = self._modelled(model, Batch(size, size, sequence), tp, gpu, sequence_parallel)[PARTS.index(part)]
+        talk = (0.0, 0.0)
+        if not collectives:  # those that the tables have in it
+            one = reduction_s(self._device(gpu), model, size * sequence, tp, sequence_parallel)
+            talk = self._collectives_s(part, one, gpu)
+        share = tokens / (size * sequence)
+        forward, backward = (max(s - t, COMPUTED * s) * share for s, t in zip(whole, talk, strict=True))
+        return forward, backward
+
+    def _talk_s(self, part: str, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool,
+                ) -> Seconds:
+        """TP's collectives in a part's (forward, backward)."""
+        return self._collectives_s(part, self._reduction_s(model, tokens, tp, fabric, sequence_parallel), fabric.gpu)
+
+    def _collectives_s(self, part: str, one: float, gpu: Gpu) -> Seconds:
+        """Those of a part's (forward, backward), of which each takes `one`."""
+        return {"layer": (2 * one, self.software_on(gpu).backward_reductions * one), "embedding": (one, 0.0),
+                "head": (0.0, one)}[part]
+
+    def _reduction_s(self, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool) -> float:
+        """An all-reduce of T x h over the TP ranks (with sequence parallel as many bytes: a reduce-scatter and an
+        all-gather): over the link that was measured, else as the kernels' tables or published figures have it."""
+        gpu = fabric.gpu
+        if tp == 1:
+            return 0.0
+        link = self.calibration.link(fabric, "local", "reduce_scatter") if self.calibration is not None else None
+        if link is None and not gpu.is_cpu:
+            return reduction_s(self._device(gpu), model, tokens, tp, sequence_parallel)
+        link, factor = link or self._links(gpu)["local"], collectives(gpu).all_reduce
+        sent = factor * (tp - 1) / tp * tokens * model.hidden * self.weight_bytes(gpu)
+        return sent / (gpu.intra_node_gbps * 1e9 / 8 * link.efficiency) + factor * (tp - 1) * link.latency_s
+
+    # -- published figures, for CPUs ----------------------------------------------------------------------------------
 
     def _accumulate_s(self, weights: int, gpu: Gpu) -> float:
         """Adding a micro-batch's weight gradients to the sum: written, read, and the sum read and written."""
@@ -231,26 +363,11 @@ class Costs:
     def _score_traffic_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu) -> float:
         """Unfused attention writes a x s scores a token, reads and writes them in the (masked) softmax, if need be in
         dropout, which writes a mask too, and reads them once more."""
-        if self.software.flash:
+        if self.software_on(gpu).flash:
             return 0.0
         passes = (6.0 * self.weight_bytes(gpu) + 1) if model.dropout else 4.0 * self.weight_bytes(gpu)
         return self._memory_s(tokens * sequence * model.heads / tp * passes, gpu)
 
-    def _tensor_parallel_s(self, model: ModelSpec, tokens: int, tp: int, gpu: Gpu) -> float:
-        """Two all-reduces of T x h a pass (with sequence parallel as many bytes: reduce-scatters and all-gathers)."""
-        if tp == 1:
-            return 0.0
-        link, factor = self._links(gpu)["local"], collectives(gpu).all_reduce
-        if self.calibration is not None:
-            link = self.calibration.links.get("local.reduce_scatter") or self.calibration.links.get("local", link)
-        sent = factor * (tp - 1) / tp * tokens * model.hidden * self.weight_bytes(gpu)
-        return 2 * (sent / (gpu.intra_node_gbps * 1e9 / 8 * link.efficiency) + factor * (tp - 1) * link.latency_s)
-
 
 def _pace(layer_ms: float | None) -> str:
     return f"layers paced to {layer_ms:g} ms" if layer_ms else "layers not paced"
-
-
-def _scaled(measured: Measured, flops: float, tp: int) -> tuple[float, float]:
-    ratio = flops / measured.flops * measured.tp / tp
-    return measured.forward_s * ratio, measured.backward_s * ratio

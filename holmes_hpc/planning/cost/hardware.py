@@ -35,7 +35,7 @@ class Link:
     efficiency: Annotated[float, key("share of the nominal rate that payload gets", gt=0)]
 
     def __post_init__(self) -> None:
-        check(self, "calibration.links")
+        check(self, "calibration")
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,20 @@ from holmes_hpc.planning.cost.kernels import Device
 from holmes_hpc.planning.cost.software import Software
 
 Seconds = tuple[float, float]  # forward, backward
+PARTS = ("layer", "embedding", "head")
 # Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals and what attention
 # is made of; each operation that is not fused is one more. Backward has about twice as many. Under TP there are two
 # collectives, which wait for the slowest rank too: the more ranks, the longer.
 KERNELS, KERNELS_NORM, KERNELS_LOOSE, KERNELS_TP = 16, 5, 6, 3
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
+
+
+def reduction_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
+    """Seconds of an all-reduce of T x h over the TP ranks; sequence parallel: a reduce-scatter and an all-gather."""
+    if tp == 1:
+        return 0.0
+    sent = 2.0 * (tp - 1) / tp * tokens * model.hidden * device.element
+    return device.ring_s(sent, tp, 2.0 if sequence_parallel else 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,11 +99,7 @@ class Work:
         return forward, 2 * forward
 
     def reduction(self) -> float:
-        """An all-reduce of T x h over the TP ranks; sequence parallel: a reduce-scatter and an all-gather."""
-        if self.tp == 1:
-            return 0.0
-        sent = 2.0 * (self.tp - 1) / self.tp * self.tokens * self.model.hidden * self.device.element
-        return self.device.ring_s(sent, self.tp, 2.0 if self.sequence_parallel else 1.0)
+        return reduction_s(self.device, self.model, self.tokens, self.tp, self.sequence_parallel)
 
     def kernels(self) -> int:
         """Launched in a layer's forward pass."""
@@ -143,6 +148,6 @@ class Work:
 @lru_cache(maxsize=16384)
 def times(device: Device, software: Software, model: ModelSpec, batch: Batch, tp: int, sequence_parallel: bool,
           gradient_bytes: int, recompute: str) -> tuple[Seconds, Seconds, Seconds]:
-    """((forward, backward) of a layer, of the embedding, of the head)."""
+    """((forward, backward) of a layer, of the embedding, of the head), as PARTS has them."""
     work = Work(device, software, model, batch.micro_size, batch.sequence_length, tp, sequence_parallel, gradient_bytes)
     return work.layer(recompute), work.embedding(), work.head()

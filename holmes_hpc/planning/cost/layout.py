@@ -4,6 +4,7 @@ found without listing every rank's groups (a plan may have tens of thousands of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -42,8 +43,9 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
-        return cls(plan.model, plan.batch, plan.parallel, plan.recompute, plan.schedule, plan.components, plan.site,
-                   costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections, plan.bucket_bytes)
+        return cls(plan.model, plan.batch, plan.parallel, plan.recompute, plan.schedule, plan.components,
+                   costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections,
+                   plan.bucket_bytes)
 
     @cached_property
     def order(self) -> Order:
@@ -159,13 +161,13 @@ class Layout:
         if between is not None and between.gbps is not None:
             gbps = between.gbps
         assert gbps is not None
-        return gbps * 1e9 / 8 * self.costs.link(transport, fabric.gpu, collective).efficiency
+        return gbps * 1e9 / 8 * self.costs.link(transport, fabric, collective).efficiency
 
     def latency(self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None,
                 ) -> float:
         """Seconds before a message's first byte."""
         between = self._between(transport, component, peer)
-        own = self.costs.link(transport, self.fabric(component).gpu, collective).latency_s
+        own = self.costs.link(transport, self.fabric(component), collective).latency_s
         return own + between.delay_ms / 1e3 if between is not None else own
 
     def _between(self, transport: Transport, component: Component, peer: Component | None) -> FabricLink | None:
@@ -182,19 +184,38 @@ class Layout:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What was not measured and therefore supposed."""
-        said: list[str] = []
+        calibration, said = self.costs.calibration, list[str]()
         for fabric in dict.fromkeys(self.fabric(c) for c in self.components):
-            gpu, calibration = fabric.gpu, self.costs.calibration
+            gpu = fabric.gpu
             if self.costs.pace_layer_ms:
                 said.append(f"layers are paced: {self.costs.pace_layer_ms:g} ms forward, twice that backward")
-            elif calibration is None or not calibration.parts:
+            elif self.costs.measured(fabric):
+                said += self._of_the_calibration(fabric)
+            else:
+                others = ": the calibration has other GPUs" if calibration and any(
+                    f.parts for f in calibration.fabrics) else ""
                 said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
-                            " fitted efficiency), not measured")
+                            f" fitted efficiency), not measured{others}")
                 if not gpu.is_cpu and not kind(gpu).known:
                     said.append(f"no table of kernels for {gpu.name}: its shares of the peak are guessed; known are "
                                 + ", ".join(sorted(k.name for k in kinds())))
-            if not gpu.is_cpu and self.costs.software.flash:
-                said.append("attention is fused, as with Transformer Engine: without it scores take memory and time")
-            if calibration is None or not calibration.links:
+            if not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
+                said.append("attention is fused, by Transformer Engine or torch: where it is not, a run stops at once")
+            if calibration is None or not any(f.links for f in calibration.fabrics):
                 said.append("link latencies and efficiencies from published figures, not measured")
-        return tuple(dict.fromkeys(said))
+        return tuple(dict.fromkeys([*said, *self.costs.corrections.notes]))
+
+    def _of_the_calibration(self, fabric: Fabric) -> Iterator[str]:
+        """What of a fabric's layers the calibration does not say itself."""
+        found = self.costs.calibration.of(fabric) if self.costs.calibration is not None else None
+        assert found is not None
+        if found.fabric and found.fabric != fabric.name:
+            yield f"layers on {fabric.name} take what they took on {found.fabric}, with the same GPUs"
+        kinds_here = {f.gpu.name for f in self.fabrics.values()}
+        if not found.fabric and not found.gpu and len(kinds_here) > 1:
+            yield (f"the calibration does not tell {' and '.join(sorted(kinds_here))} apart (earlier releases measured"
+                   " all GPUs together; a profile need not name its own): calibrate again")
+        measured = {p.tp for p in found.parts if p.part == "layer"}
+        if self.parallel.tp not in measured:
+            yield (f"layers at TP {self.parallel.tp} reckoned from TP {', '.join(map(str, sorted(measured)))}, with"
+                   " collectives added: measure it with `holmes calibrate plan.tp=" f"{self.parallel.tp}`")

@@ -43,22 +43,22 @@ class StageMemory:
 
 
 def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int, element: int, sequence_parallel: bool,
-                           recompute: str, fused: bool, loose_norm: bool = False, loose: bool = False,
+                           recompute: str, fused: bool, flash: bool, loose_norm: bool = False, loose: bool = False,
                            fp32_scores: bool = False) -> tuple[float, float]:
     """(held from forward to backward, needed beside it while the layer's backward pass runs) of one layer and
     micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
 
     Not `fused` is what Megatron-Core's own modules keep on a CPU, tensor by tensor as autograd saves them
-    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `loose_norm`, `loose`, `fp32_scores`: on
-    a GPU, what autograd saves of norms computed in fp32, of rotary positions and gates, operation by operation, and of
-    a softmax in fp32.
+    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `flash`: of scores only a number a row is
+    kept. `loose_norm`, `loose`, `fp32_scores`: on a GPU, what autograd saves of norms computed in fp32, of
+    rotary positions and gates, operation by operation, and of a softmax in fp32.
     """
     m, h = model, model.hidden
     keys = 2 * m.kv_heads * m.head_dim
     norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
     mask = 1 if fused else element  # a dropout mask's element
     whole = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
-    if fused:
+    if flash:
         attention = h + keys + (h + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
     elif m.kv_heads < m.heads:
         attention = 3 * h + (0 if m.rope else h + keys)  # rotated q; k and v repeated for every head
@@ -72,10 +72,10 @@ def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int
         attention += 2 * (h + keys // 2) if m.rope else 0  # both halves of a rotation's products
     dropped = element + mask if m.dropout else 0
     wider = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
-    scores = m.heads * (4 if fused else sequence * (element + dropped + wider))  # fused: a number for each row
+    scores = m.heads * (4 if flash else sequence * (element + dropped + wider))  # fused: a number for each row
     everything = tokens * (whole / (tp if sequence_parallel else 1) + ((attention + h + wide) * element + scores) / tp)
-    everything += 0 if fused else sequence * sequence  # the causal mask, one for all heads and sequences
-    gradients = tokens * (3 * m.ffn * element + (0 if fused else m.heads * sequence * (element + wider))) / tp
+    everything += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
+    gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + wider))) / tp
     kept = tokens * h * element / (tp if sequence_parallel else 1)
     if recompute == "full":
         return kept, everything + gradients
@@ -113,7 +113,6 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
         if costs.software.sharding == "full":
             weights, gathered = weights / layout.run, np.minimum(weights, whole) + np.zeros_like(count)
 
-    software = costs.software
     if (layers == layers[:, :, :1]).all():  # as many in every chunk: it does not matter which chunk's passes are held
         held = layers[:, :, 0] * np.array([layout.order.depth(s) for s in range(p.pp)]) * kept
     else:
@@ -122,11 +121,12 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     beside = np.zeros_like(count) + more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
-    logits = tokens * m.padded_vocab(p.tp) / (1 if software.gathered_logits else p.tp)
+    logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
     held[:, -1] += 3 * transfer[-1]  # the final norm
     copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
     matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
-    lost = 12 if software.gathered_logits else 0  # torch's own loss: their parts, log-probabilities, a cast gradient
+    # torch's own loss: their parts, log-probabilities, a cast gradient
+    lost = 12 if costs.software.gathered_logits else 0
     beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + lost) + matrix)  # softmax becomes its gradient
     buffers = gathered + beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
     buffers += outside
@@ -141,12 +141,12 @@ def moment_bytes(costs: Costs, gpu: Gpu) -> float:
 def _activation_bytes(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
                       recompute: str) -> tuple[float, float]:
     """:func:`layer_activation_bytes` as the training program keeps them."""
-    software = costs.software
+    does = costs.software_on(gpu)
     return layer_activation_bytes(
         model, batch.micro_size * batch.sequence_length, batch.sequence_length, tp, costs.weight_bytes(gpu),
-        sequence_parallel, recompute, software.flash and not gpu.is_cpu, not (software.fused_norm or gpu.is_cpu),
-        not (software.fused_elementwise or gpu.is_cpu),
-        software.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4)
+        sequence_parallel, recompute, does.flash and not gpu.is_cpu, does.flash and not (gpu.is_cpu and model.dropout),
+        not (does.fused_norm or gpu.is_cpu), not (does.fused_elementwise or gpu.is_cpu),
+        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4)
 
 
 def most_layers(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,

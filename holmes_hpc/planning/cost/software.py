@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import ATTENTION, FUSED_ATTENTION
 from holmes_hpc.schema import check, key
 
-ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
 SHARDING = ("none", "optimizer", "gradients", "full")
 
 
@@ -46,7 +46,7 @@ class Software:
     @property
     def flash(self) -> bool:
         """Whether scores never leave the chip."""
-        return self.attention in ("flash", "flash1", "sdpa")
+        return self.attention in FUSED_ATTENTION
 
     def attention_of(self, heads: int, sequence: int, micro_size: int) -> str:
         """`attention` for `heads` heads of a rank: Megatron-LM's fused softmax wants a multiple of 4 rows of blocks and

@@ -114,9 +114,9 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         shared.append(nic)
     p = layout.parallel
     updated = parameters(layout, layers).sum(axis=2) / (layout.run if p.distributed_optimizer else 1)
-    each = np.max([by_stage(replica, lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c).gpu))
+    each = np.max([by_stage(replica, lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
                    for replica in layout.replicas], axis=0)
-    other = max(layout.costs.step_s(layout.fabric(c).gpu) for c in layout.components)
+    other = max(layout.costs.step_s(layout.fabric(c)) for c in layout.components)
     return Timing(tuple(replicas), tuple(shared), _tied_s(layout), _norm_s(layout), (updated * each).max(axis=1), other)
 
 
@@ -237,15 +237,15 @@ def compute_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.ndar
     """Seconds of one (forward, backward) pass of each stage and chunk, (plans, S, C)."""
     m, p, costs = layout.model, layout.parallel, layout.costs
     stages = layout.replicas[replica]
-    per = by_stage(stages, lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c).gpu, p.sequence_parallel,
+    per = by_stage(stages, lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel,
                                                    layout.recompute))
-    ends = layout.fabric(stages[0]).gpu, layout.fabric(stages[-1]).gpu
+    ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
     forward, backward = layers * per[:, 0, None], layers * per[:, 1, None]
     for at, (f, b) in (((0, 0), costs.embedding_s(m, layout.batch, p.tp, ends[0])),
                        ((-1, -1), costs.head_s(m, layout.batch, p.tp, ends[1]))):
         forward[:, at[0], at[1]] += f
         backward[:, at[0], at[1]] += b
-    overhead = by_stage(stages, lambda c: costs.pass_s(layout.fabric(c).gpu))[:, None]
+    overhead = by_stage(stages, lambda c: costs.pass_s(layout.fabric(c)))[:, None]
     if costs.software.sharding in ("gradients", "full"):
         gather, reduce = _sharded_s(layout, replica, layers)
         forward = np.maximum(forward, gather)

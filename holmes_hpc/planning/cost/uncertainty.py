@@ -55,9 +55,9 @@ def widened(table: Kind) -> float:
 def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
     """(low, high) seconds of a step predicted to take `seconds`; None where computing was measured or waits, since
     published runs say nothing of that."""
-    gpus = {layout.fabric(c).gpu for c in layout.components}
-    if not all(layout.costs.modelled(gpu) for gpu in gpus):
+    if not all(layout.costs.modelled(layout.fabric(c)) for c in layout.components):
         return None
-    found = spread(layout.parallel.tp, layout.costs.software.flash)
+    gpus = {layout.fabric(c).gpu for c in layout.components}
+    found = spread(layout.parallel.tp, all(layout.costs.software_on(gpu).flash for gpu in gpus))
     wider = max(widened(kind(gpu)) for gpu in gpus)
     return seconds * found.low / wider, seconds * found.high * wider

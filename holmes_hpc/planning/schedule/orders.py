@@ -77,6 +77,13 @@ class Order:
         """Micro-batches that pass one chunk before the next chunk has its turn."""
         return self.stages if self.chunks > 1 else 1
 
+    @property
+    def settled(self) -> int:
+        """Micro-batches, whole groups of them, past which a pipeline only repeats itself until it drains: a few times
+        its depth."""
+        deepest = max(self.depth(s) for s in range(self.stages)) // self.chunks + 1
+        return -(-(2 * self.stages + 4 * deepest + 8) // self.group) * self.group
+
     def depth(self, stage: int) -> int:
         """Passes that `stage` holds at most: no more than a stage above it lets through, and no more than there are.
         Where virtual stages close the ring, the last stage lets the others through no more than two groups further."""

@@ -54,8 +54,7 @@ WHOLE, ROUGH = 6000, 1000  # passes of all stages that are gone through before t
 def rounds(order: Order, passes: int) -> tuple[int, int]:
     """Micro-batches that are gone through one by one before the rest is extended, and over how many more the period is
     measured: `passes` passes of all stages, and a few times the pipeline's depth at least."""
-    deepest = max(order.depth(s) for s in range(order.stages)) // order.chunks + 1
-    first = max(passes // (order.stages * order.chunks), 2 * order.stages + 4 * deepest + 8)
+    first = max(passes // (order.stages * order.chunks), order.settled)
     more = max(4, 2 * order.stages)
     return -(-first // order.group) * order.group, -(-more // order.group) * order.group
 

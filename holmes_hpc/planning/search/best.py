@@ -33,6 +33,7 @@ def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
 
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
+    site = costs.on(site)
     candidates = search(model, batch, site, options, costs, clock or Clock())
     return to_plan(candidates[0], site, candidates[1:])
 
@@ -44,7 +45,7 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     for name in ("tp", "pp", "dp"):
         if getattr(options, name) is None:
             raise PlanError(f"{name} is not given", where="layout", hint=f"give {name}")
-    chunks = options.virtual_stages or 1
+    site, chunks = costs.on(site), options.virtual_stages or 1
     schedule = options.schedule if options.schedule != "auto" else "1f1b" if chunks == 1 else "interleaved"
     fixed = replace(
         options, virtual_stages=chunks, schedule=schedule, search_micro_size=False, max_memory_gib=float("inf"),

@@ -31,13 +31,13 @@ class OneSize:
         parallel = tp > 1 and options.sequence_parallel is not False
         recompute = "none" if options.recompute == "auto" else options.recompute
         gpus = [o.fabric.gpu for o in usable]
-        self.each = np.array([sum(costs.layer_s(model, one, tp, g, parallel, recompute)) for g in gpus])
-        self.head = min(sum(costs.head_s(model, one, tp, g)) for g in gpus)
+        self.each = np.array([sum(costs.layer_s(model, one, tp, o.fabric, parallel, recompute)) for o in usable])
+        self.head = min(sum(costs.head_s(model, one, tp, o.fabric)) for o in usable)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
         fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
         self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
                          for what in ("", "reduce_scatter", "all_gather")}
-        self.latency = np.array([costs.link(t, f.gpu).latency_s for f, t in fabrics])
+        self.latency = np.array([costs.link(t, f).latency_s for f, t in fabrics])
         self.ethernet, self.between, self.delay = _between(site, usable, costs)
         self.linked = bool(site.links)
         self.shares, self.layers = batch.global_size // micro, model.layers
@@ -98,7 +98,7 @@ class OneSize:
             moved = count * (dp - 1) / dp * np.array([how.reduce_scatter * costs.gradient_size(gpu),
                                                       how.all_gather * costs.weight_bytes(gpu)])
             if self.tp * dp * apart <= offer.per_node:
-                rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, gpu).efficiency)
+                rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, offer.fabric).efficiency)
             else:
                 rate = np.array([self.networks[what][f] for what in ("reduce_scatter", "all_gather")]) / self.tp
             seconds.append(moved / (rate * 1e9 / 8))
@@ -108,13 +108,13 @@ class OneSize:
 
 def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str) -> float:
     """What a node can send of payload to others of its fabric, in Gb/s."""
-    return fabric.data_gbps * costs.link(transport, fabric.gpu, collective).efficiency
+    return fabric.data_gbps * costs.link(transport, fabric, collective).efficiency
 
 
 def _between(site: Site, usable: list[Offer], costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gb/s of payload that a node sends over its Ethernet, (F,); what it sends to each other fabric, and the seconds
     before a message's first byte, (F, F)."""
-    links = [costs.link(TCP, o.fabric.gpu) for o in usable]
+    links = [costs.link(TCP, o.fabric) for o in usable]
     share = np.array([link.efficiency for link in links])
     ethernet = np.array([o.fabric.ethernet_gbps for o in usable]) * share
     rate = np.repeat(ethernet[:, None], len(usable), axis=1)

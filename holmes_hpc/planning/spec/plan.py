@@ -24,6 +24,7 @@ from holmes_hpc.config.plan_options import (
 )
 from holmes_hpc.errors import HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.site import NicType, Site
+from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, refuse_unshared
@@ -209,7 +210,8 @@ class Plan:
         if self.batch.sequence_length > m.max_positions:
             raise PlanError(f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
                             where="batch", hint="shorten the sequence or raise model.max_positions")
-        Order(self.schedule.kind, p.pp, self.batch.micro_batches(p.dp), p.virtual_stages, self.schedule.in_flight)
+        check_launches(Order(self.schedule.kind, p.pp, self.batch.micro_batches(p.dp), p.virtual_stages,
+                             self.schedule.in_flight))
 
     def _check_fabrics(self) -> None:
         if self.transport_mode == "single":

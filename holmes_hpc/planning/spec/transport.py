@@ -12,7 +12,7 @@ from holmes_hpc.fabric.site import NicType, Site
 
 @dataclass(frozen=True)
 class Transport:
-    """What a group's traffic uses. `kind`: ``local`` (one node, no network), ``rdma`` (`nic` ib or roce, in `fabric`),
+    """What a group's traffic uses. `kind`: ``local`` (one node, no network), ``rdma`` (`nic` ib, roce, …, in `fabric`),
     or ``tcp`` (`nic` ethernet)."""
 
     kind: str
@@ -20,11 +20,11 @@ class Transport:
     fabric: str | None = None
 
     def __post_init__(self) -> None:
-        ok = {"local": self.nic is None, "rdma": self.nic in (NicType.IB, NicType.ROCE) and self.fabric is not None,
+        ok = {"local": self.nic is None, "rdma": self.nic is not None and self.nic.rdma and self.fabric is not None,
               "tcp": self.nic is NicType.ETHERNET}
         if not ok.get(self.kind, False):
             raise PlanError(f"transport {self.kind!r} over {self.nic} in fabric {self.fabric} does not exist",
-                            where="transport", hint="use local, rdma (ib or roce, with its fabric) or tcp (ethernet)")
+                            where="transport", hint="use local, rdma (ib, roce, …, with its fabric) or tcp (ethernet)")
 
     def __str__(self) -> str:
         return {"local": "local", "tcp": "tcp over ethernet"}.get(self.kind, f"rdma over {self.nic} ({self.fabric})")

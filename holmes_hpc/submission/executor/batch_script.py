@@ -36,7 +36,8 @@ class JobRequest:
     leader's id and ``%t`` the global rank. `directories` are made before the step starts. `exit_record`: the file that
     gets the step's exit status, `step_errors` the one that gets srun's own complaints. `setup`, `teardown`: lines of
     shell, as in submitit, around the step. `max_requeues`: after so many restarts the job ends instead of starting its
-    step; 0: it never does.
+    step; 0: it never does. `distribution`: of ranks over nodes and sockets; over nodes always block, since component
+    order is rank order.
     """
 
     components: tuple[ComponentRequest, ...]
@@ -61,6 +62,7 @@ class JobRequest:
     max_requeues: int = 0
     srun_args: tuple[str, ...] = ()
     use_srun: bool = True
+    distribution: str = "block:block"
     container: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
     additional: tuple[tuple[str, Value], ...] = field(default=())
@@ -155,7 +157,7 @@ def directives(job: JobRequest) -> list[str]:
 
 def _step(job: JobRequest, command: str) -> str:
     """The srun command: one step over all components, block distribution, so component order is rank order."""
-    common = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", "--distribution=block"]
+    common = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", f"--distribution={job.distribution}"]
     if job.container and not is_apptainer(job.container):
         common.append(f"--container-image={shlex.quote(job.container)}")
     common += [shlex.quote(a) for a in job.srun_args]

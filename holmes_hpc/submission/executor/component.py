@@ -176,6 +176,23 @@ def components(parts: Iterable[Mapping[str, Any] | ComponentRequest],
     return tuple(made)
 
 
+def node_share(gpus: int, of: int, cpus: int | None, memory_gib: float | None, ranks: int,
+               exclusive: bool = False) -> dict[str, Value]:
+    """What a component asks for beside `gpus` of a node's `of` GPUs, where nobody says: for each of its `ranks` there
+    an equal part of those CPUs that go with the GPUs, and their part of the memory; all memory of a node that is taken
+    whole (Slurm's --mem=0). What Slurm does not tell (None) is not asked for."""
+    asked: dict[str, Value] = {}
+    whole = exclusive or gpus >= of
+    if cpus is not None:
+        each = (cpus if whole else cpus * gpus // of) // ranks
+        asked["cpus_per_task"] = each - each % 2 if each > 1 else 1  # whole cores, where a core is two CPUs
+    if whole:
+        asked["mem"] = "0"
+    elif memory_gib is not None:
+        asked["mem"] = f"{int(memory_gib * 1024 * gpus / of)}M"
+    return asked
+
+
 def with_options(request: ComponentRequest, **changes: Any) -> ComponentRequest:
     """A copy with some options changed."""
     return replace(request, **changes)

@@ -151,5 +151,6 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
     for key in ("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive",
                 "reservation", "qos", "account"):
         if getattr(request, key) is not None and works(with_options(one, **{key: None})):
-            return f"it would be possible without {key}={getattr(request, key)}"
+            own = " (slurm.share=false leaves it to Slurm)" if key in ("mem", "cpus_per_task") else ""
+            return f"it would be possible without {key}={getattr(request, key)}{own}"
     return "look at `sinfo -o '%P %a %l %D %t %f %G'`"

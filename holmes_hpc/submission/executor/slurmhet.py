@@ -43,7 +43,8 @@ from holmes_hpc.submission.executor.submit import cancelled_on_error, submit_fil
 _JOB_KEYS = {"job_name": "name", "time": "timeout_min", "setup": "setup", "teardown": "teardown", "comment": "comment",
              "signal_delay_s": "signal_delay_s", "dependency": "dependency", "mail_type": "mail_type",
              "mail_user": "mail_user", "wckey": "wckey", "srun_args": "srun_args", "use_srun": "use_srun",
-             "container": "container", "requeue": "requeue", "additional_parameters": "additional"}
+             "distribution": "distribution", "container": "container", "requeue": "requeue",
+             "additional_parameters": "additional"}
 _OWN_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
 _SLURM_ONLY = {"num_gpus": "gpus_per_node", "ntasks_per_node": "tasks_per_node"}
 PARAMETERS = frozenset({*_JOB_KEYS, *_OWN_KEYS, *(COMPONENT_KEYS - {"additional"}), *_SLURM_ONLY})

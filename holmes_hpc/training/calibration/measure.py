@@ -1,7 +1,9 @@
-"""What each rank of `holmes calibrate` does: a few steps of training, then their parts one by one, then the networks.
+"""What each rank of `holmes calibrate` does: a few steps of training, then their parts one by one, then layers at other
+micro-batch sizes and sequence lengths, then the networks.
 
 Everything is timed where training does it: in the plan's own groups, with the model's own layers (paced ones wait here
-too), all ranks at once. Rank 0 writes what came out as ``calibration.yaml`` into the run directory.
+too), all ranks at once. Rank 0 writes what came out, for each fabric by itself, as ``calibration.yaml`` into the run
+directory. After the steps it takes no more than DEADLINE_S, since other shapes are left out when the time is up.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import yaml
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.planning.cost.calibration import Calibration, Measured
+from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.cost.layout import Layout
@@ -43,7 +46,11 @@ from holmes_hpc.training.session import Session
 FILE = "calibration.yaml"
 WARM_UP = 3  # of steps, of passes through a layer
 REPEATS = 12
-Times = dict[str, tuple[float, float]]  # part -> seconds (forward, backward); pass: what is in no part, for each
+DEADLINE_S, SHAPES_S = 150.0, 75.0  # of what may be left out: all, and of it other shapes
+LARGER = 4  # times a micro-batch's tokens that another shape has at most: one layer of it fits where a stage does
+PASS = "pass"  # what a pass takes beyond its parts
+Shape = tuple[int, int]  # micro-batch size, sequence length
+Times = dict[tuple[str, Shape], tuple[float, float]]  # of a part, or PASS: seconds (forward, backward)
 
 
 def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
@@ -77,15 +84,18 @@ def _measure(config: Configuration, own: Launch, run: RunDirectory, rank_exit: R
     if trainer.run(signals).get("preempted"):
         raise RunFailed("told to end before all was measured", where="calibrate", hint="start it again")
     watchdog.alive("measuring the parts of a step")
-    parts = _everyone(here, "parts", part_times(trainer))
+    deadline = networks.Deadline(trainer.control, DEADLINE_S)
+    times = part_times(trainer, networks.Deadline(trainer.control, SHAPES_S))
+    device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
+    ranks = _everyone(here, "parts", {"device": device, "times": [[n, *shape, *t] for (n, shape), t in times.items()]})
     watchdog.alive("measuring the networks")
-    samples = _everyone(here, "links", networks.samples(here, trainer.control))
+    samples = _everyone(here, "links", networks.samples(here, trainer.control, deadline))
     meeting_s = networks.meeting_s(trainer.control)
     trainer.close()
     made: dict[str, Any] = {}
     if own.rank == 0:
-        flat = [networks.Sample(*s) for rows in samples for s in rows]
-        made = _write(trainer, run, _merged(parts), flat, meeting_s)
+        flat = [networks.Sample(tuple(fabrics), *s) for rows in samples for fabrics, *s in rows]
+        made = _write(trainer, run, ranks, flat, meeting_s)
     here.close()
     return made
 
@@ -101,32 +111,62 @@ def _everyone(here: Session, name: str, value: Any) -> list[Any]:
 # -- the parts of a step ----------------------------------------------------------------------------------------------
 
 
-def part_times(trainer: Trainer) -> Times:
-    """This rank's median seconds of a transformer layer, and of the embedding and the head where it holds them."""
-    shape = trainer.plan.batch
-    positions = torch.arange(shape.sequence_length, device=trainer.here.device).repeat(shape.micro_size, 1)
+def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
+    """This rank's median seconds of a transformer layer, in several shapes, and of the embedding and the head where it
+    holds them. All ranks call it."""
+    own = trainer.plan.batch.micro_size, trainer.plan.batch.sequence_length
+    positions = torch.arange(own[1], device=trainer.here.device).repeat(own[0], 1)
     tokens = positions % trainer.plan.model.vocab
     times: Times = {}
+    layered: Any = None
     for wrapped in trainer.models:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
-        model = wrapped.module
-        while not hasattr(model, "pre_process"):
-            model = model.module
+        model = _inner(wrapped)
         with wrapped.no_sync():
+            parts = []
             if len(model.decoder.layers):
-                times["layer"] = _layer_s(trainer, model)
+                layered = wrapped
+                times["layer", own] = _layer_s(trainer, model, own)
+                parts.append((len(model.decoder.layers), times["layer", own]))
             if model.pre_process:
-                times["embedding"] = _passes_s(partial(_embedding, model, tokens, positions), None)
+                times["embedding", own] = _passes_s(partial(_embedding, model, tokens, positions), None)
+                parts.append((1, times["embedding", own]))
             if model.post_process:
-                times["head"] = _passes_s(partial(_head, model, tokens), _hidden(trainer))
-            whole = _passes_s(partial(_whole, trainer, wrapped, model), None if model.pre_process else _hidden(trainer))
-            held = len(model.decoder.layers)
-            parts = [(held, times.get("layer", (0.0, 0.0)))]
-            parts += [(1, times[name]) for name, there in (("embedding", model.pre_process),
-                                                           ("head", model.post_process)) if there]
-            times["pass"] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
+                times["head", own] = _passes_s(partial(_head, model, tokens), _hidden(trainer, own))
+                parts.append((1, times["head", own]))
+            whole = _passes_s(partial(_whole, trainer, wrapped, model),
+                              None if model.pre_process else _hidden(trainer, own))
+            times[PASS, own] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
+    for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
+        if not deadline.left():
+            say(f"no time was left to measure layers of {shape[0]} sequences of {shape[1]} tokens")
+            break
+        if layered is not None:
+            with layered.no_sync():
+                times["layer", shape] = _layer_s(trainer, _inner(layered), shape)
     return times
+
+
+def other_shapes(plan: Plan) -> list[Shape]:
+    """Shapes of a layer beside the plan's own, the most telling ones first: other micro-batch sizes, then shorter
+    sequences (longer ones may be beyond the model's positions)."""
+    batch, p = plan.batch, plan.parallel
+    micro, long, wanted = batch.micro_size, batch.sequence_length, list[Shape]()
+    for sequence in (long, long // 2, long // 4):
+        sizes = (1, 2 * micro, 4 * micro, micro // 2, 2) if sequence == long else (micro, 1, 4 * micro)
+        wanted += [(size, sequence) for size in sizes]
+    split = p.tp if p.sequence_parallel else 1
+    return [(m, s) for m, s in dict.fromkeys(wanted) if m > 0 and s > 0 and s % split == 0 and (m, s) != (micro, long)
+            and m * s <= LARGER * micro * long]
+
+
+def _inner(wrapped: Any) -> Any:
+    """The GPT model in its wrappers."""
+    model = wrapped.module
+    while not hasattr(model, "pre_process"):
+        model = model.module
+    return model
 
 
 def _whole(trainer: Trainer, wrapped: Any, model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -138,25 +178,25 @@ def _whole(trainer: Trainer, wrapped: Any, model: Any, hidden: torch.Tensor | No
     return made
 
 
-def _hidden(trainer: Trainer) -> torch.Tensor:
+def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
     """A micro-batch's hidden states as this rank sees them: (sequence, micro size, hidden)."""
-    p, batch = trainer.plan.parallel, trainer.plan.batch
-    length = batch.sequence_length // (p.tp if p.sequence_parallel else 1)
-    return torch.randn(length, batch.micro_size, trainer.plan.model.hidden, device=trainer.here.device,
+    p, (micro, sequence) = trainer.plan.parallel, shape
+    length = sequence // (p.tp if p.sequence_parallel else 1)
+    return torch.randn(length, micro, trainer.plan.model.hidden, device=trainer.here.device,
                        dtype=trainer.model_config.params_dtype, requires_grad=True)
 
 
-def _layer_s(trainer: Trainer, model: Any) -> tuple[float, float]:
+def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
     """Of this rank's first layer."""
     layer, rotary = model.decoder.layers[0], None
     if trainer.plan.model.rope:
-        rotary = model.rotary_pos_emb(trainer.plan.batch.sequence_length)
+        rotary = model.rotary_pos_emb(shape[1])
 
     def forward(hidden: torch.Tensor | None) -> torch.Tensor:
         output: torch.Tensor = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
         return output
 
-    return _passes_s(forward, _hidden(trainer))
+    return _passes_s(forward, _hidden(trainer, shape))
 
 
 def _embedding(model: Any, tokens: torch.Tensor, positions: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
@@ -186,50 +226,81 @@ def _passes_s(forward: Callable[[torch.Tensor | None], torch.Tensor], given: tor
     return statistics.median(forward_s), statistics.median(backward_s)
 
 
-def _merged(parts: Iterable[dict[str, Sequence[float]]]) -> Times:
-    """Medians over the ranks that hold a part."""
-    rows = list(parts)
-    found: Times = {}
-    for name in ("layer", "embedding", "head", "pass"):
-        held = [row[name] for row in rows if name in row]
-        if held:
-            found[name] = (statistics.median(r[0] for r in held), statistics.median(r[1] for r in held))
-    return found
-
-
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def calibration(plan: Plan, times: Times, found: networks.Links, steps: Sequence[dict[str, Any]], *, meeting_s: float,
-                device: str, dtype: str, pace_layer_ms: float | None) -> Calibration:
-    """The record, from the parts' seconds, the links, the lines of metrics of steps after warm-up, and what it takes
-    all ranks to sum up one number."""
-    m, batch, tp = plan.model, plan.batch, plan.parallel.tp
-    tokens = batch.micro_size * batch.sequence_length
-    flops = {"layer": layer_flops(m, tokens, batch.sequence_length), "embedding": float(tokens * m.hidden),
-             "head": head_flops(m, tokens, tp)}
-    parts = tuple(Measured(name, m.hidden, tokens, tp, flops[name], *times[name]) for name in flops if name in times)
-    pass_s = max(0.0, sum(times.get("pass", (0.0, 0.0))) / 2)
-    held = float(parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2).max())
-    updated = held / (plan.parallel.dp // plan.parallel.optimizer_instances
-                      if plan.parallel.distributed_optimizer else 1)
-    optimizer = statistics.median(max(s["optimizer_s"] for s in line["breakdown"]) for line in steps)
+def calibration(plan: Plan, ranks: Sequence[dict[str, Any]], found: networks.Fitted, steps: Sequence[dict[str, Any]], *,
+                meeting_s: float, dtype: str, pace_layer_ms: float | None) -> Calibration:
+    """The record: of each fabric its own ranks' times and links. `ranks`: `device` and `times` (rows of name, micro
+    size, sequence, forward and backward seconds) of each; `found`: the fitted links; `steps`: the lines of metrics of
+    steps after warm-up; `meeting_s`: what it takes all ranks to sum up one number."""
+    links, optimizer, fabrics = networks.of_fabrics(found), _optimizer_s(plan, steps), []
+    for name in dict.fromkeys(place.fabric for place in plan.places):
+        own = [rank for rank, place in zip(ranks, plan.places, strict=True) if place.fabric == name]
+        times = _merged(own)
+        passes = [sum(t) / 2 for (what, _), t in times.items() if what == PASS]
+        fabrics.append(MeasuredFabric(
+            name, plan.site.fabric(name).gpu.name, own[0]["device"], tuple(_parts(plan, times)), links.get(name, {}),
+            optimizer.get(name), max(0.0, *passes) if passes else None))
     other = statistics.median(statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps)
-    return Calibration(device, pace_layer_ms, parts, found, optimizer / updated, pass_s, other + meeting_s, dtype,
-                       f"{now()}, plan {plan.id}")
+    made = Calibration(tuple(fabrics), (), pace_layer_ms, other + meeting_s, dtype, f"{now()}, plan {plan.id}")
+    return replace(made, between=networks.between(found, made, plan.site))
 
 
-def _write(trainer: Trainer, run: RunDirectory, times: Times, samples: list[networks.Sample], meeting_s: float,
-           ) -> dict[str, Any]:
-    train, plan, here = trainer.settings, trainer.plan, trainer.here
+def _merged(ranks: Sequence[dict[str, Any]]) -> Times:
+    """Medians over the ranks that hold a part."""
+    held: dict[tuple[str, Shape], list[tuple[float, float]]] = {}
+    for rank in ranks:
+        for name, micro, sequence, forward_s, backward_s in rank["times"]:
+            held.setdefault((name, (micro, sequence)), []).append((forward_s, backward_s))
+    return {key: (statistics.median(f for f, _ in rows), statistics.median(b for _, b in rows))
+            for key, rows in held.items()}
+
+
+def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
+    m, p = plan.model, plan.parallel
+    for (name, (micro, sequence)), (forward_s, backward_s) in times.items():
+        if name == PASS:
+            continue
+        tokens = micro * sequence
+        flops = {"layer": layer_flops(m, tokens, sequence), "embedding": float(tokens * m.hidden),
+                 "head": head_flops(m, tokens, p.tp)}[name]
+        yield Measured(name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, sequence,
+                       p.sequence_parallel and p.tp > 1)
+
+
+def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a parameter that a rank updates, by fabric: of its slowest stage. A stage whose replicas are in
+    several fabrics counts for each of them, unless their GPUs are of several kinds."""
+    p = plan.parallel
+    shared = p.dp // p.optimizer_instances if p.distributed_optimizer else 1
+    held = parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2)[0]
+    found: dict[str, float] = {}
+    for stage, count in enumerate(held):
+        fabrics = {c.fabric for c in plan.components if stage in c.stages}
+        if len({plan.site.fabric(f).gpu for f in fabrics}) > 1:
+            continue
+        seconds = statistics.median(line["breakdown"][stage]["optimizer_s"] for line in steps)
+        for fabric in fabrics:
+            found[fabric] = max(found.get(fabric, 0.0), seconds / (float(count) / shared))
+    return found
+
+
+def _write(trainer: Trainer, run: RunDirectory, ranks: Sequence[dict[str, Any]], samples: list[networks.Sample],
+           meeting_s: float) -> dict[str, Any]:
+    train, plan = trainer.settings, trainer.plan
     found = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
-    device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
-    made = calibration(plan, times, found, steps, meeting_s=meeting_s, device=device, dtype=train.dtype,
+    made = calibration(plan, ranks, found, steps, meeting_s=meeting_s, dtype=train.dtype,
                        pace_layer_ms=train.pace_layer_ms)
     for sample in samples:
         fitted_s = networks.fitted_s(sample, found)
-        say(f"{sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit {fitted_s:.6f} s")
+        say(f"{' - '.join(sample.fabrics)}, {sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit"
+            f" {fitted_s:.6f} s")
+    for fabric in made.fabrics:
+        own = replace(fabric, gpu="", fabric="")
+        if not own.on(plan.site.fabric(fabric.fabric).gpu):
+            say(f"{fabric.fabric}: the site says {fabric.gpu}, and the device is {fabric.device}: correct the site")
     write_whole(Path(run.path, FILE), yaml.safe_dump(made.to_dict(), sort_keys=False))
     # what the planner now says of these very steps: how well its model holds here
     predicted = predict(plan, Costs(made, train.pace_layer_ms)).step_time_s

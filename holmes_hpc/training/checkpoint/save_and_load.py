@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint import CheckpointException
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.checkpoint import checkpoint_directory
+from holmes_hpc.training.model import random_states
 from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
@@ -245,7 +246,7 @@ class Checkpoints:
                 if "step" in values:  # one tensor for all parameters, which each of them would count up
                     values["step"] = values["step"].clone()
         if same_layout:
-            _set_generators(loaded["generators"])
+            random_states.set_generators(loaded["generators"])
 
     def _state(self, is_loading: bool, generators: bool = True) -> dict[str, Any]:
         metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -255,7 +256,7 @@ class Checkpoints:
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if generators:
             state["generators"] = ShardedObject(
-                "generators", _generators(),
+                "generators", random_states.generators(),
                 (parallel_state.get_pipeline_model_parallel_world_size(),
                  parallel_state.get_tensor_model_parallel_world_size()),
                 (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
@@ -341,18 +342,6 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it has ended before it was asked for
             os._exit(1)
-
-
-def _generators() -> dict[str, Any]:
-    """The states of the random number generators that training uses (dropout)."""
-    return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(),
-            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
-
-
-def _set_generators(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["host"])
-    torch.cuda.set_rng_state(states["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
 def _as_failure(path: Path, error: BaseException) -> RunFailed:

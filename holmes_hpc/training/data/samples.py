@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,9 @@ import torch
 
 from holmes_hpc.errors import DataError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.data.prefetch import on_gpu
+
+CPU = torch.device("cpu")
 
 
 class Samples(Protocol):
@@ -54,25 +58,31 @@ def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_siz
     return range(start, start + micro_size)
 
 
-def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0) -> Iterator[dict[str, Any]]:
+def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0, device: torch.device = CPU,
+            ) -> Iterator[dict[str, Any]]:
     """Micro-batches of data-parallel rank `dp_rank` from step `start_step` on; `plan.micro_batches` a step, no end.
 
     tokens, labels, position_ids: int64, shape (micro size, sequence length); loss_mask: float32, the same shape;
-    attention_mask: None (causal). Raises DataError for a token beyond the model's vocabulary.
+    attention_mask: None (causal); all on `device`, of which only the tokens' text is copied there. Raises DataError for
+    a token beyond the model's vocabulary.
     """
+    micro, length = plan.batch.micro_size, plan.batch.sequence_length
+    rows = texts(dataset, plan, dp_rank, start_step)
+    for text in on_gpu(rows, device) if device.type == "cuda" else map(torch.from_numpy, rows):
+        yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(),
+               "loss_mask": torch.ones(micro, length, device=device), "attention_mask": None,
+               "position_ids": torch.arange(length, device=device).repeat(micro, 1)}
+
+
+def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int) -> Iterator[np.ndarray]:
+    """The samples of one micro-batch after the other: int64, shape (micro size, sequence length + 1)."""
     size, micro, dp = plan.batch.global_size, plan.batch.micro_size, plan.parallel.dp
-    length, vocab, per_step = plan.batch.sequence_length, plan.model.vocab, plan.micro_batches
-    step = start_step
-    while True:
-        for micro_batch in range(per_step):
+    for step in count(start_step):
+        for micro_batch in range(plan.micro_batches):
             chosen = sample_indices(step, micro_batch, dp_rank, dp, micro, size)
             rows = np.stack([dataset.tokens(i) for i in chosen])
-            check_vocabulary(rows, vocab, dataset.name)
-            text = torch.from_numpy(rows)
-            yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(),
-                   "loss_mask": torch.ones(micro, length), "attention_mask": None,
-                   "position_ids": torch.arange(length).repeat(micro, 1)}
-        step += 1
+            check_vocabulary(rows, plan.model.vocab, dataset.name)
+            yield rows
 
 
 def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.model import initial_weights
+from holmes_hpc.training.model.attention import SdpaAttention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
@@ -53,14 +55,17 @@ def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
     return DTYPES[name]
 
 
-def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, timers: Any = None) -> TransformerConfig:
-    """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only."""
+def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None,
+                       ) -> TransformerConfig:
+    """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only. `fp8`: the
+    recipe of Transformer Engine, which has been checked to be there."""
     m, p = plan.model, plan.parallel
-    recompute: dict[str, Any] = {}
+    te = cuda and transformer_engine()
+    more: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}
     if plan.recompute == "selective":
-        recompute = {"recompute_granularity": "selective"}
+        more |= {"recompute_granularity": "selective"}
     elif plan.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     # Megatron's own interleaved exchange frees an output while gloo may still be sending it.
     unsafe = not cuda and p.virtual_stages > 1 and plan.transport_mode == "single" and plan.schedule.kind != "ahead"
     return TransformerConfig(
@@ -76,8 +81,10 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, timers: An
         overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
         bias_dropout_fusion=cuda, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=False, apply_rope_fusion=False,
-        attention_softmax_in_fp32=True, timers=timers, **recompute)
+        # Megatron-Core's output layer needs Apex's kernel for it, its other layers Transformer Engine's
+        gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        cross_entropy_loss_fusion=te, cross_entropy_fusion_impl="te" if te else "native",
+        apply_rope_fusion=te and m.rope, attention_softmax_in_fp32=True, timers=timers, **more)
 
 
 class Norm:
@@ -100,6 +107,8 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
         return get_gpt_layer_with_transformer_engine_spec()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm" if spec.rmsnorm else "LayerNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if cuda or not spec.dropout:  # torch's is slower than Megatron-Core's own on a CPU that drops scores
+        layer.submodules.self_attention.submodules.core_attention = SdpaAttention
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=Norm)
 
 
@@ -152,7 +161,7 @@ def global_name(name: str, model: torch.nn.Module) -> str:
 def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
     """Give every parameter its initial value, a function of the seed and its name in the whole model alone.
 
-    Each is drawn whole and then cut for tensor parallelism, so all layouts start alike. Normal with standard deviation
+    The same on every device and in every layout (initial_weights.py). Normal with standard deviation
     0.02, and 0.02/sqrt(2*layers) for what is added to the residual stream (Radford et al. 2019); norms 1, biases 0.
     """
     residual = INIT_STD / math.sqrt(2 * plan.model.layers)
@@ -174,21 +183,15 @@ def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed
     tp, rank = plan.parallel.tp, parallel_state.get_tensor_model_parallel_rank()
     split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
     dimension = getattr(parameter, "partition_dim", 0) if split else 0
-    shape = list(parameter.shape)
-    if split:
-        shape[dimension] *= tp
-    vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    if vocabulary:  # padding depends on TP: draw the vocabulary itself, then pad with zeros
-        shape[0] = plan.model.vocab
-    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator(device=parameter.device).manual_seed(number)
-    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device).normal_(0, std, generator=generator)
-    if vocabulary:
-        whole = F.pad(whole, (0, 0, 0, plan.model.padded_vocab(tp) - plan.model.vocab))
-    if not split:
-        parameter.copy_(whole)
-    elif name.endswith("linear_fc1.weight") and plan.model.swiglu:  # each rank holds its parts of gate and of up
-        gate, up = whole.chunk(2, dim=0)
-        parameter.copy_(torch.cat([gate.chunk(tp, dim=0)[rank], up.chunk(tp, dim=0)[rank]], dim=0))
-    else:
-        parameter.copy_(whole.chunk(tp, dim=dimension)[rank])
+    own = [torch.arange(n, device=parameter.device) for n in parameter.shape]
+    width = parameter.shape[1]
+    if split and name.endswith("linear_fc1.weight") and plan.model.swiglu:  # its parts of gate and of up
+        half = len(own[0]) // 2
+        own[0] = torch.cat([own[0][:half] + rank * half, own[0][:half] + (tp + rank) * half])
+    elif split:
+        own[dimension] += rank * len(own[dimension])
+        width *= tp if dimension == 1 else 1
+    drawn = initial_weights.normal(seed, name, own[0], own[1], width, std)
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        drawn[own[0] >= plan.model.vocab] = 0  # rows that only pad, as many as TP asks for
+    parameter.copy_(drawn)

@@ -15,16 +15,16 @@ import torch
 
 
 class _Mark(torch.autograd.Function):
-    """The same tensor; `passed()` is called when its gradient comes by."""
+    """The same tensor; `passed` is called with its gradient when that comes by."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, passed: Callable[[], None]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, passed: Callable[[torch.Tensor], None]) -> torch.Tensor:
         ctx.passed = passed
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.passed()
+        ctx.passed(gradient)
         return gradient, None
 
 
@@ -73,7 +73,7 @@ class PacedLayer:
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         if hidden.requires_grad:  # a hook, and no _Mark: Megatron frees a stage's output, which a view does not allow
             hidden.register_hook(self._backward_begins)
-        _finish_device_work()
+        _finish(hidden)
         wait_until(ends)
         return (hidden, *rest) if isinstance(output, tuple) else hidden
 
@@ -81,21 +81,23 @@ class PacedLayer:
         chunk, number = self._chunk, self._number
         return self._clock.begin((way, chunk, number), (way, chunk, number + after), seconds)
 
-    def _backward_begins(self, _: torch.Tensor) -> None:
-        _finish_device_work()
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        _finish(gradient)
         self._ends = self._due("backward", +1, 2 * self.forward_s)
         wait_until(self._ends - 1.2 * self._computing_s)
         self._began = time.perf_counter()
 
-    def _backward_ends(self) -> None:
-        _finish_device_work()
+    def _backward_ends(self, gradient: torch.Tensor) -> None:
+        _finish(gradient)
         self._computing_s = time.perf_counter() - self._began
         wait_until(self._ends)
 
 
-def _finish_device_work() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+def _finish(made: torch.Tensor) -> None:
+    """Wait until the GPU has computed `made`: for the stream that computes, never for the device, on whose other
+    streams a receive may be waiting for what this rank does next."""
+    if made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()
 
 
 def pace(chunks: Iterable[Iterable[torch.nn.Module]], layer_ms: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import NetworkError
@@ -28,8 +29,8 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     count = parameters(layout, layer_array(plan))[0].sum(axis=1)
     found = []
     for group in plan.transports():
-        if group.transport.kind == "local":
-            continue
+        if group.transport.nic is None or (group.transport.nic.rdma and not group.transport.nic.verbs):
+            continue  # the node itself, or what has no counters that are read
         kind = str(group.transport.nic)
         label = f"{group.kind} of ranks {short(group.ranks)}"
         for rank, amount in _sent(layout, plan, group, count, nodes):
@@ -119,10 +120,13 @@ def nics_in_use(node: NodeTransports) -> list[str]:
             *(ports.split(",") if ports else [])]
 
 
-def nic_check(node: NodeTransports) -> Callable[[], NetworkError | None]:
+def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:
     """A cheap look at the NICs in use: the error of the first that went down and is still down at the next look (links
-    that come back within a second harm no connection)."""
+    that come back within a second harm no connection). RDMA ports are left out where `sysfs` shows none (a container).
+    """
     names, before = nics_in_use(node), set[str]()
+    if not (sysfs / "class/infiniband").is_dir():
+        names = [name for name in names if any(name == interface for interface, _, _ in node.interfaces.values())]
 
     def look() -> NetworkError | None:
         nonlocal before

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError, NetworkError, SiteError
 from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.finding import Finding, raise_errors
+from holmes_hpc.fabric.nic_types import NCCL_NETWORKS
 from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.spec.plan import Plan
@@ -31,13 +32,18 @@ MEASURED = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 @dataclass(frozen=True)
 class NodeTransports:
     """This node's share of the plan's transports. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4
-    address, prefix); `environment`: what NCCL must find before its first call; `node` and `fabric` are for messages."""
+    address, prefix); `environment`: what NCCL must find before its first call, `defaults`: what it is given where the
+    site says nothing; `network`: what it calls the network of the fabric's RDMA; `notes`: lines for the log; `node` and
+    `fabric` are for messages."""
 
     node: str
     fabric: str
     interfaces: Mapping[str, tuple[str, str, int]]
     environment: Mapping[str, str]
     one_host: bool
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    network: str = "IB"
+    notes: tuple[str, ...] = ()
 
     def interface(self, transport: Transport) -> str:
         """The kernel interface that carries `transport` here."""
@@ -52,7 +58,8 @@ class NodeTransports:
     def nic(self, name: str | None) -> str:
         """What carries a group here, for the record: an interface stands for itself, one of NCCL's networks for the
         NICs that this node gives it, none for NVLink and shared memory."""
-        variable = {"IB": "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}.get(name or "", "")
+        variables = {"IB": "NCCL_IB_HCA", self.network: "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}
+        variable = variables.get(name or "", "")
         return self.environment.get(variable, "").lstrip("=") or name or "local"
 
     @property
@@ -64,12 +71,14 @@ class NodeTransports:
         """Plain data, for the store and the run's record."""
         return {"node": self.node, "fabric": self.fabric, "one_host": self.one_host,
                 "interfaces": {k: list(v) for k, v in self.interfaces.items()},
-                "environment": dict(self.environment)}
+                "environment": dict(self.environment), "defaults": dict(self.defaults), "network": self.network,
+                "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NodeTransports:
         return cls(data["node"], data["fabric"], {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
-                   dict(data["environment"]), data["one_host"])
+                   dict(data["environment"]), data["one_host"], dict(data["defaults"]), data["network"],
+                   tuple(data["notes"]))
 
 
 def kinds_of(plan: Plan, rank: int) -> set[str]:
@@ -77,10 +86,22 @@ def kinds_of(plan: Plan, rank: int) -> set[str]:
     return {g.transport.kind for g in plan.transports() if rank in g.ranks}
 
 
+def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping[str, str] = os.environ) -> NodeNics:
+    """This node's NICs, limited to what the plan's site names and the environment allows. NetworkError for a name that
+    it does not have."""
+    fabric = plan.site.fabric(plan.places[rank].fabric)
+    try:
+        return nccl.narrowed(nics, fabric.nic_names(node), environ, node)
+    except SiteError as e:
+        raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
+
+
 def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
     """This node's interfaces and environment. Raises NetworkError when one that the plan needs is missing, down or
     without an address. With `cuda`, RDMA ports need no kernel interface: NCCL speaks to them directly."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
+    network = fabric.nccl_net or NCCL_NETWORKS[fabric.nic]
+    notes: list[str] = []
     interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
     if one_host:
         return NodeTransports(node, fabric.name, interfaces, {}, True)
@@ -90,8 +111,10 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
     try:
         environment = nccl.environment(nics, fabric.nic if len(wanted) > 1 else NicType.ETHERNET, node)
         for kind, nic in wanted:
-            if kind == "rdma" and cuda and nics.usable_ports(nic) and not _has_interface(nics, nic):
-                continue
+            if kind == "rdma" and cuda:
+                notes += _opened(nics, nic, node)
+                if not _has_interface(nics, nic):
+                    continue
             found = data_interface(nics, nic, node=node)
             assert found.address is not None
             if kind == "tcp":
@@ -99,18 +122,47 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
             interfaces[kind] = (found.name, found.address, 32 if found.prefix is None else found.prefix)
     except SiteError as e:
         raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
-    return NodeTransports(node, fabric.name, interfaces, environment, False)
+    defaults = nccl.socket_settings(*_sockets(plan, rank)) if cuda else {}
+    return NodeTransports(node, fabric.name, interfaces, environment, False, defaults, network, tuple(notes))
+
+
+def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:
+    """A line where NCCL must find its RDMA ports itself, since a container shows none in sysfs; SiteError where it
+    cannot open any."""
+    if nics.ports or not nic.verbs:
+        return []
+    if not nics.verbs:
+        raise SiteError(f"no {nic} device: there is neither /sys/class/infiniband nor /dev/infiniband/uverbs*",
+                        where=f"node {node}", hint="load the driver; start a container with /dev/infiniband in it")
+    limited = f" among {', '.join(nics.hcas)}" if nics.hcas else ""
+    return [f"node {node}: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its {nic} ports"
+            f"{limited} itself; their state and their bytes are not seen here"]
+
+
+def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
+    """What the node of `rank` sends over sockets (Gb/s), and how many of its ranks do."""
+    groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED]
+    here = plan.places[rank]
+    senders = {r for g in groups for r in g.ranks if plan.places[r] == here}
+    peers = {plan.places[r].fabric for g in groups if senders & set(g.ranks) for r in g.ranks}
+    fabric = plan.site.fabric(here.fabric)
+    links = [plan.site.link(here.fabric, peer) for peer in peers if peer != here.fabric]
+    rates = [link.gbps if link is not None and link.gbps is not None else fabric.ethernet_gbps for link in links]
+    return max(rates, default=fabric.ethernet_gbps), len(senders)
 
 
 def _refuse_stand_in(nics: NodeNics, found: Nic, node: str) -> None:
     """Raise SiteError when a management port or a RoCE NIC would stand in for an Ethernet NIC that is down, though it
-    has an address: the other nodes' traffic goes elsewhere."""
-    if found.type is NicType.ETHERNET and found.role == "data":
+    has an address: the other nodes' traffic goes elsewhere. One that is known to be slower would not be used anyway."""
+    if nics.sockets is not None or (found.type is NicType.ETHERNET and found.role == "data"):
         return
     for nic in candidates(nics, NicType.ETHERNET):
-        if nic.role == "data" and nic.type is NicType.ETHERNET and not nic.up and nic.address is not None:
+        slower = found.role == "data" and nic.gbps is not None and nic.gbps < (found.gbps or 0)
+        if (nic.role == "data" and nic.type is NicType.ETHERNET and not nic.up and nic.address is not None
+                and not slower):
             raise SiteError(f"ethernet interface {nic.name} is down, and {found.name} is no substitute",
-                            where=f"node {node}", hint=f"ip link set {nic.name} up")
+                            where=f"node {node}", hint=f"ip link set {nic.name} up, or name the one that is meant: "
+                                                       f"ethernet: {found.name} (docs/nics.md)")
 
 
 def _has_interface(nics: NodeNics, nic: NicType) -> bool:
@@ -122,9 +174,17 @@ def refuse(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
     """Raise NetworkError for a variable or settings file that would change a group's network behind our back; warnings
     come back."""
     fast = decision.interfaces.get("rdma") or decision.interfaces.get("tcp")
-    found = nccl.refusals(environ, decision.environment, decision.node, files, fast[0] if fast else "")
+    found = nccl.refusals(environ, decision.environment, decision.node, files, fast[0] if fast else "",
+                          decision.network)
     raise_errors(found)
     return found
+
+
+def remarks(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
+            files: Sequence[Path] | None = None) -> list[str]:
+    """Lines for the log: what was found and settled on this node, and which of the site's settings stay."""
+    return [*decision.notes, *(f"node {decision.node}: {line}" for line in
+                               nccl.kept(decision.defaults, environ, files)[1])]
 
 
 def communication_groups(plan: Plan, nodes: Sequence[NodeTransports]) -> list[CommunicationGroup]:

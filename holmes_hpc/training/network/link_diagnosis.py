@@ -226,7 +226,9 @@ def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos
             nics = infos[parts[0][0]].nics[kind]
             fabrics = sorted({infos[n].fabric for p in parts for n in p})
             hint = ("if they are two fabrics, give them different fabric_ features (holmes label); else connect their "
-                    "switches") if kind == "rdma" else "connect their networks: routes, VLAN, firewall"
+                    "switches") if kind == "rdma" else (
+                        "connect their networks (routes, VLAN, firewall), or name the interface that the others reach: "
+                        "ethernet (docs/nics.md)")
             found.append(Finding(
                 "error", f"fabric {', '.join(fabrics)}", f"nodes {compress(parts[0])} ({nics.text}) and "
                 f"{compress(parts[1])} ({infos[parts[1][0]].nics[kind].text}) do not reach each other over their "

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric import nccl
+from holmes_hpc.fabric.nic_types import NCCL_NETWORKS
+from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network.interfaces import NodeTransports
 
 GLOO = "holmes_gloo"
-# NCCL's names of networks (`ncclConfig_t.netName`, NCCL 2.17.1 and later) by a transport's kind: IB covers RoCE.
-NCCL_NETWORKS = {"rdma": "IB", "tcp": "Socket"}
 
 
 def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
@@ -44,11 +45,22 @@ def register() -> None:
         dist.Backend.register_backend(GLOO, _create_gloo, extended_api=True, devices=["cpu"])
 
 
-def nccl_options(transport: Transport) -> Any:
-    """Fresh NCCL options (torch writes into them, so never shared) with the communicator's network."""
+def network_name(transport: Transport, site: Site | None = None) -> str | None:
+    """What NCCL calls the network of `transport`; None inside a node. `site`: whose fabrics may name another."""
+    if transport.nic is None:
+        return None
+    own = site.fabric(transport.fabric).nccl_net if site is not None and transport.fabric is not None else None
+    return own or NCCL_NETWORKS[transport.nic]
+
+
+def nccl_options(transport: Transport, site: Site | None = None, urgent: bool = False) -> Any:
+    """Fresh NCCL options (torch writes into them, so never shared) with the communicator's network. `urgent`: its
+    kernels go before those of other streams, for a whole stage waits for them."""
     options: Any = dist.ProcessGroupNCCL.Options()
-    if transport.kind in NCCL_NETWORKS:
-        options.config.net_name = NCCL_NETWORKS[transport.kind]
+    options.is_high_priority_stream = urgent
+    name = network_name(transport, site)
+    if name is not None:
+        options.config.net_name = name
     return options
 
 
@@ -75,10 +87,11 @@ class Groups:
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
+            os.environ.update(nccl.kept(self.node.defaults, os.environ)[0])
             # what ends a process when a driver's call hangs: after the watchdog as well
             os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(self._nccl_timeout_s)))
             os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its flight recorder, off in older versions
-            backend, options = "nccl", nccl_options(transport)
+            backend, options = "nccl", nccl_options(transport, self.plan.site)
         else:
             backend, options = GLOO, {"interface": interface}
         try:
@@ -91,16 +104,17 @@ class Groups:
         self._note("world", everyone, transport, interface)
 
     def new(self, ranks: Sequence[int], kind: str, *, transport: Transport | None = None, gloo: bool = False,
-            ) -> Any:
+            urgent: bool = False) -> Any:
         """A new group; all ranks call it in the same order. `transport`: one of the plan's entries; else the plan is
-        asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA."""
+        asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA. `urgent`: see
+        :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
         member = self.rank in ranks  # the others may have no such interface, and need none
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
         try:
             if self.cuda and not gloo:
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._nccl_timeout_s), backend="nccl",
-                                       pg_options=nccl_options(transport), group_desc=kind)
+                                       pg_options=nccl_options(transport, self.plan.site, urgent), group_desc=kind)
             else:
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=GLOO,
                                        pg_options={"interface": interface}, group_desc=kind)
@@ -116,13 +130,13 @@ class Groups:
 
     def edge(self, edge: GroupTransport) -> Any:
         """A group of an edge's two ranks; None on the other ranks."""
-        group = self.new(edge.ranks, f"edge {edge.stages[0]}-{edge.stages[1]}", transport=edge.transport)
+        group = self.new(edge.ranks, f"edge {edge.stages[0]}-{edge.stages[1]}", transport=edge.transport, urgent=True)
         return group if self.rank in edge.ranks else None
 
     def _note(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
         if len(ranks) > 1:
             self.made.append({"kind": kind, "ranks": list(ranks), "transport": str(transport),
-                              "interface": interface or NCCL_NETWORKS.get(transport.kind)})
+                              "interface": interface or network_name(transport, self.plan.site)})
 
     def create_group(self, ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None,
                      pg_options: Any = None, use_local_synchronization: bool = False,
@@ -193,5 +207,5 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Seq
         first = owners.setdefault((node.node, uuid.decode()), other)
         if first != other:
             raise PlanError(f"ranks {first} and {other} have the same GPU", where=f"node {node.node}",
-                            hint="start no more tasks on a node than it has GPUs (--gpus-per-node), or give each its "
-                                 "own (--gpus-per-task=1)")
+                            hint="start no more tasks on a node than it has GPUs: --ntasks-per-node and "
+                                 "--gpus-per-node equal (--gpus-per-task hides the others' GPUs, and may cost NVLink)")

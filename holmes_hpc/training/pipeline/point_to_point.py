@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from holmes_hpc.errors import ConfigError, NetworkError
+from holmes_hpc.planning.schedule.launches import exchange_order
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.training.pipeline.codec import SAME, Codec, codec
 
@@ -69,10 +70,7 @@ class Channel:
         self.name, self.connections, self.peer, self.codec = name, tuple(connections), peer, codec
         self.waited_s = 0.0
         self.watch: Watch | None = None
-        self._nccl = "nccl" in str(dist.get_backend(self.connections[0])).lower()
-        # How many receives to post ahead of need. NCCL's are kernels that wait behind each other: one at a time is
-        # enough to receive while computing, and does not fill the GPU's queues.
-        self.most_posted = 1 if self._nccl else 1 << 30
+        self._nccl = is_nccl(self.connections[0])
         self._count = 0
         self._leaving: deque[Transfer] = deque()
         self._thread: ThreadPoolExecutor | None = None
@@ -202,16 +200,20 @@ class EdgeCommunicator(P2PCommunicator):
     `channels`: those this rank is an end of, by their role: forward_in, forward_out, backward_in, backward_out. The
     first stage has no forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages
     close the ring. Tensors have the shape that the schedule names: sequences of varying length are refused.
+    `device`: where this rank computes. `on_device`: are transfers kernels of a GPU, which spin there until done?
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel]) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device,
+                 ) -> None:
         super().__init__(pp_group, config)
+        self.device = device
         if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
             raise ConfigError("sequences of varying length cannot go over edges of their own", where="model",
                               hint="unset variable_seq_lengths")
         self.channels = dict(channels)
         self.forward_in, self.forward_out = channels.get("forward_in"), channels.get("forward_out")
         self.backward_in, self.backward_out = channels.get("backward_in"), channels.get("backward_out")
+        self.on_device = any(is_nccl(c.connections[0]) for c in channels.values())
 
     @property
     def waited_s(self) -> float:
@@ -229,18 +231,19 @@ class EdgeCommunicator(P2PCommunicator):
         """What all of Megatron's methods come down to. Handles have its names: send_next, recv_prev and so on."""
         started: dict[str, Transfer] = {}
         received: dict[str, torch.Tensor] = {}
-        for name, channel, wanted in (("recv_prev", self.forward_in, recv_prev),
-                                     ("recv_next", self.backward_in, recv_next)):
-            if wanted:
-                received[name] = torch.empty(tensor_shape, dtype=self.config.pipeline_dtype, device=_device(),
-                                             requires_grad=True)
-                started[name] = self._there(channel, name).receive(received[name])
-        for name, channel, tensor in (("send_next", self.forward_out, tensor_send_next),
-                                     ("send_prev", self.backward_out, tensor_send_prev)):
-            if tensor is not None:
+        # The order matters where a launch waits for the one before it: see planning/schedule/launches.py.
+        for forward, sends in exchange_order(self.pp_group.rank()):
+            way, peer = "forward" if forward else "backward", "next" if forward == sends else "prev"
+            channel = self.channels.get(f"{way}_{'out' if sends else 'in'}")
+            name, tensor = f"{'send' if sends else 'recv'}_{peer}", tensor_send_next if forward else tensor_send_prev
+            if sends and tensor is not None:
                 there = self._there(channel, name)
                 there.settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept for ever
                 started[name] = there.send(tensor)
+            elif not sends and (recv_prev if forward else recv_next):
+                received[name] = torch.empty(tensor_shape, dtype=self.config.pipeline_dtype, device=self.device,
+                                             requires_grad=True)
+                started[name] = self._there(channel, name).receive(received[name])
         if wait_on_reqs:
             for transfer in started.values():
                 transfer.wait()
@@ -253,12 +256,12 @@ class EdgeCommunicator(P2PCommunicator):
         return channel
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    return "nccl" in str(dist.get_backend(group)).lower()
 
 
 def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any,
-          channel: type[Channel] = Channel) -> EdgeCommunicator:
+          device: torch.device, channel: type[Channel] = Channel) -> EdgeCommunicator:
     """The communicator of this rank. All ranks of the job call it at the same time, as they do `new_group`.
 
     `new_group`: makes the process group of one edge on its transport (all ranks call it, in the same order, its two
@@ -277,12 +280,12 @@ def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessG
                 name = f"{direction} {source}->{target}"
                 role, peer = (f"{direction}_out", target) if rank == source else (f"{direction}_in", source)
                 channels[role] = channel(name, [c for c in connections if c is not None], peer, wire)
-                _try(channels[role], sends=rank == source)
-    return EdgeCommunicator(pp_group, config, channels)
+                _try(channels[role], device, sends=rank == source)
+    return EdgeCommunicator(pp_group, config, channels, device)
 
 
-def _try(channel: Channel, sends: bool) -> None:
+def _try(channel: Channel, device: torch.device, sends: bool) -> None:
     """One number across, one channel after the other in the same order everywhere: NCCL connects at the first operation
     and blocks both ends until it has, which in the disorder of a first step could lock up a ring."""
-    number = torch.ones(len(channel.connections) * 8, device=_device())
+    number = torch.ones(len(channel.connections) * 8, device=device)
     (channel.send(number) if sends else channel.receive(number)).wait()

@@ -9,7 +9,8 @@ idle; a stage transfer takes as long as a forward pass, a third of a stage's tim
     run ahead,  stage 0   012...aa3bb4cc5dd6ee
     depth 3, 1  stage 1   ..0aa1bb2cc3dd4ee5ff
 
-Three things make the difference. Receives are posted ahead of need, so that data crosses as soon as it exists. Sends
+Three things make the difference. Receives are posted ahead of need, so that data crosses as soon as it exists (when,
+and why no GPU can lock up in it: planning/schedule/launches.py). Sends
 complete in the background. And stage s holds `in_flight[s]` micro-batches: where 1F1B holds one more than the stage
 below it, a transfer of h stage times one way wants 2h more than that (planning decides how many there is memory for).
 With 1F1B's pp - s in flight the order of computing is exactly 1F1B's.
@@ -27,7 +28,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from megatron.core.pipeline_parallel import schedules as megatron
 from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.orders import Order, Pass
 from holmes_hpc.training.pipeline.point_to_point import Channel, EdgeCommunicator, Transfer
 
@@ -68,36 +70,42 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
-    _refuse_unsupported(config, adjust_tensor_shapes_fn, in_flight, stages)
+    _refuse_unsupported(config, edges, adjust_tensor_shapes_fn, in_flight)
 
     order = Order("ahead", stages, num_microbatches, len(models), tuple(in_flight))
-    check(order, forward_only)
-    passes = passes_of(order, stage, forward_only)
+    program = launches(order, stage, forward_only, edges.on_device)
+    needs = {order.transfer_to(stage, p): p for p in program if isinstance(p, Pass)}
     report = TraceReporter(tracer, edges)
 
     shape = megatron.get_tensor_shapes(
         seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config,
         tp_group=pg_collection.tp, cp_group=pg_collection.cp)[0]
-    new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=next(models[0].parameters()).device,
-                  requires_grad=True)
-    above, below = order.window((stage - 1) % stages), order.window(stage)
-    arriving = [p for p in passes if order.transfer_to(stage, p) is not None]
-    inputs = Inbox(edges.forward_in, [p for p in arriving if p.forward], above, new)
-    output_grads = Inbox(edges.backward_in, [p for p in arriving if not p.forward], below, new)
-    outputs, input_grads = Outbox(edges.forward_out, below), Outbox(edges.backward_out, above)
+    new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=edges.device, requires_grad=True)
+    inputs, output_grads = Inbox(edges.forward_in, new), Inbox(edges.backward_in, new)
+    outputs = Outbox(edges.forward_out, order.window(stage))
+    input_grads = Outbox(edges.backward_out, order.window((stage - 1) % stages))
 
     model_type = get_model_type(models[0])
     held: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input, output: what backward needs
     losses: list[Any] = []
-    tokens = torch.zeros([], dtype=torch.int, device=new.keywords["device"])
+    leaving: Any = None  # the result of the last pass
+    tokens = torch.zeros([], dtype=torch.int, device=edges.device)
     reduction = GradientReduction(config, models, first_stage=stage == 0)
     if not forward_only:
         embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
         reduction.hold()
 
-    for step in passes:
-        arrives, leaves = order.transfer_to(stage, step) is not None, order.transfer_from(stage, step) is not None
-        key = step.micro_batch, step.chunk
+    for step in program:
+        if isinstance(step, Post):
+            forward = step.transfer.made.forward
+            if not step.sends:
+                (inputs if forward else output_grads).post(needs[step.transfer])
+                continue
+            (outputs if forward else input_grads).give(leaving, step.transfer.made)
+            if forward:
+                megatron.deallocate_output_tensor(leaving, config.deallocate_pipeline_outputs)
+            continue
+        arrives, key = order.transfer_to(stage, step) is not None, (step.micro_batch, step.chunk)
         if step.forward:
             with report.span("wait_forward", step, held):
                 input_tensor = inputs.take() if arrives else None
@@ -112,9 +120,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
                     current_microbatch=step.micro_batch, vp_stage=step.chunk if len(models) > 1 else None,
                     is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1)
             tokens += count
-            if leaves:
-                outputs.give(output, step)
-                megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            leaving = output
             held[key] = input_tensor, output
             if forward_only:
                 del held[key]
@@ -124,9 +130,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
             last = step.micro_batch == num_microbatches - 1
             with report.span("backward", step, held), reduction.around(step, last):
                 input_tensor, output = held.pop(key)
-                input_grad = megatron.backward_step(input_tensor, output, output_grad, model_type, config)
-            if leaves:
-                input_grads.give(input_grad, step)
+                leaving = megatron.backward_step(input_tensor, output, output_grad, model_type, config)
 
     if not forward_only:
         reduction.release()
@@ -142,7 +146,7 @@ class TraceReporter:
     """Tells a tracer, if there is one, what happened when."""
 
     def __init__(self, tracer: Tracer | None, edges: EdgeCommunicator) -> None:
-        self._tracer, self._held = tracer, 0
+        self._tracer, self._held, self._cuda = tracer, 0, edges.device.type == "cuda"
         for channel in edges.channels.values():
             channel.watch = None if tracer is None else self._transferred
 
@@ -155,7 +159,7 @@ class TraceReporter:
         assert self._tracer is not None
         start, self._held = time.time(), len(held)
         yield
-        if torch.cuda.is_available():
+        if self._cuda:
             torch.cuda.current_stream().synchronize()  # so that the times are the device's, at the cost of some overlap
         self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, time.time(), self._held))
 
@@ -170,15 +174,16 @@ def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
     return None if partial_ones is None else step.micro_batch % depth >= partial_ones
 
 
-def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int], stages: int) -> None:
-    if len(in_flight) != stages:
+def _refuse_unsupported(config: Any, edges: EdgeCommunicator, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int],
+                        ) -> None:
+    if len(in_flight) != (stages := edges.pp_group.size()):
         raise PlanError(f"in_flight is given for {len(in_flight)} stages of {stages}", where="plan.schedule",
                         hint="give one number per stage")
     for name in ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "fine_grained_activation_offloading"):
         if getattr(config, name, False):
             raise ConfigError(f"{name} does not go with the schedule that runs ahead", where="model",
                               hint="unset it, or use plan.schedule=1f1b")
-    if torch.cuda.is_available() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError("with CUDA_DEVICE_MAX_CONNECTIONS=1 a send that waits holds up all computing",
                           where="environment", hint="unset it, or use plan.schedule=1f1b")
     if adjust_tensor_shapes_fn is not None:
@@ -187,24 +192,19 @@ def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any, in_flight: Se
 
 
 class Inbox:
-    """What a stage receives over one direction of an edge: up to `window` receives are posted ahead of need."""
+    """What a stage receives over one direction of an edge."""
 
-    def __init__(self, channel: Channel | None, expected: Sequence[Pass], window: int, new: Callable[[], torch.Tensor],
-                 ) -> None:
+    def __init__(self, channel: Channel | None, new: Callable[[], torch.Tensor]) -> None:
         self._channel, self._new = channel, new
-        self._window = window if channel is None else min(window, channel.most_posted)
-        self._expected, self._posted = deque(expected), deque[Transfer]()
-        self._post()
+        self._posted = deque[Transfer]()
+
+    def post(self, needed: Pass) -> None:
+        """Be ready for the next tensor, which pass `needed` works on."""
+        self._posted.append(_there(self._channel).receive(self._new(), needed))
 
     def take(self) -> torch.Tensor:
         """The next tensor, once it is there."""
-        transfer = self._posted.popleft()
-        self._post()
-        return transfer.wait()
-
-    def _post(self) -> None:
-        while self._expected and len(self._posted) < self._window:
-            self._posted.append(_there(self._channel).receive(self._new(), self._expected.popleft()))
+        return self._posted.popleft().wait()
 
 
 class Outbox:
@@ -270,48 +270,3 @@ class GradientReduction:
             functions = self._after if isinstance(self._after, list) else [self._after] * len(self._models)
             functions[chunk](self._models[chunk].parameters())
         self.hold()
-
-
-@lru_cache(maxsize=64)
-def passes_of(order: Order, stage: int, forward_only: bool) -> tuple[Pass, ...]:
-    """What `stage` computes in a step; for validation only the forward passes, and then as far ahead as they get."""
-    return tuple(p for p in order.passes(stage) if p.forward or not forward_only)
-
-
-@lru_cache(maxsize=32)
-def check(order: Order, forward_only: bool = False) -> None:
-    """Go through a step as the stages would, without computing. Raises PlanError if they would lock up, as virtual
-    stages do with too few passes in flight. Sends and receives are as bounded here as they are in a run."""
-    passes = [passes_of(order, stage, forward_only) for stage in range(order.stages)]
-    at = [0] * order.stages
-    sent = [{True: 0, False: 0} for _ in passes]
-    taken = [{True: 0, False: 0} for _ in passes]
-    done: set[tuple[int, Pass]] = set()
-
-    def possible(stage: int, step: Pass) -> bool:
-        source, target = order.transfer_to(stage, step), order.transfer_from(stage, step)
-        if not step.forward and (stage, step._replace(forward=True)) not in done:
-            return False
-        if target is not None:  # a window of receives is posted there, a window of sends is kept here
-            room = 2 * order.window(stage if step.forward else target.target)
-            if sent[stage][step.forward] - taken[target.target][step.forward] >= room:
-                return False
-        return source is None or (source.source, source.made) in done
-
-    def advance(stage: int) -> bool:
-        began = at[stage]
-        while at[stage] < len(passes[stage]) and possible(stage, passes[stage][at[stage]]):
-            step = passes[stage][at[stage]]
-            taken[stage][step.forward] += order.transfer_to(stage, step) is not None
-            sent[stage][step.forward] += order.transfer_from(stage, step) is not None
-            done.add((stage, step))
-            at[stage] += 1
-        return at[stage] > began
-
-    while any([advance(stage) for stage in range(order.stages)]):
-        pass
-    for stage in range(order.stages):
-        if at[stage] < len(passes[stage]):
-            raise PlanError(f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch"
-                            f" {passes[stage][at[stage]].micro_batch}", where="plan.schedule",
-                            hint="hold more passes in flight: virtual stages need several for each chunk")

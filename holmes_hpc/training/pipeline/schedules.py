@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,11 +26,11 @@ def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
 
 
 def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, groups: ProcessGroupCollection, config: Any,
-                 ) -> Any:
+                 device: torch.device) -> Any:
     """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's;
     None without a pipeline."""
     if plan.parallel.pp == 1:
         return None
     if plan.transport_mode == "single" and plan.schedule.kind != "ahead":
         return P2PCommunicator(groups.pp, config)
-    return point_to_point.build(plan, new_group, rank=rank, pp_group=groups.pp, config=config)
+    return point_to_point.build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -86,15 +87,30 @@ class CpuEvent:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Import Megatron-Core in here: where there is no GPU, functions that it would hand to ``torch.compile`` stay as
-    they are. On a CPU nothing is compiled, and loading the compiler would take each rank 2 s and 75 MiB."""
+    """Import Megatron-Core in here: functions that it hands to ``torch.compile`` are compiled when they are first
+    called, and stay as they are where this process trains on its CPU. There nothing is compiled, and loading the
+    compiler would take each rank 2 s and 75 MiB."""
     compiler = torch.compile
-    if not torch.cuda.is_available():
-        torch.compile = lambda model=None, **options: model or (lambda function: function)  # type: ignore[assignment]
+
+    def later(model: Any = None, **options: Any) -> Any:
+        return _compiled_later(compiler, model, options) if model else partial(later, **options)
+
+    torch.compile = later
     try:
         yield
     finally:
         torch.compile = compiler
+
+
+def _compiled_later(compiler: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    @cache
+    def compiled() -> Callable[..., Any]:
+        return function if _mode is not None else compiler(function, **options)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+    return call
 
 
 def install() -> None:

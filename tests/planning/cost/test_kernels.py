@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sites import A100
+from sites import A100, one_fabric
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
@@ -17,7 +17,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.kernels import STACK, Device, Kind, kind, kinds
 from holmes_hpc.planning.cost.software import Software
 
-DEVICE = Device(A100, 2)
+DEVICE, ON = Device(A100, 2), one_fabric(A100)
 PEAK = 312e12 * kind(A100).product * STACK.product
 MODEL, BATCH = named("llama2_7b"), Batch(64, 1, 2048)
 
@@ -65,15 +65,15 @@ def test_a_kind_without_a_table_is_guessed_and_known_to_be() -> None:
 
 
 def layer(costs: Costs = Costs(), batch: Batch = BATCH, tp: int = 1, **more: object) -> tuple[float, float]:
-    return costs.layer_s(MODEL, batch, tp, A100, **more)  # type: ignore[arg-type]
+    return costs.layer_s(MODEL, batch, tp, ON, **more)  # type: ignore[arg-type]
 
 
 def test_tiny_passes_take_as_long_as_their_launches() -> None:
     model, tiny = named("gpt_tiny"), Batch(64, 1, 64)
-    forward, backward = Costs().layer_s(model, tiny, 1, A100)
+    forward, backward = Costs().layer_s(model, tiny, 1, ON)
     assert backward == pytest.approx(2 * forward)
-    assert Costs().layer_s(model, tiny, 1, A100, recompute="full")[1] == pytest.approx(3 * forward)
-    assert Costs().layer_s(model, replace(tiny, micro_size=2), 1, A100)[0] == forward
+    assert Costs().layer_s(model, tiny, 1, ON, recompute="full")[1] == pytest.approx(3 * forward)
+    assert Costs().layer_s(model, replace(tiny, micro_size=2), 1, ON)[0] == forward
 
 
 def test_tensor_parallel_is_never_free() -> None:
@@ -90,7 +90,7 @@ def test_what_is_not_fused_takes_longer() -> None:
                      Software(fused_norm=False), Software(fused_elementwise=False)):
         assert sum(layer(Costs(software=software))) > 1.02 * sum(fused)
     full = Costs(software=Software(gathered_logits=True))
-    assert sum(full.head_s(MODEL, BATCH, 8, A100)) > 1.5 * sum(Costs().head_s(MODEL, BATCH, 8, A100))
+    assert sum(full.head_s(MODEL, BATCH, 8, ON)) > 1.5 * sum(Costs().head_s(MODEL, BATCH, 8, ON))
 
 
 def test_megatrons_fused_softmax_falls_back_for_odd_shapes() -> None:

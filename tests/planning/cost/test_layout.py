@@ -54,6 +54,7 @@ def written(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> Transport
                    and {plan.places[r].fabric for r in g.ranks} <= fabrics)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mode", ["holmes", "single"])
 def test_transports_are_the_plans(mode: str) -> None:
     """Of several groups the slowest: that is what a step waits for."""
@@ -81,6 +82,7 @@ def test_transports_are_the_plans(mode: str) -> None:
     assert {network for _, network in seen} == {"local", "rdma", "tcp"}
 
 
+@pytest.mark.integration
 def test_control_has_what_the_whole_job_shares_but_rdma() -> None:
     for plan in plans("holmes"):
         control = plan.transport_of(range(plan.world_size), host_memory=True)

@@ -14,7 +14,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost import flops as counts
-from holmes_hpc.planning.cost.calibration import Calibration, Measured
+from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
@@ -108,11 +108,11 @@ def test_parts_of_the_step_sum_up_to_it() -> None:
 
 def test_measured_layers_and_links_go_before_published_ones() -> None:
     tokens = 2 * 64
-    measured = Calibration(
+    measured = Calibration((MeasuredFabric(
         parts=(Measured("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
                Measured("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
                Measured("embedding", 256, tokens, 1, tokens * 256.0, 0.0, 0.0)),
-        links={"ethernet": Link(0.5, 1.0)}, optimizer_s=0.0, step_s=0.25)
+        links={"ethernet": Link(0.5, 1.0)}, optimizer_s=0.0),), step_s=0.25)
     alone = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=Costs(measured))
     assert alone.predicted is not None
     assert alone.predicted.step_time_s == pytest.approx(8 * 8 * 0.4 + 0.25)
@@ -124,14 +124,14 @@ def test_measured_layers_and_links_go_before_published_ones() -> None:
 
 def paced(**more: Any) -> Calibration:
     """Measured with layers of 10 ms."""
-    return Calibration(pace_layer_ms=10, parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more)
+    return Calibration((MeasuredFabric(parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more),),
+                       pace_layer_ms=10)
 
 
 def test_a_paced_calibration_is_for_that_pace_alone() -> None:
-    gpu = small_testbed().fabrics[0].gpu
-    twice = Batch(16, 4, 64)
-    assert Costs(paced(), 10).layer_s(TINY, twice, 1, gpu) == (0.011, 0.022)  # waiting does not grow with the layer
-    assert Costs(paced(), 10).layer_s(TINY, twice, 1, gpu, recompute="full") == (0.011, 0.033)
+    fabric, twice = small_testbed().fabrics[0], Batch(16, 4, 64)
+    assert Costs(paced(), 10).layer_s(TINY, twice, 1, fabric) == (0.011, 0.022)  # waiting does not grow with the layer
+    assert Costs(paced(), 10).layer_s(TINY, twice, 1, fabric, recompute="full") == (0.011, 0.033)
     for calibration, pace, said in ((paced(), None, "measured with layers paced to 10 ms, used for layers not paced"),
                                     (paced(), 20, "used for layers paced to 20 ms"),
                                     (replace(paced(), pace_layer_ms=None), 10, "measured with layers not paced")):
@@ -298,7 +298,7 @@ def test_stages_hold_what_is_in_flight() -> None:
 
 def test_sequence_parallel_and_recomputation_save_memory() -> None:
     model, tokens = named("gpt3_175b"), 2048
-    sizes = [layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False)[0]
+    sizes = [layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False, False)[0]
              for parallel, recompute in ((False, "none"), (True, "none"), (True, "selective"), (True, "full"))]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[3] == tokens * 12288 * 2 / 8

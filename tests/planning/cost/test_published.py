@@ -17,6 +17,8 @@ from published_runs import layers, layout, predicted_s, read
 
 from holmes_hpc.planning.cost.memory import memory, room
 
+pytestmark = pytest.mark.integration
+
 SETS = ("sc21", "holmes", "vtrain_multi", "vtrain_single", "bloom", "aleph", "mosaic_a100", "mosaic_h100", "sailor")
 
 

@@ -42,6 +42,7 @@ def test_equal_stages_without_stage_transfers_have_the_known_bubble(stages: int,
         assert seconds(order, durations(stages)) == pytest.approx(3 * (micro_batches + stages - 1))
 
 
+@pytest.mark.integration
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 4))
 def test_virtual_stages_divide_the_bubble(stages: int, groups: int, chunks: int) -> None:
     """(m + (p - 1) / v) times a stage's time: the same, section 2.2."""
@@ -177,6 +178,7 @@ def test_bound_is_below_the_simulation(case: tuple[Order, Durations], nics: int)
     assert least_seconds(order, d, shared)[0] <= simulated + 1e-9
 
 
+@pytest.mark.integration
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from((2, 3, 5, 8)), st.sampled_from((0.05, 0.3, 0.9)), st.sampled_from((0.0, 0.01, 0.05, 0.5)),
        st.integers(0, 1000))

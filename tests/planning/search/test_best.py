@@ -14,6 +14,8 @@ from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
+pytestmark = pytest.mark.integration
+
 GPUS = (Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600), Gpu("a100-40gb", 312, 40, 2400))
 
 

@@ -15,6 +15,8 @@ from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.explore import OVER, Clock
 from holmes_hpc.planning.search.space import Space
 
+pytestmark = pytest.mark.integration
+
 A100, H100 = planner_regret.A100, planner_regret.H100
 
 

@@ -203,6 +203,7 @@ def test_ethernet_only_nodes_use_tcp_inside(plan: Plan) -> None:
     assert {g.transport.kind for g in replace(plan, site=only).transports() if g.kind == "dp"} == {"tcp"}
 
 
+@pytest.mark.integration
 def test_sequence_parallel_only_where_it_divides() -> None:
     def planned(length: int, **options: Any) -> Plan:
         return best_plan(named("gpt_3_6b"), Batch(768, 4, length), two_clusters(2), PlanOptions(tp=4, **options),

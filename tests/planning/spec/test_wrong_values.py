@@ -23,11 +23,17 @@ from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan
 
 WRONG = ("3", -1, 2.5, None, [], ["x"], {"x": 1}, [[1]], 10**30)
-CALIBRATION = {"device": "cpu", "pace_layer_ms": 10.0, "dtype": "fp32", "optimizer_s": 1e-9, "pass_s": 0.0,
-               "step_s": 0.0,
-               "parts": [{"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01,
-                          "backward_s": 0.02}],
-               "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}}, "made": "2026"}
+OLDER = {"device": "cpu", "pace_layer_ms": 10.0, "dtype": "fp32", "optimizer_s": 1e-9, "pass_s": 0.0, "step_s": 0.0,
+         "parts": [{"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01,
+                    "backward_s": 0.02}],
+         "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}}, "made": "2026"}
+CALIBRATION = {
+    "fabrics": [{"fabric": "ib-a", "gpu": "cpu", "device": "cpu", "optimizer_s": 1e-9, "pass_s": 0.0,
+                 "parts": [{"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01,
+                            "backward_s": 0.02, "sequence": 64, "sequence_parallel": False}],
+                 "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}}}],
+    "between": [{"between": ["ib-a", "roce-a"], "gbps": 9.5, "delay_ms": 2.0}],
+    "pace_layer_ms": 10.0, "step_s": 0.0, "dtype": "fp32", "made": "2026"}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,7 @@ def changed(data: Any, at: tuple[Any, ...], value: Any) -> Any:
     return made
 
 
+@pytest.mark.integration
 def test_no_value_of_a_plan_is_more_than_one_line(plan: dict[str, Any]) -> None:
     """Whatever is put at whatever key: it is read, or refused by one of the project's own errors."""
     refused = 0
@@ -126,9 +133,17 @@ def test_a_calibration_is_read(tmp_path: Path) -> None:
     assert found is not None and found.to_dict() == CALIBRATION
 
 
+def test_a_calibration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    found = costs(OLDER, tmp_path).calibration
+    assert found is not None and found.pace_layer_ms == 10 and len(found.fabrics) == 1
+    whole = found.to_dict()["fabrics"][0]
+    assert whole["parts"] == [{**OLDER["parts"][0], "sequence": 0, "sequence_parallel": False}]
+    assert whole["links"] == OLDER["links"] and whole["device"] == "cpu" and not whole["fabric"]
+
+
 @pytest.mark.parametrize(("at", "value", "says"), [
     (("parts", 0, "part"), "layr", "parts[0]: part is 'layr'; use layer, embedding, head (did you mean 'layer"),
-    (("parts", 0, "forward_s"), "1", "calibration.parts[0]: forward_s is '1'; use a number from 0 (s)"),
+    (("parts", 0, "forward_s"), "1", "calibration.parts[0]: forward_s is '1'; use a number from 0, up to 10000 (s)"),
     (("parts", 0, "flops"), 0, "calibration.parts[0]: flops is 0; use a number above 0"),
     (("parts", 0, "tokns"), 1, "calibration.parts[0]: unknown key 'tokns'; did you mean 'tokens'?"),
     (("parts",), "none", "calibration: parts is 'none'; use a list of values"),
@@ -136,22 +151,30 @@ def test_a_calibration_is_read(tmp_path: Path) -> None:
     (("links", "ib", "efficiency"), 0, "calibration.links.ib: efficiency is 0; use a number above 0"),
     (("links", "ib"), 3, "calibration.links.ib: is 3, not keys with values"),
     (("links", "infiniband"), {"latency_s": 0, "efficiency": 1}, "calibration.links: unknown link 'infiniband'"),
-    (("optimizer_s",), "slow", "calibration: optimizer_s is 'slow'; use a number from 0 (s), or null"),
+    (("optimizer_s",), "slow", "calibration: optimizer_s is 'slow'; use a number from 0, up to 1 (s), or null"),
     (("dtype",), "bf61", "calibration: dtype is 'bf61'; use fp32, bf16, fp16 (did you mean 'bf16'?), or null"),
     (("device",), 3, "calibration: device is 3; use text"),
     (("pas_s",), 1, "calibration: unknown key 'pas_s'; did you mean 'pass_s'?"),
+    (("fabrics", 0, "parts", 0, "part"), "layr", "calibration.fabrics[0].parts[0]: part is 'layr'; use layer"),
+    (("fabrics", 0, "parts", 0, "tokens"), 100, "fabrics[0].parts[0]: 100 tokens are no whole number of sequences of"),
+    (("fabrics", 0, "parts", 0, "forward_s"), 1e9, "forward_s is 1000000000.0; use a number from 0, up to 10000 (s)"),
+    (("fabrics", 0, "links", "ib", "efficiency"), -1, "fabrics[0].links.ib: efficiency is -1; use a number above 0"),
+    (("fabrics", 0, "gpo"), "h100", "calibration.fabrics[0]: unknown key 'gpo'; did you mean 'gpu'?"),
+    (("fabrics",), 3, "calibration: fabrics is 3; use a list"),
+    (("between", 0, "gbps"), -9, "gbps is -9; use a number above 0 (Gb/s), or null"),
+    (("betwen",), [], "calibration: unknown key 'betwen'; did you mean 'between'?"),
 ])
 def test_a_wrong_value_of_a_calibration_is_named(at: tuple[Any, ...], value: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(HolmesError) as refused:
-        costs(changed(CALIBRATION, at, value), tmp_path)
+        costs(changed(CALIBRATION if at[0] in ("fabrics", "between", "betwen") else OLDER, at, value), tmp_path)
     line = str(refused.value)
     assert says in line and line.startswith(f"{tmp_path / 'cal.yaml'}: ") and refused.value.exit_code == 2
 
 
 def test_no_value_of_a_calibration_is_more_than_one_line() -> None:
-    for at in places(CALIBRATION):
+    for data, at in [(whole, at) for whole in (CALIBRATION, OLDER) for at in places(whole)]:
         for value in WRONG:
             try:
-                Calibration.from_dict(changed(CALIBRATION, at, value))
+                Calibration.from_dict(changed(data, at, value))
             except HolmesError as e:
                 assert "\n" not in str(e) and e.hint and len(str(e)) < 400, (at, value)

@@ -121,7 +121,8 @@ def test_every_component_states_its_own_and_one_step_spans_them() -> None:
     assert "--gpus-per-node=2" in first and "--gpus-per-node" not in second
     steps = [line for line in text.splitlines() if line.startswith("srun ")]
     assert len(steps) == 1
-    assert "--het-group=0,1 " in steps[0] and "--kill-on-bad-exit=1" in steps[0] and "--distribution=block" in steps[0]
+    assert "--het-group=0,1 " in steps[0] and "--kill-on-bad-exit=1" in steps[0]
+    assert "--distribution=block:block" in steps[0]
 
 
 def test_one_component_is_a_plain_job() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, RunFailed, SubmissionError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
 from holmes_hpc.slurm.commands import Answer
@@ -231,6 +233,51 @@ def test_gpus_are_asked_for_where_slurm_counts_them() -> None:
     assert plan_components(plans.plan("ib-a"), SlurmSettings())[0].gpus_per_node is None
     own = plan_components(with_gpus, SlurmSettings(gres="gpu:a100:1"))[0]
     assert own.gres == "gpu:a100:1" and own.gpus_per_node is None
+
+
+def a_cluster(**changes: Any) -> Plan:
+    """A plan on a node, with all its eight GPUs or as many as `gpus_per_node` says."""
+    one = plans.site(gres=True).fabric("ib-a")
+    gpus = changes.pop("gpus_per_node", 8)
+    fabric = replace(one, gpus_per_node=gpus, **{"node_cpus": 128, "node_memory_gib": 1000.0, **changes})
+    return plans.plan("ib-a", nodes=1, site=replace(plans.site(), fabrics=(fabric,)))
+
+
+@pytest.mark.parametrize(("plan", "settings", "cpus", "mem"), [
+    (a_cluster(), {}, 16, "0"),
+    (a_cluster(gpus_per_node=2, node_gpus=8), {}, 16, "256000M"),  # a part of the node
+    (a_cluster(gpus_per_node=2, node_gpus=8), {"exclusive": True}, 64, "0"),
+    (a_cluster(node_cpus=126), {}, 14, "0"),  # whole cores
+    (a_cluster(node_cpus=4), {}, 1, "0"),
+    (a_cluster(node_cpus=None, node_memory_gib=None), {}, None, "0"),
+    (a_cluster(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
+    (a_cluster(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
+    (a_cluster(), {"share": False}, None, None),
+    (a_cluster(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
+    (a_cluster(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
+    (a_cluster(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm takes one of the two
+    (a_cluster(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
+])
+def test_a_job_asks_for_the_cpus_and_memory_that_go_with_its_gpus(plan: Plan, settings: dict[str, Any],
+                                                                  cpus: int | None, mem: str | None) -> None:
+    part, = plan_components(plan, make(SlurmSettings, settings, "slurm"))
+    assert (part.cpus_per_task, part.mem) == (cpus, mem)
+
+
+def test_a_job_of_cpus_asks_for_none() -> None:
+    part, = plan_components(plans.plan("ib-a"), SlurmSettings())
+    assert part.cpus_per_task is None and part.mem is None
+
+
+def test_the_script_says_how_ranks_lie(tmp_path: Path) -> None:
+    text = script_for_plan(a_cluster(), tmp_path / "x", SlurmSettings())
+    assert "--distribution=block:block --cpus-per-task=16" in text
+    for line in ("--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=16", "--mem=0"):
+        assert f"#SBATCH {line}\n" in text
+    assert "--distribution=block:cyclic" in script_for_plan(a_cluster(), tmp_path / "x",
+                                                            SlurmSettings(distribution="block:cyclic"))
+    with pytest.raises(ConfigError, match="use block:block, block:cyclic"):
+        SlurmSettings(distribution="cyclic")  # ranks would change their components
 
 
 # -- local processes -------------------------------------------------------------------------------------------------

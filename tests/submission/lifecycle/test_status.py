@@ -150,6 +150,7 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> None:
     recorded = load(["train.steps=7", "train.lr=0.5", "launcher=local"])
     made = applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])

@@ -18,6 +18,8 @@ from holmes_hpc.config.composition import load
 from holmes_hpc.planning.request import make_plan
 from holmes_hpc.planning.spec.plan import Plan
 
+pytestmark = pytest.mark.integration
+
 SWEEPS = Path(__file__).parents[3] / "sweeps"
 FILES = sorted((SWEEPS / "sweep").glob("*.yaml"))
 

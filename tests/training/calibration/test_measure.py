@@ -14,11 +14,16 @@ import spawn
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from sites import A100, H100, one_fabric
 
-from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
-from holmes_hpc.training.calibration import networks
+from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.training.calibration import measure, networks
 from holmes_hpc.training.calibration.networks import Sample
 
 PACE_MS = 30.0  # a busy machine's delays are small beside it
@@ -37,19 +42,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibra
 @pytest.mark.integration
 def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[spawn.Ended, Calibration]) -> None:
     calibration = made[1]
-    assert sorted(p.part for p in calibration.parts) == ["embedding", "head", "layer"]
-    assert all(p.forward_s > 0 and p.backward_s > 0 for p in calibration.parts)
-    assert set(calibration.links) == {"local", "local.reduce_scatter", "local.all_gather"}
-    assert 0 <= calibration.pass_s < 1 and 0 < calibration.step_s < 1
-    assert calibration.optimizer_s is not None and calibration.optimizer_s > 0
-    assert calibration.pace_layer_ms == PACE_MS and calibration.device == "cpu" and calibration.dtype == "fp32"
+    assert {f.fabric: [p.part for p in f.parts] for f in calibration.fabrics} == {
+        "ib-0": ["layer", "embedding"], "roce-1": ["layer", "head"]}
+    assert all(p.forward_s > 0 and p.backward_s > 0 and p.sequence == 16 for f in calibration.fabrics for p in f.parts)
+    for fabric in calibration.fabrics:
+        assert set(fabric.links) == {"local", "local.reduce_scatter", "local.all_gather"}
+        assert fabric.pass_s is not None and 0 <= fabric.pass_s < 1
+        assert fabric.optimizer_s is not None and fabric.optimizer_s > 0 and fabric.device == fabric.gpu == "cpu"
+    assert calibration.step_s is not None and 0 < calibration.step_s < 1
+    assert calibration.pace_layer_ms == PACE_MS and calibration.dtype == "fp32"
     assert Calibration.from_dict(calibration.to_dict()) == calibration
 
 
 @pytest.mark.integration
 def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> None:
     """Never less; how much more is the machine's business, but a pace that counts twice would show."""
-    layer = next(p for p in made[1].parts if p.part == "layer")
+    layer = made[1].fabrics[0].parts[0]
     assert 0.97 < layer.forward_s / (PACE_MS / 1e3) < 1.6
     assert 0.97 < layer.backward_s / (2 * PACE_MS / 1e3) < 1.6
 
@@ -58,11 +66,12 @@ def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> 
 def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -> None:
     plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), made[1]
     costs = Costs(calibration, PACE_MS)
-    gpu = plan.site.fabrics[0].gpu
-    layer = next(p for p in calibration.parts if p.part == "layer")
-    assert costs.layer_s(plan.model, plan.batch, 1, gpu) == pytest.approx((layer.forward_s, layer.backward_s))
-    slower = replace(calibration, parts=tuple(
-        replace(p, forward_s=2 * p.forward_s, backward_s=2 * p.backward_s) for p in calibration.parts))
+    layer = calibration.fabrics[0].parts[0]
+    found = costs.layer_s(plan.model, plan.batch, 1, plan.site.fabrics[0])
+    assert found == pytest.approx((layer.forward_s, layer.backward_s))
+    slower = replace(calibration, fabrics=tuple(replace(f, parts=tuple(
+        replace(p, forward_s=2 * p.forward_s, backward_s=2 * p.backward_s) for p in f.parts))
+        for f in calibration.fabrics))
     least = 3 * (layer.forward_s + layer.backward_s) * plan.micro_batches  # of one stage: three layers
     assert predict(plan, costs).step_time_s > least
     assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * least
@@ -76,29 +85,102 @@ def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) 
     assert said["step_time_s"] > 0 and said["predicted_step_time_s"] > 0
 
 
-def test_every_network_between_the_nodes_has_a_pair() -> None:
+def test_every_network_of_a_fabric_and_every_two_that_exchange_have_a_pair() -> None:
     plan = spawn.plan(pp=2, dp=2, tp=2)  # an InfiniBand and a RoCE fabric, two nodes each
     found = networks.pairs(plan, one_host=False)
-    assert set(found) == {"local", "ib", "roce", "ethernet"}
-    for name, (transport, (a, b)) in found.items():
-        same_fabric = plan.places[a].fabric == plan.places[b].fabric
-        assert same_fabric == (name != "ethernet"), name
-        assert (plan.places[a] == plan.places[b]) == (name == "local") and networks.link_name(transport) == name
-    alone = spawn.plan(dp=2)
-    found = networks.pairs(alone, one_host=False)
-    assert {k: t.kind for k, (t, _) in found.items()} == {"ib": "rdma", "ethernet": "tcp"}
+    assert {(p.link, p.fabrics) for p in found} == {
+        ("local", ("ib-0",)), ("ib", ("ib-0",)), ("ethernet", ("ib-0",)), ("local", ("roce-1",)), ("roce", ("roce-1",)),
+        ("ethernet", ("roce-1",)), ("ethernet", ("ib-0", "roce-1"))}
+    for p in found:
+        places = [plan.places[r] for r in p.ranks]
+        assert tuple(dict.fromkeys(place.fabric for place in places)) == p.fabrics
+        assert (places[0] == places[1]) == (p.link == "local") and networks.link_name(p.transport) == p.link
+    alone = networks.pairs(spawn.plan(dp=2), one_host=False)
+    assert {p.link: p.transport.kind for p in alone} == {"ib": "rdma", "ethernet": "tcp"}
 
 
 @given(st.floats(0, 1e-2), st.floats(0.1, 1.4), st.lists(st.floats(1e-6, 1e-1), min_size=2, max_size=6, unique=True))
 def test_the_fit_finds_a_link_that_keeps_to_the_model(latency: float, efficiency: float, sent: list[float]) -> None:
-    rows = [Sample("ib", "", 1 + i % 2, s, (1 + i % 2) * latency + s / efficiency) for i, s in enumerate(sent)]
+    rows = [Sample(("a",), "ib", "", 1 + i % 2, s, (1 + i % 2) * latency + s / efficiency) for i, s in enumerate(sent)]
     found = networks.fit(rows)
     for row in rows:
         assert networks.fitted_s(row, found) == pytest.approx(row.seconds, rel=1e-2)
 
 
+def messages(fabrics: tuple[str, ...], latency: float, efficiency: float) -> list[Sample]:
+    return [Sample(fabrics, "ethernet", "", 1, s, latency + s / efficiency) for s in (1e-6, 1e-2, 1e-1)]
+
+
+def test_what_two_fabrics_have_between_them_is_their_own() -> None:
+    """A quarter of the Ethernet and 20 ms to c; b is no slower than inside the fabrics."""
+    site = Site("three", tuple(one_fabric(A100, name, 2) for name in "abc"))
+    found = networks.fit([*messages(("a",), 1e-3, 0.9), *messages(("b",), 1e-3, 0.9),
+                          *messages(("a", "b"), 1e-3, 0.9), *messages(("b", "c"), 21e-3, 0.225)])
+    links = networks.of_fabrics(found)
+    assert set(links) == {"a", "b"} and links["a"]["ethernet"].efficiency == pytest.approx(0.9)
+    known = Calibration(tuple(MeasuredFabric(name, A100.name, links=own) for name, own in links.items()))
+    between = {b.between: (b.gbps, b.delay_ms) for b in networks.between(found, known, site)}
+    assert between == {("a", "b"): (pytest.approx(25, rel=0.01), pytest.approx(0, abs=0.01)),
+                       ("b", "c"): (pytest.approx(25 / 4, rel=0.01), pytest.approx(20, rel=0.01))}
+
+
+def test_single_nodes_have_the_ethernet_that_the_quickest_two_have() -> None:
+    found = networks.fit([*messages(("a", "b"), 5e-3, 0.5), *messages(("b", "c"), 1e-3, 0.9)])
+    links = networks.of_fabrics(found)
+    assert set(links) == {"b", "c"} and links["b"]["ethernet"].latency_s == pytest.approx(1e-3)
+
+
+def test_each_fabric_has_the_figures_of_its_own_ranks() -> None:
+    """An A100 and an H100 fabric of two ranks each: two sets, and no median over both."""
+    gpus = {"a": A100, "h": H100}
+    site = Site("two", tuple(replace(one_fabric(gpu, name, 2), gpus_per_node=1) for name, gpu in gpus.items()))
+    plan = given_plan(spawn.MODEL, BATCH, site, PlanOptions(tp=1, pp=2, dp=2), Costs())
+    ranks = [{"device": f"NVIDIA {gpu}", "times": [
+        ["layer", 1, 16, took, 2 * took], ["layer", 2, 16, 2 * took, 4 * took], ["pass", 1, 16, took / 10, took / 10]]}
+             for gpu, took in (("A100-SXM4-80GB", 0.02), ("A100-SXM4-80GB", 0.04), ("H100", 0.01), ("H100", 0.012))]
+    lines = [{"breakdown": [{"optimizer_s": s, "other_s": 0.001} for s in (0.3, 0.1)]}] * 3
+    made = measure.calibration(plan, ranks, {}, lines, meeting_s=0.002, dtype="bf16", pace_layer_ms=None)
+    assert [(f.fabric, f.gpu, f.device) for f in made.fabrics] == [
+        ("a", "a100-80gb", "NVIDIA A100-SXM4-80GB"), ("h", "h100-80gb", "NVIDIA H100")]
+    assert [[(p.tokens, p.forward_s) for p in f.parts] for f in made.fabrics] == [
+        [(16, pytest.approx(0.03)), (32, pytest.approx(0.06))],
+        [(16, pytest.approx(0.011)), (32, pytest.approx(0.022))]]
+    assert [f.pass_s for f in made.fabrics] == [pytest.approx(0.003), pytest.approx(0.0011)]
+    optimizer = [f.optimizer_s for f in made.fabrics]
+    assert optimizer[0] and optimizer[1] and optimizer[0] > 2 * optimizer[1]
+    assert made.step_s == pytest.approx(0.003)
+    costs = Costs(made)
+    assert costs.layer_s(spawn.MODEL, BATCH, 1, site.fabric("h"))[0] == pytest.approx(0.011)
+
+
+def test_past_the_deadline_there_is_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks agree: one that is late is enough."""
+    monkeypatch.setattr(networks.dist, "all_reduce", lambda tensor, **_: None)
+    assert networks.Deadline(None, 1e6).left() and not networks.Deadline(None, 0).left()
+    monkeypatch.setattr(networks.dist, "all_reduce", lambda tensor, **_: tensor.fill_(1))
+    assert not networks.Deadline(None, 1e6).left()
+
+
+@pytest.mark.integration
+def test_unpaced_layers_are_measured_in_several_shapes_under_tp(tmp_path: Path) -> None:
+    plan = spawn.plan(tp=2, batch=replace(BATCH, micro_size=2))
+    ended = spawn.train(tmp_path, plan, {"train": {"measure": True, "steps": 4}})
+    assert set(ended.codes) == {0}, ended.output
+    (fabric,) = Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text())).fabrics
+    shapes = {(p.tokens // p.sequence, p.sequence) for p in fabric.parts if p.part == "layer"}
+    assert shapes == {(2, 16), *measure.other_shapes(plan)} and len(shapes) > 5
+    assert all(p.tp == 2 and p.forward_s > 0 for p in fabric.parts)
+
+
+def test_other_shapes_are_of_several_sizes_and_lengths_and_fit() -> None:
+    plan = spawn.plan(pp=2, dp=2, batch=Batch(64, 4, 32))
+    found = measure.other_shapes(plan)
+    assert {m for m, s in found if s == 32} >= {1, 2, 8, 16} and {s for _, s in found} == {32, 16, 8}
+    assert (4, 32) not in found and all(m * s <= 4 * 4 * 32 for m, s in found) and len(set(found)) == len(found)
+
+
 def test_a_fit_of_what_no_link_can_do_is_still_a_link() -> None:
-    faster = networks.fit([Sample("local", "", 1, 1.0, 0.1), Sample("local", "", 1, 2.0, 0.1)])["local"]
+    faster = networks.fit([Sample(("a",), "local", "", 1, s, 0.1) for s in (1.0, 2.0)])[("a",), "local"]
     assert faster.efficiency > 5 and faster.latency_s >= 0
 
 
@@ -113,8 +195,10 @@ def test_a_job_over_three_fabrics_measures_their_networks(testbed, tmp_path: Pat
                           timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = Calibration.from_dict(yaml.safe_load(file.read_text()))
-    assert set(found.links) == {f"{nic}{what}" for nic in ("ib", "roce", "ethernet")
-                                for what in ("", ".reduce_scatter", ".all_gather")}
+    assert {f.fabric: set(f.links) for f in found.fabrics} == {
+        fabric: {"ethernet", *(f"{nic}{what}" for what in ("", ".reduce_scatter", ".all_gather"))}
+        for fabric, nic in (("ib-a", "ib"), ("roce-a", "roce"), ("eth-a", "ethernet"))}
+    assert {frozenset(b.between) for b in found.between} >= {frozenset(("ib-a", "roce-a"))}
     planned = subprocess.run([holmes, "plan", f"calibration={file}", "train.pace_layer_ms=20",
                               "plan.nodes={ib-a: 2, roce-a: 2}", "--json"],
                              env=environment, capture_output=True, text=True, timeout=60, check=False)

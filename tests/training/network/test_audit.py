@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +120,16 @@ def test_a_nic_must_be_down_twice(monkeypatch) -> None:
     look = audit.nic_check(node)
     assert [look() for _ in range(4)] == [None] * 4
     assert str(look()) == "node n1: NIC ib0 went down (down); bring it up again"
+
+
+def test_ports_that_a_container_does_not_show_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[list[str]] = []
+    monkeypatch.setattr(audit, "nic_faults", lambda names, node: looked.append(names) or [])
+    node = NodeTransports("n1", "ib-a", {"tcp": ("eth0", "10.0.1.1", 24)}, {"NCCL_IB_HCA": "=mlx5_0"}, False)
+    audit.nic_check(node, tmp_path)()
+    (tmp_path / "class/infiniband").mkdir(parents=True)
+    audit.nic_check(node, tmp_path)()
+    assert looked == [["eth0"], ["eth0", "mlx5_0"]]
 
 
 STUCK = """

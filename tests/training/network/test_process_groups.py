@@ -4,8 +4,10 @@ with a stand-in, and that NCCL takes it is not shown."""
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,14 @@ from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options
+from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options, network_name
 
-NAMES = [(TCP, "Socket"), (Transport("rdma", NicType.IB, "a"), "IB"), (Transport("rdma", NicType.ROCE, "b"), "IB")]
+NAMES = [(TCP, "Socket"), (Transport("rdma", NicType.IB, "a"), "IB"), (Transport("rdma", NicType.ROCE, "b"), "IB"),
+         (Transport("rdma", NicType.EFA, "c"), "Libfabric"),
+         (Transport("rdma", NicType.SLINGSHOT, "d"), "AWS Libfabric"),
+         (Transport("rdma", NicType.OMNIPATH, "e"), "PSM2")]
 
 
 def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,13 +41,35 @@ def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch)
     for transport, name in [*NAMES, (LOCAL, None)]:
         one, two = nccl_options(transport), nccl_options(transport)
         assert one.config.net_name == two.config.net_name == name and one is not two and one.config is not two.config
+        assert not one.is_high_priority_stream and nccl_options(transport, urgent=True).is_high_priority_stream
 
 
+def test_a_fabric_may_name_another_network_of_nccl() -> None:
+    site = two_clusters()
+    ib, roce = site.fabrics
+    own = replace(site, fabrics=(replace(ib, nccl_net="IBext_v11"), roce))
+    names = [network_name(Transport("rdma", f.nic, f.name), own) for f in own.fabrics]
+    assert names == ["IBext_v11", "IB"] and network_name(TCP, own) == "Socket" and network_name(LOCAL, own) is None
+
+
+def test_edges_have_streams_of_high_priority_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(2), PlanOptions(tp=1, pp=2, dp=16), Costs())
+    asked: list[tuple[str, Any]] = []
+    monkeypatch.setattr(process_groups, "nccl_options", lambda transport, site, urgent=False: urgent)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: asked.append((how["group_desc"], how["pg_options"])))
+    made = Groups(plan, NodeTransports("n1", "ib-a", {}, {}, False), 0, True, 10.0, 10.0)
+    made.edge(next(g for g in plan.transports() if g.kind == "edge"))
+    made.new(range(16), "dp")
+    assert asked == [("edge 0-1", True), ("dp", False)]
+
+
+@pytest.mark.nccl
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="not shown here: this torch has no ProcessGroupNCCL")
 @pytest.mark.parametrize(("transport", "name"), NAMES)
 def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
     one, two = nccl_options(transport), nccl_options(transport)
     assert one.config.net_name == name and one is not two
+    assert nccl_options(transport, urgent=True).is_high_priority_stream and not one.is_high_priority_stream
     two.config.net_name = "other"
     assert one.config.net_name == name
 
@@ -87,7 +115,7 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
 
     meet(["x", "y", "x", "y"])
-    with pytest.raises(PlanError, match="node b: ranks 2 and 3 have the same GPU"):
+    with pytest.raises(PlanError, match="node b: ranks 2 and 3 have the same GPU; start no more tasks.*gpus-per-node"):
         meet(["x", "y", "z", "z"])
 
 

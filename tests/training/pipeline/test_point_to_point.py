@@ -95,8 +95,8 @@ def test_rounding_changes_losses_by_little() -> None:
 ])
 def test_every_direction_of_every_edge_has_a_group_of_two(
         monkeypatch: pytest.MonkeyPatch, parallel: Parallel, roles: list[set[str]]) -> None:
-    monkeypatch.setattr(point_to_point, "_try", lambda channel, sends: None)
-    monkeypatch.setattr(point_to_point, "EdgeCommunicator", lambda group, config, channels: channels)
+    monkeypatch.setattr(point_to_point, "_try", lambda *_, sends: None)
+    monkeypatch.setattr(point_to_point, "EdgeCommunicator", lambda group, config, channels, device: channels)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     rdma = Transport("rdma", NicType.IB, "ib-a")
     plan: Any = SimpleNamespace(parallel=parallel, edge_dtype="fp8", edge_connections=2, transports=lambda: (
@@ -105,7 +105,7 @@ def test_every_direction_of_every_edge_has_a_group_of_two(
         asked: list[tuple[int, ...]] = []
         channels: Any = point_to_point.build(
             plan, lambda edge: asked.append(edge.ranks) or len(asked), rank=rank, pp_group=None,  # noqa: B023
-            config=SimpleNamespace(pipeline_dtype=torch.float32))
+            config=SimpleNamespace(pipeline_dtype=torch.float32), device=torch.device("cpu"))
         assert set(channels) == roles[rank]
         connections = [connection for channel in channels.values() for connection in channel.connections]
         assert len(connections) == len(set(connections))  # no two channels share a group
@@ -127,7 +127,9 @@ def test_sends_that_nobody_waits_for_are_not_kept(monkeypatch: pytest.MonkeyPatc
     channel = point_to_point.Channel("forward 0->1", [None], 1)  # type: ignore[list-item]
     config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32)
     monkeypatch.setattr(point_to_point.P2PCommunicator, "__init__", lambda self, group, config: None)
-    ends = point_to_point.EdgeCommunicator(None, config, {"forward_out": channel})  # type: ignore[arg-type]
+    ends = point_to_point.EdgeCommunicator(None, config, {"forward_out": channel},  # type: ignore[arg-type]
+                                           torch.device("cpu"))
+    ends.pp_group = SimpleNamespace(rank=lambda: 0)  # type: ignore[assignment]
     for _ in range(10):
         ends._communicate(tensor_send_next=torch.ones(2), tensor_send_prev=None, recv_prev=False, recv_next=False,
                           tensor_shape=None, wait_on_reqs=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import spawn
 
 from holmes_hpc.errors import HolmesError, NetworkError, PlanError
+from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
-from holmes_hpc.fabric.site import NicType
+from holmes_hpc.fabric.site import FabricLink, NicNames, NicType
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
@@ -196,9 +198,59 @@ def test_rdma_ports_without_an_interface_are_enough_for_nccl() -> None:
         transports.node_transports(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=False)
 
 
+def test_a_container_without_infiniband_in_sysfs_is_not_refused_for_that_alone() -> None:
+    plan, bare = spawn.plan(pp=3, dp=2), nics("eth0")
+    with pytest.raises(NetworkError, match="neither /sys/class/infiniband nor /dev/infiniband/uverbs"):
+        transports.node_transports(plan, 0, bare, "n", one_host=False, cuda=True)
+    made = transports.node_transports(plan, 0, replace(bare, verbs=True), "n", one_host=False, cuda=True)
+    assert "NCCL_IB_HCA" not in made.environment and "rdma" not in made.interfaces
+    line, = transports.remarks(made, {}, [])
+    assert line.startswith("node n: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its ib")
+
+
+def with_fabric(plan: Plan, **changes: Any) -> Plan:
+    """`plan` with other words about its first fabric."""
+    first, *others = plan.site.fabrics
+    return replace(plan, site=replace(plan.site, fabrics=(replace(first, **changes), *others)))
+
+
+def test_the_sites_names_reach_the_rank_and_a_nodes_own_win() -> None:
+    plan = with_fabric(spawn.plan(pp=3, dp=2), ethernet="eth1", node_nics={"ib[3-4]": NicNames("eth2")})
+    here = nics("eth0", "eth1", "eth2", "ib0")
+    for node, interface in (("ib1", "eth1"), ("ib4", "eth2")):
+        chosen = transports.site_nics(plan, 0, here, node, {})
+        made = transports.node_transports(plan, 0, chosen, node, one_host=False, cuda=False)
+        assert made.environment["NCCL_SOCKET_IFNAME"] == f"={interface}" and made.interfaces["tcp"][0] == interface
+    with pytest.raises(NetworkError, match=r"node ib9 \(fabric ib-0\): no interface eth1, which the site names"):
+        transports.site_nics(plan, 0, nics("eth0"), "ib9", {})
+
+
+@pytest.mark.parametrize(("changes", "settings"), [
+    ({"ethernet_gbps": 100.0}, {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}),  # one rank a node
+    ({"ethernet_gbps": 5.0}, {}),
+])
+def test_sockets_get_connections_for_the_plans_rate(changes: dict[str, Any], settings: dict[str, str]) -> None:
+    plan, here = with_fabric(spawn.plan(pp=3, dp=2), **changes), replace(nics("eth0", "ib0"), verbs=True)
+    made = transports.node_transports(plan, 0, here, "n", one_host=False, cuda=True)
+    assert made.defaults == settings and not set(settings) & set(made.environment)
+    assert transports.node_transports(plan, 0, here, "n", one_host=False, cuda=False).defaults == {}
+    if settings:
+        said = transports.remarks(made, {"NCCL_SOCKET_NTHREADS": "2"}, [])[-1]
+        assert said == "node n: NCCL_SOCKET_NTHREADS=2 is the site's own and stays; the plan's rate would take 4"
+
+
+def test_a_link_that_is_said_gives_the_rate_between_its_fabrics() -> None:
+    plan = spawn.plan(pp=2, dp=2)
+    one, other = plan.components[0].fabric, plan.components[1].fabric
+    slow = replace(plan, site=replace(plan.site, links=(FabricLink((one, other), gbps=40.0),)))
+    here = replace(nics("eth0", "ib0"), verbs=True)
+    made = transports.node_transports(slow, 0, here, "n", one_host=False, cuda=True)
+    assert made.defaults == nccl.socket_settings(40.0, 1) != {}
+
+
 @pytest.mark.parametrize(("environ", "match"), [
     ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket"), ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
-    ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME=ib0 differs from this node's =eth0"),
+    ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME=ib0 rules out eth0"),
     ({"GLOO_SOCKET_IFNAME": "mgmt0"}, "GLOO_SOCKET_IFNAME=mgmt0"),
     ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
 ])

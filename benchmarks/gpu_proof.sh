@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs gpu_proof.py with .venv, or where there is none with a venv over the machine's own torch and build/wheels.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=.venv/bin/python
+if [ ! -x "$python" ]; then
+  "${PYTHON:-python3}" -c 'import torch' || { echo "gpu-proof: no .venv and no torch here; make install" >&2; exit 2; }
+  "${PYTHON:-python3}" -m venv --system-site-packages build/gpu-venv
+  python=build/gpu-venv/bin/python
+  "$python" -m pip install -q --no-index --no-deps --find-links build/wheels build/wheels/*.whl
+fi
+export PYTHONPATH="$PWD:$PWD/tests/support:$PWD/benchmarks"
+exec "$python" benchmarks/gpu_proof.py "$@"

@@ -1,0 +1,213 @@
+"""The order in which each rank launches its passes, sends and receives, and the proof that no GPU can lock up in it.
+
+On NCCL a send and a receive are kernels that spin until the other end has come to theirs, and a launch may hold up the
+host until all that this GPU was given before is done: a kernel that is loaded at its first use, memory given back to
+the driver, a communicator set up late, two streams in one hardware queue. A receive that spins for what its own rank
+launches later would then spin for ever.
+
+**The rule**: what a launch waits for never depends on anything that the same rank launches after it.
+
+**The model** that it is checked under is the worst that a device can do: *every* launch waits until all that was
+launched before it on its rank is done; a send or a receive is done when the other end has reached its own, both at once
+(nothing is buffered). Then each transfer is one event at two ranks, and a step goes through if and only if there is one
+line of all events, passes and transfers, of which every rank's launches in order are a part. Whatever a real device,
+allocator or NCCL waits for is also waited for in the model, so what goes through here cannot lock up there. Collectives
+change nothing: the ranks of a stage launch the same in the same order, so that they count as one; those between stages
+come after all of a step's passes.
+
+Nothing of this has been seen on a GPU. Gloo's transfers hold up no device: its receives are posted as early as there
+is room for them (:func:`windowed`), which would break the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer
+
+
+class Post(NamedTuple):
+    """One end of a stage transfer is launched: its sending or its receiving one."""
+
+    sends: bool
+    transfer: StageTransfer
+
+    @property
+    def other(self) -> int:
+        """The stage at the other end."""
+        return self.transfer.target if self.sends else self.transfer.source
+
+
+Launch = Pass | Post
+Launches = list[list[Launch]]  # per stage
+
+
+def passes(order: Order, stage: int, forward_only: bool = False) -> list[Pass]:
+    """What `stage` computes in a step; for validation only the forward passes, and then as far ahead as they get."""
+    return [p for p in order.passes(stage) if p.forward or not forward_only]
+
+
+@lru_cache(maxsize=8)
+def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
+    """What `stage` launches under the order `ahead`. `on_device`: are transfers kernels of a GPU (NCCL)?"""
+    return tuple((in_line if on_device else windowed)(order, forward_only)[stage])
+
+
+def in_line(order: Order, forward_only: bool = False) -> Launches:
+    """For `ahead` with NCCL: every receive is posted before the pass during which its tensor leaves the other end.
+
+    One line of all events is made, and each rank launches its part of it: a step is gone through with passes of equal
+    length, as many held as `order` says, transfers taking half of what the depth hides (`in_flight[s]` is
+    in_flight[s + 1] + 1 + 2h, docs/schedule.md); passes stand in line at their ends, each followed by the transfer of
+    its result. Raises PlanError where a stage would wait for ever.
+    """
+    ends = _ends(order, forward_only)
+    found: Launches = [[] for _ in range(order.stages)]
+    for _, stage, done in sorted((end, stage, p) for stage, row in enumerate(ends) for p, end in row.items()):
+        found[stage].append(done)
+        if (transfer := order.transfer_from(stage, done)) is not None:
+            found[stage].append(Post(True, transfer))
+            found[transfer.target].append(Post(False, transfer))
+    return found
+
+
+FORWARD, BACKWARD, HALF = 2, 4, 3  # a pass takes that long, and half of both
+
+
+def _ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
+    """Per stage: when each of its passes ends, in order."""
+    depths = list(accumulate(order.in_flight, min))
+    hidden = [max(0, HALF * (a - b - 1)) for a, b in pairwise(depths)]
+    waiting = [passes(order, s, forward_only)[::-1] for s in range(order.stages)]
+    ends: list[dict[Pass, int]] = [{} for _ in waiting]
+    now = [0] * order.stages
+
+    def advance(stage: int) -> bool:
+        left, before = waiting[stage], len(ends[stage])
+        while left:
+            step, start = left[-1], now[stage]
+            if (transfer := order.transfer_to(stage, step)) is not None:
+                made = ends[transfer.source].get(transfer.made)
+                if made is None:
+                    break
+                near = abs(transfer.source - stage) == 1
+                start = max(start, made + (hidden[min(transfer.source, stage)] if near else 0))
+            if not step.forward and step._replace(forward=True) not in ends[stage]:
+                break
+            now[stage] = ends[stage][left.pop()] = start + (FORWARD if step.forward else BACKWARD)
+        return len(ends[stage]) > before
+
+    while any([advance(stage) for stage in range(order.stages)]):
+        pass
+    for stage, left in enumerate(waiting):
+        if left:
+            raise stuck(order, stage, left[-1])
+    return ends
+
+
+def windowed(order: Order, forward_only: bool = False) -> Launches:
+    """For `ahead` with gloo: on each edge a window of receives is posted before anything is computed, and one more
+    whenever one is taken."""
+    found: Launches = []
+    for stage in range(order.stages):
+        steps = passes(order, stage, forward_only)
+        coming = {way: [t for p in steps if p.forward is way and (t := order.transfer_to(stage, p)) is not None]
+                  for way in (True, False)}
+        room = {True: order.window((stage - 1) % order.stages), False: order.window(stage)}
+        row: list[Launch] = [Post(False, t) for way in (True, False) for t in coming[way][:room[way]]]
+        taken = {True: 0, False: 0}
+        for step in steps:
+            if order.transfer_to(stage, step) is not None:
+                taken[step.forward] += 1
+                at = taken[step.forward] + room[step.forward] - 1
+                row += [Post(False, t) for t in coming[step.forward][at:at + 1]]
+            row.append(step)
+            if (leaves := order.transfer_from(stage, step)) is not None:
+                row.append(Post(True, leaves))
+        found.append(row)
+    return found
+
+
+def of_megatron(order: Order) -> Launches:
+    """Of Megatron-Core's schedules over this project's edges."""
+    found: Launches = []
+    for stage in range(order.stages):
+        row: list[Launch] = []
+        for item in order.program(stage):
+            if isinstance(item, Pass):
+                row.append(item)
+            else:
+                posts = {(t.made.forward, sends): Post(sends, t)
+                         for sends, transfers in ((True, item.sends), (False, item.receives)) for t in transfers}
+                row += [posts[turn] for turn in exchange_order(stage) if turn in posts]
+        found.append(row)
+    return found
+
+
+def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
+    """The order in which what is exchanged at once is launched, as (forward, sends): activations before gradients, so
+    that both ends of an edge come to the same transfer; and every other stage receives first, so that no ring of stages
+    is all sending."""
+    first = stage % 2 == 0
+    return (True, first), (True, not first), (False, first), (False, not first)
+
+
+def check_launches(order: Order) -> None:
+    """Refuse a plan whose stages could wait for each other for ever. Raises PlanError. Of very many micro-batches those
+    are gone through past which a pipeline only repeats itself (:attr:`Order.settled`)."""
+    _check(replace(order, micro_batches=min(order.micro_batches, order.settled)))
+
+
+@lru_cache(maxsize=256)
+def _check(order: Order) -> None:
+    if order.stages > 1:
+        check_line(order, in_line(order) if order.kind == "ahead" else of_megatron(order))
+
+
+def check_line(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
+    """Go through a step in the model of this module. Raises PlanError where a stage would wait for ever, or computes
+    on what it has not received."""
+    at = [0] * len(rows)
+    done: list[set[Launch]] = [set() for _ in rows]
+
+    def head(stage: int) -> Launch | None:
+        return rows[stage][at[stage]] if at[stage] < len(rows[stage]) else None
+
+    def advance(stage: int) -> bool:
+        before = at[stage]
+        while (launch := head(stage)) is not None:
+            if isinstance(launch, Pass):
+                needed = order.transfer_to(stage, launch)
+                if needed is not None and Post(False, needed) not in done[stage]:
+                    break
+                if not launch.forward and launch._replace(forward=True) not in done[stage]:
+                    break
+            else:
+                if launch.sends and launch.transfer.made not in done[stage]:
+                    break
+                twin = Post(not launch.sends, launch.transfer)
+                if head(launch.other) != twin:
+                    break
+                done[launch.other].add(twin)
+                at[launch.other] += 1
+            done[stage].add(launch)
+            at[stage] += 1
+        return at[stage] > before
+
+    while any([advance(stage) for stage in range(len(rows))]):
+        pass
+    for stage in range(len(rows)):
+        if (launch := head(stage)) is not None:
+            raise stuck(order, stage, launch if isinstance(launch, Pass) else launch.transfer.made)
+
+
+def stuck(order: Order, stage: int, made: Pass) -> PlanError:
+    """What is said of a stage that would never get on."""
+    return PlanError(f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch"
+                     f" {made.micro_batch}", where="plan.schedule",
+                     hint="hold more passes in flight: virtual stages need several for each chunk")

@@ -1,0 +1,77 @@
+"""Causal attention in one fused operation: torch's scaled_dot_product_attention in the place of Megatron-Core's own.
+
+Megatron-Core's local layers write the scores of all pairs of tokens to memory, several times over; without Transformer
+Engine that is most of a model's activations. torch's operation never does (Dao et al. 2022, arXiv 2205.14135, on GPUs;
+a kernel after the same idea on CPUs), and needs nothing but torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.fabric.site import FUSED_ATTENTION
+from holmes_hpc.planning.spec.plan import Plan
+
+
+class SdpaAttention(MegatronModule):
+    """Stands where Megatron-Core's ``DotProductAttention`` does, with its arguments: the same function of queries, keys
+    and values, but for rounding. `config.num_query_groups` below the number of heads: grouped queries."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+                 attention_dropout: float | None = None, softmax_scale: float | None = None,
+                 cp_comm_type: str | None = None, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        for name, wanted in (("softmax_type", "vanilla"), ("window_size", None),
+                             ("apply_query_key_layer_scaling", False), ("context_parallel_size", 1)):
+            if getattr(config, name, wanted) != wanted:
+                raise ConfigError(f"torch's fused attention knows no {name}", where="model", hint="unset it")
+        if attn_mask_type != AttnMaskType.causal:
+            raise ConfigError(f"torch's fused attention is causal here, not {attn_mask_type.name}", where="model",
+                              hint="use a decoder")
+        self._scale = softmax_scale  # none: one over the root of the head's width
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+                attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None) -> torch.Tensor:
+        """Queries (sequence, batch, heads, width), keys and values (sequence, batch, groups, width) of this rank to
+        (sequence, batch, heads * width)."""
+        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError("torch's fused attention takes no mask, bias or packed sequences here", where="model",
+                              hint="leave it to the causal mask")
+        dropout = self._dropout if self.training else 0.0
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        with self._random_numbers(dropout):
+            context = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=self._scale,
+                                                     enable_gqa=key.size(2) < query.size(2))
+        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:
+        """As Megatron-Core has it: other ones on each tensor-parallel rank, whose heads are others."""
+        return get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
+
+
+def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise PlanError where the plan counts on fused attention and torch has none for this model on this GPU: its
+    memory would not do. Nothing is asked on a CPU."""
+    gpu = plan.site.fabric(plan.places[rank].fabric).gpu
+    if device.type != "cuda" or gpu.is_cpu or (gpu.attention or "flash") not in FUSED_ATTENTION:
+        return
+    m = plan.model
+    heads = torch.empty(1, m.heads // plan.parallel.tp, plan.batch.sequence_length, m.head_dim, dtype=dtype,
+                        device=device)
+    asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
+    kernels = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention,
+               torch.backends.cuda.can_use_cudnn_attention)
+    if not any(can_use(asked) for can_use in kernels):
+        raise PlanError(f"the plan counts on fused attention, and torch has none here for heads {m.head_dim} wide in "
+                        f"{str(dtype).removeprefix('torch.')}", where=f"GPU of rank {rank}",
+                        hint="install Transformer Engine, or plan with gpu: {attention: unfused} in the site file")

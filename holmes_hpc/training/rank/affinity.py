@@ -1,0 +1,87 @@
+"""Keeps a rank on the CPUs beside its GPU: from another NUMA domain's, memory and PCIe are slower."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.slurm.hostlist import compress
+
+LEAST_CPUS = 4  # Python, autograd, and NCCL's two threads: with fewer, far CPUs are better than none
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """The kernel's ``0-3,8`` as numbers; empty where it is none."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            return frozenset()
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def pci_address(properties: Any) -> str:
+    """A GPU's address in sysfs (0000:1b:00.0) from torch's properties of it."""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def local_cpus(address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
+    """The CPUs of a PCI function's NUMA domain, as its folder in sysfs says; empty where it does not."""
+    try:
+        return cpu_list((sysfs / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii"))
+    except OSError:
+        return frozenset()
+
+
+def nearest_hca(address: str, sysfs: Path = Path("/sys")) -> list[str]:
+    """RDMA devices of the GPU's NUMA domain, for the record."""
+    cpus = local_cpus(address, sysfs)
+    found = []
+    for device in sorted((sysfs / "class/infiniband").glob("*")):
+        try:
+            near = cpu_list((device / "device/local_cpulist").read_text(encoding="ascii"))
+        except OSError:
+            continue
+        if near and near == cpus:
+            found.append(device.name)
+    return found
+
+
+def choose(own: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int], str]:
+    """The CPUs to keep of a rank's `own`, when those in `near` are beside its GPU; and why, in words for the record."""
+    own, near = frozenset(own), frozenset(near)
+    both = own & near
+    if not near:
+        return own, "the kernel does not tell which CPUs are beside its GPU"
+    if own <= near:
+        return own, "all beside its GPU"
+    if not both:
+        return own, f"none beside its GPU (those are {spell(near)})"
+    if len(both) < LEAST_CPUS:
+        return own, f"{len(both)} beside its GPU, too few to leave the others"
+    return both, f"beside its GPU, of {len(own)} that it was given"
+
+
+def spell(cpus: Iterable[int]) -> str:
+    """``0-3,8`` of these numbers."""
+    return compress(f"c{n}" for n in sorted(cpus)).replace("c", "").strip("[]")
+
+
+def bind(address: str, sysfs: Path = Path("/sys")) -> str:
+    """Keep this process's threads on those of its CPUs that are beside the GPU at `address`; what was done comes back
+    in words, for the record (``0-15: beside its GPU, of 64 that it was given; HCA mlx5_0``).
+
+    Memory needs no binding of its own: the kernel takes it from the domain of the CPU that first touches it.
+    """
+    own = frozenset(os.sched_getaffinity(0))
+    kept, why = choose(own, local_cpus(address, sysfs))
+    if kept != own:
+        for thread in os.listdir("/proc/self/task"):  # torch's and CUDA's threads too
+            with contextlib.suppress(OSError):  # one that has ended, or a container that forbids it
+                os.sched_setaffinity(int(thread), kept)
+    hcas = nearest_hca(address, sysfs)
+    return f"{spell(kept)}: {why}" + (f"; HCA {', '.join(hcas)}" if hcas else "")

@@ -1,0 +1,125 @@
+"""What is wrong with a rank's GPU, driver or torch, in one line before the first collective. The rules are pure; one
+small function asks torch for the facts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holmes_hpc.errors import ConfigError, HolmesError, PlanError
+
+GIB = 1 << 30
+TAKEN = 0.9  # of what the plan predicts must be free; its predictions are that good
+
+
+@dataclass(frozen=True)
+class CudaFacts:
+    """What torch says of CUDA here. `wheel`: the CUDA version that torch was built for (None: a CPU build); `driver`:
+    the newest CUDA that the driver knows (12040 for 12.4; 0: there is none); `devices`: GPUs that can be used; `nccl`:
+    whether torch has NCCL; `te`: Transformer Engine's version, `te_error`: why it cannot be imported, `te_wanted`: the
+    versions that Megatron-Core asks for (``>=2.9,<2.12``)."""
+
+    wheel: str | None
+    driver: int = 0
+    devices: int = 0
+    nccl: bool = True
+    te: str | None = None
+    te_error: str | None = None
+    te_wanted: str = ""
+
+
+def gather() -> CudaFacts:
+    """The facts of this process. Asks the driver, so only where training shall use CUDA; makes no context."""
+    import torch
+    import torch.distributed as dist
+
+    wheel = torch.version.cuda
+    driver = getattr(torch._C, "_cuda_getDriverVersion")() if wheel else 0  # noqa: B009 (CPU builds lack it)
+    te, error = _transformer_engine()
+    return CudaFacts(wheel, driver, torch.cuda.device_count() if wheel else 0, dist.is_nccl_available(), te, error,
+                     _wanted_te())
+
+
+def _transformer_engine() -> tuple[str | None, str | None]:
+    try:
+        version = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None, None
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AttributeError) as e:  # built for another torch, CUDA or C++
+        return version, " ".join(str(e).split())[:200]
+    return version, None
+
+
+def _wanted_te() -> str:
+    """What Megatron-Core's own metadata asks of Transformer Engine."""
+    for line in importlib.metadata.requires("megatron-core") or []:
+        match = re.match(r"transformer[-_]engine(?:\[[^]]*\])?\s*([<>=!~][^;]*)", line)
+        if match:
+            return match[1].strip()
+    return ""
+
+
+def problems(facts: CudaFacts) -> Iterator[HolmesError]:
+    """What forbids to train on CUDA here, worst first; one line each."""
+    if facts.wheel is None:
+        yield ConfigError("this torch is built for CPUs", where="torch",
+                          hint="install a CUDA build of torch, or use train.device=cpu")
+        return
+    needed = int(facts.wheel.split(".")[0])
+    if facts.driver and facts.driver // 1000 < needed:
+        has = f"{facts.driver // 1000}.{facts.driver % 1000 // 10}"
+        yield ConfigError(f"the NVIDIA driver knows CUDA up to {has}, torch is built for {facts.wheel}", where="torch",
+                          hint=f"install a newer driver, or a torch built for CUDA {facts.driver // 1000}")
+        return
+    if not facts.devices:
+        what = "no CUDA device" if facts.driver else "no CUDA device, nor an NVIDIA driver"
+        yield ConfigError(what, where="train.device", hint="ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or "
+                                                           "use train.device=cpu")
+    if not facts.nccl:
+        yield ConfigError("this torch has no NCCL", where="torch",
+                          hint="install a build of torch with NCCL (PyPI's for Linux has it)")
+    if facts.te_error:
+        yield ConfigError(f"Transformer Engine {facts.te} cannot be imported: {facts.te_error}", where="torch",
+                          hint="install one built for this torch, or uninstall it: training works without")
+
+
+def remarks(facts: CudaFacts) -> Iterator[str]:
+    """What may be wrong: lines for the log."""
+    if facts.te and facts.te_wanted and not facts.te_error:
+        from packaging.specifiers import SpecifierSet
+
+        if not SpecifierSet(facts.te_wanted, prereleases=True).contains(facts.te):
+            yield (f"Transformer Engine {facts.te} is not of the versions that Megatron-Core was made for "
+                   f"({facts.te_wanted}): if a step fails in it, install one of those")
+
+
+def fp8_problem(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int]) -> ConfigError | None:
+    """Whether ``train.fp8`` cannot be had. `capability`: CUDA's compute capability of the GPU; 8.9 (Ada) and later
+    multiply in fp8, 10.0 (Blackwell) and later scale it block by block."""
+    needed = (10, 0) if recipe == "mxfp8" else (8, 9)
+    where, hint = f"train.fp8={recipe}", "leave train.fp8 out"
+    if not on_gpu:
+        return ConfigError("fp8 needs a GPU", where=where, hint=hint)
+    if not te:
+        return ConfigError("fp8 needs Transformer Engine, which is not installed", where=where,
+                           hint="pip install transformer-engine[pytorch], or " + hint)
+    if capability < needed:
+        return ConfigError(f"this GPU has compute capability {'.'.join(map(str, capability))}, it needs "
+                           f"{'.'.join(map(str, needed))}", where=where, hint=hint)
+    return None
+
+
+def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
+    """Whether a GPU's memory is taken, or never was enough: bytes that are free, that it has, that the plan predicts.
+    """
+    if free >= TAKEN * needed:
+        return None
+    said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}"
+    if total < TAKEN * needed:
+        return PlanError(said, where=where, hint="plan again for this kind of GPU (`holmes nodes` shows which it is)")
+    return PlanError(said, where=where, hint="another process holds its memory: end it (`nvidia-smi` shows it), or "
+                                             "have Slurm drain the node")

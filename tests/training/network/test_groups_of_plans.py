@@ -1,0 +1,170 @@
+"""Every process group that each rank of a plan makes with NCCL, and the network that it asks for.
+
+The groups are those of training itself, made through torch's fake process group, which talks to nobody: Groups, then
+Megatron-Core's parallel state, then the edges. With NCCL in torch (`make test-nccl`) the options are NCCL's own;
+without it a stand-in holds the name that they would get.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from sites import A100
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.process_groups import Groups
+from holmes_hpc.training.pipeline import point_to_point
+
+MODEL = ModelSpec("groups", 12, 64, 8, 512, ffn=128, kv_heads=8, max_positions=64, tied=True)
+DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
+IB_ROCE = [("ib-a", "ib"), ("roce-a", "roce")]
+PLANS: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {
+    "IB + RoCE": (IB_ROCE, {"tp": 1, "pp": 2, "dp": 8}),
+    "IB + RoCE + Ethernet": ([*IB_ROCE, ("eth-a", "ethernet")], {"tp": 1, "pp": 3, "dp": 8}),
+    "hierarchical": (IB_ROCE, {"tp": 1, "pp": 1, "dp": 16, "strategy": "hierarchical-dp"}),
+    "one fabric": ([("ib-a", "ib")], {"tp": 1, "pp": 2, "dp": 4}),
+    "TP 4": (IB_ROCE, {"tp": 4, "pp": 4, "dp": 1}),
+    "virtual stages": (IB_ROCE, {"tp": 1, "pp": 4, "dp": 4, "virtual_stages": 3}),
+    "plain Megatron-LM": (IB_ROCE, {"tp": 1, "pp": 2, "dp": 8, "transport": "single"}),
+}
+
+
+WORLD = "torch's WORLD"
+
+
+class Made(NamedTuple):
+    """A group: what it is for, its ranks, and what carries it: NCCL's network (none: left to NCCL, on one node) or
+    gloo's interface."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    backend: str
+    network: str | None
+
+
+def plan_of(name: str) -> Plan:
+    fabrics, options = PLANS[name]
+    site = Site("here", tuple(Fabric(f, NicType(nic), f, 2, 4, 25, A100, rdma_gbps=None if nic == "ethernet" else 200)
+                              for f, nic in fabrics))
+    return given_plan(MODEL, Batch(48, 1, 64), site, PlanOptions(**options), Costs())
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+    """What this rank makes from here on."""
+    made: list[Made] = []
+    real = {"init_process_group": dist.init_process_group, "new_group": dist.new_group}
+    if not dist.is_nccl_available():
+        def options() -> Any:
+            return SimpleNamespace(config=SimpleNamespace(net_name=None))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+
+    def network(backend: str, options: Any) -> str | None:
+        return options.config.net_name if backend == "nccl" else options["interface"]
+
+    def init(backend: str, *, pg_options: Any, timeout: Any, **how: Any) -> None:
+        made.append(Made(WORLD, tuple(range(how["world_size"])), backend, network(backend, pg_options)))
+        real["init_process_group"]("fake", **how)
+
+    def new(ranks: Sequence[int], *, timeout: Any, backend: str, pg_options: Any, group_desc: str) -> Any:
+        made.append(Made(group_desc, tuple(ranks), "nccl" if backend == "nccl" else "gloo",
+                         network(backend, pg_options)))
+        return real["new_group"](list(ranks), backend="fake", group_desc=group_desc)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "new_group", new)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return made
+
+
+def made_by(plan: Plan, rank: int, made: list[Made]) -> list[Made]:
+    """The groups that `rank` is in, in the order in which it makes them."""
+    place = plan.places[rank]
+    fabric = plan.site.fabric(place.fabric)
+    interfaces = {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24)}
+    if fabric.nic.rdma:
+        interfaces["rdma"] = ("ib0", "10.2.0.1", 24)
+    made.clear()
+    groups = Groups(plan, NodeTransports(place.node, place.fabric, interfaces, {}, False), rank, True, 10.0, 10.0)
+    try:
+        groups.start(FakeStore())
+        groups.make_parallel_state()
+        if plan.parallel.pp > 1:
+            config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32,
+                                     virtual_pipeline_model_parallel_size=None)
+            point_to_point.build(plan, groups.edge, rank=rank, config=config, device=torch.device("cpu"),
+                                 pp_group=parallel_state.get_pipeline_model_parallel_group())
+        groups.new(range(plan.world_size), "control", gloo=True)
+        return [m for m in made if rank in m.ranks and len(m.ranks) > 1]
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def wanted(plan: Plan, group: Made) -> str | None:
+    """By the words of the README: RDMA inside a fabric that has it, sockets between fabrics, neither inside a node;
+    control traffic beside GPUs (gloo's groups, torch's WORLD) by Ethernet."""
+    places = {plan.places[r] for r in group.ranks}
+    if len(places) == 1:
+        return "lo" if group.backend == "gloo" else None
+    if group.backend == "gloo":
+        return "eth0"
+    if group.kind == WORLD:
+        return "Socket"
+    everywhere = set(plan.places) if plan.transport_mode == "single" else places
+    fabrics = {p.fabric for p in everywhere}
+    rdma = len(fabrics) == 1 and plan.site.fabric(fabrics.pop()).nic.rdma
+    return "IB" if rdma else "Socket"
+
+
+def row(name: str, plan: Plan, made: Sequence[Made]) -> str:
+    """A line of docs/gpu.md: the kinds of NCCL's groups by the network that they ask for."""
+    found: dict[str | None, set[str]] = defaultdict(set)
+    for group in made:
+        if group.backend == "nccl":
+            found[group.network].add("edge" if group.kind.startswith("edge") else group.kind.removesuffix(" with cp"))
+    p = plan.parallel
+    shape = f"TP {p.tp} PP {p.pp} DP {p.dp}" + (f", {p.virtual_stages} chunks" if p.virtual_stages > 1 else "")
+    columns = (", ".join(sorted(found[network])) or "–" for network in ("IB", "Socket", None))
+    return f"| {name} ({shape}) | {' | '.join(columns)} |"
+
+
+@pytest.mark.nccl
+@pytest.mark.integration
+@pytest.mark.parametrize("name", PLANS)
+def test_every_group_asks_for_the_network_that_the_plan_gives_it(name: str, nccl: list[Made]) -> None:
+    plan = plan_of(name)
+    entries = {tuple(sorted(g.ranks)): g.transport.kind for g in plan.transports() if g.kind != "control"}
+    everything: list[Made] = []
+    for rank in range(plan.world_size):
+        own = made_by(plan, rank, nccl)
+        for group in own:
+            assert group.network == wanted(plan, group), group
+            if group.backend == "nccl" and group.kind != WORLD:  # and the plan has it, in words of its own
+                said = {"IB": "rdma", "Socket": "tcp", None: "local"}[group.network]
+                assert entries[tuple(sorted(group.ranks))] == said, group
+        everything += own
+    assert {tuple(sorted(g.ranks)) for g in everything} == set(entries)  # each group of the plan is made, and no other
+    assert row(name, plan, everything) in DOCS.read_text()
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    yield
+    assert not dist.is_initialized()

@@ -1,0 +1,74 @@
+"""The warm-up before a GPU's first step leaves nothing behind; here on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch
+from holmes_hpc.training.rank import cpu
+
+cpu.install()
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from dataclasses import replace
+
+import spawn
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.training import warm_up
+from holmes_hpc.training.metrics.breakdown import Breakdown
+from holmes_hpc.training.model import gpt, optimizer
+from holmes_hpc.training.model.random_states import generators
+
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=True)
+model_parallel_cuda_manual_seed(3)
+here = torch.device("cpu")
+plan = spawn.plan(model=replace(spawn.MODEL, dropout=0.1))
+config = gpt.transformer_config(plan, torch.float32, cuda=False)
+(chunk,) = gpt.build(plan, config, 5, here)
+chunk.register_buffer("uses", torch.zeros(1))
+chunk.register_forward_pre_hook(lambda module, given: print(module.uses.add_(1)))
+train = TrainConfig()
+models = optimizer.wrap([chunk], config, plan, train)
+optimizer.build(models, config, plan, train, Breakdown())
+(wrapped,) = models
+assert wrapped.ddp_config.overlap_param_gather and wrapped.ddp_config.overlap_grad_reduce
+
+def state():
+    states = generators()
+    return {"parameters": [p.detach().clone() for p in wrapped.parameters()],
+            "gradients": [p.main_grad.clone() for p in wrapped.parameters()], "buffers": [chunk.uses.clone()],
+            "random": [states["host"], states["device"], *states["tracker"].values()]}
+
+def alike(a, b):
+    return {name: all(map(torch.equal, a[name], b[name])) for name in a}
+
+before, hooks = state(), len(wrapped.remove_forward_pre_hook_handles)
+gathers = [g.param_gather_dispatched for g in wrapped.bucket_groups]
+assert warm_up.connect(ProcessGroupCollection.use_mpu_process_groups(), here) == []  # one rank has nobody to meet
+warm_up.local_passes(models, config, plan.batch.micro_size, plan.batch.sequence_length, here)
+assert all(alike(before, state()).values()), alike(before, state())
+assert len(wrapped.remove_forward_pre_hook_handles) == hooks > 0
+assert [g.param_gather_dispatched for g in wrapped.bucket_groups] == gathers
+assert all(g.is_last_microbatch and not g.per_param_grad_ready_counts for g in wrapped.bucket_groups)
+assert all(p.grad is None for p in wrapped.parameters()) and not any(p.main_grad.any() for p in wrapped.parameters())
+assert chunk.decoder.input_tensor is None
+print("nothing is left behind")
+"""
+
+
+@pytest.mark.integration
+def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Under Megatron-Core's DDP as training has it, gathers and reductions overlapped, with dropout and a buffer."""
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)], capture_output=True,
+                           text=True, timeout=120, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.splitlines()[-1] == "nothing is left behind"
