@@ -13,13 +13,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.timing import parameters
+from holmes_hpc.planning.cost.timing import by_stage, parameters
 from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.spec.plan import Component
 
 # What a CUDA process holds beside tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
 CUDA_BYTES = 2 * 2**30
@@ -91,12 +93,18 @@ def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
-    gpus = [layout.fabric(c).gpu for c in layout.replicas[replica]]
-    tokens, sequence = layout.batch.micro_size * layout.batch.sequence_length, layout.batch.sequence_length
+    stages = layout.replicas[replica]
+    tokens = layout.batch.micro_size * layout.batch.sequence_length
     count = parameters(layout, layers).sum(axis=2)
-    element = np.array([costs.weight_bytes(g) for g in gpus], dtype=np.float64)
-    weights, gradients = count * element, count * np.array([costs.gradient_size(g) for g in gpus])
-    moments = np.where(element < 4, 12.0, 8.0)
+
+    def of(component: Component) -> tuple[float, ...]:
+        gpu = layout.fabric(component).gpu
+        return (costs.weight_bytes(gpu), costs.gradient_size(gpu), moment_bytes(costs, gpu),
+                0 if gpu.is_cpu else CUDA_BYTES,
+                *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute))
+
+    element, gradient, moments, outside, kept, more = by_stage(stages, of).T
+    weights, gradients = count * element, count * gradient
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two layers' whole at a time
@@ -105,18 +113,12 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
         if costs.software.sharding == "full":
             weights, gathered = weights / layout.run, np.minimum(weights, whole) + np.zeros_like(count)
 
-    held = np.zeros_like(count)
-    beside = np.zeros_like(count)
-    of = {g: layer_activation_bytes(m, tokens, sequence, p.tp, costs.weight_bytes(g), p.sequence_parallel,
-                                    layout.recompute, does.flash and not g.is_cpu,
-                                    does.flash and not (g.is_cpu and m.dropout),
-                                    not (does.fused_norm or g.is_cpu), not (does.fused_elementwise or g.is_cpu),
-                                    does.attention == "unfused" and not g.is_cpu and costs.weight_bytes(g) < 4)
-          for g, does in ((g, costs.software_on(g)) for g in set(gpus))}
-    for s, gpu in enumerate(gpus):
-        kept, more = of[gpu]
-        held[:, s] = (layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) * kept
-        beside[:, s] = more
+    if (layers == layers[:, :, :1]).all():  # as many in every chunk: it does not matter which chunk's passes are held
+        held = layers[:, :, 0] * np.array([layout.order.depth(s) for s in range(p.pp)]) * kept
+    else:
+        held = kept * np.stack([(layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)],
+                               axis=1)
+    beside = np.zeros_like(count) + more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
@@ -124,11 +126,41 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
     matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
     # torch's own loss: their parts, log-probabilities, a cast gradient
-    more = 12 if costs.software.gathered_logits else 0
-    beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + more) + matrix)  # softmax becomes its gradient
+    lost = 12 if costs.software.gathered_logits else 0
+    beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + lost) + matrix)  # softmax becomes its gradient
     buffers = gathered + beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
-    buffers += np.array([0 if g.is_cpu else CUDA_BYTES for g in gpus])
+    buffers += outside
     return StageMemory(weights, gradients, optimizer, held, buffers)
+
+
+def moment_bytes(costs: Costs, gpu: Gpu) -> float:
+    """Of the optimizer, for each parameter: Adam's two moments, and master weights beside half-precision ones."""
+    return 12.0 if costs.weight_bytes(gpu) < 4 else 8.0
+
+
+def _activation_bytes(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
+                      recompute: str) -> tuple[float, float]:
+    """:func:`layer_activation_bytes` as the training program keeps them."""
+    does = costs.software_on(gpu)
+    return layer_activation_bytes(
+        model, batch.micro_size * batch.sequence_length, batch.sequence_length, tp, costs.weight_bytes(gpu),
+        sequence_parallel, recompute, does.flash and not gpu.is_cpu, does.flash and not (gpu.is_cpu and model.dropout),
+        not (does.fused_norm or gpu.is_cpu), not (does.fused_elementwise or gpu.is_cpu),
+        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4)
+
+
+def most_layers(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
+                recompute: str, run: int, depth: np.ndarray, most_gib: float | None = None) -> np.ndarray:
+    """Layers that a stage holds at most, of their own weights, gradients, share of the optimizer (`run` ranks have one)
+    and activations alone; `depth`: passes in flight per chunk of each stage, (S,). No stage holds more; most hold
+    less."""
+    kept, _ = _activation_bytes(model, batch, costs, gpu, tp, sequence_parallel, recompute)
+    held = layer_parameters(model, tp) * (costs.weight_bytes(gpu) + costs.gradient_size(gpu)
+                                          + moment_bytes(costs, gpu) / run)
+    if costs.software.sharding in ("gradients", "full"):
+        held = 0.0
+    left = capacity(gpu, most_gib) - (0 if gpu.is_cpu else CUDA_BYTES)
+    return np.asarray(np.floor(np.maximum(0, left) / (held + depth * kept)))
 
 
 @lru_cache(maxsize=1024)
@@ -168,8 +200,8 @@ def fits(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> n
 
 def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
     """Bytes of a GPU of each stage that a plan may use, the least of all pipeline replicas, (S,)."""
-    return np.array([min(capacity(layout.fabric(replica[s]).gpu, most_gib) for replica in layout.replicas)
-                     for s in range(layout.parallel.pp)])
+    return np.asarray(np.min([by_stage(replica, lambda c: capacity(layout.fabric(c).gpu, most_gib))
+                              for replica in layout.replicas], axis=0))
 
 
 def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,8 +114,8 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         shared.append(nic)
     p = layout.parallel
     updated = parameters(layout, layers).sum(axis=2) / (layout.run if p.distributed_optimizer else 1)
-    of = {c.fabric: layout.costs.optimizer_s(1.0, layout.fabric(c)) for c in layout.components}
-    each = np.max([[of[c.fabric] for c in replica] for replica in layout.replicas], axis=0)
+    each = np.max([by_stage(replica, lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
+                   for replica in layout.replicas], axis=0)
     other = max(layout.costs.step_s(layout.fabric(c)) for c in layout.components)
     return Timing(tuple(replicas), tuple(shared), _tied_s(layout), _norm_s(layout), (updated * each).max(axis=1), other)
 
@@ -160,9 +160,10 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray, bucket_bytes: np.
         hidden, tail = _exposed(layout, layers, forward, backward, gather, reduce, buckets)
         ready = hidden if layout.costs.software.overlap_gather else gather
     last_up = np.tile(up, (plans, 1))
-    if p.pp > 1 and layout.run > 1:
-        for s in range(p.pp):
-            if layout.edge(replica, (s - 1) % p.pp) == layout.reduction(replica, s):
+    for first, end in runs(stages) if p.pp > 1 and layout.run > 1 else ():
+        reduction = layout.reduction(replica, first)
+        for s in range(first, end):
+            if layout.edge(replica, (s - 1) % p.pp) == reduction:
                 last_up[:, s] = np.minimum(2 * up[s], up[s] + reduce[:, s, 0])  # both on one NIC, at the same moment
     nic = tuple(_one_nic(layout, replica, s) for s in range(p.pp))
     return Durations(forward, backward, np.tile(down, (plans, 1)), np.tile(up, (plans, 1)), last_up, ready, reduce,
@@ -198,7 +199,7 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
 
     def transfer(stage: int, forward: bool) -> float:
         here, there = stages[stage], stages[(stage + 1) % p.pp]
-        key = here.fabric, there.fabric, layout.edge(replica, stage), forward
+        key = here.fabric, there.fabric, layout.edge(replica, stage).kind, forward
         if key not in known:
             known[key] = transfer_s(layout, replica, stage, forward)
         return known[key]
@@ -215,6 +216,13 @@ def runs(stages: Sequence[Component]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(stages)], strict=True))
 
 
+def by_stage(stages: Sequence[Component], of: Callable[[Component], float | tuple[float, ...]]) -> np.ndarray:
+    """`of` each stage's component, (S,) or (S, numbers): asked once for each run."""
+    pieces = runs(stages)
+    asked = np.array([of(stages[first]) for first, _ in pieces])
+    return np.repeat(asked, [end - first for first, end in pieces], axis=0)
+
+
 def _one_nic(layout: Layout, replica: int, stage: int) -> bool:
     """Do the transfers of `stage` up and down leave by the same NIC?"""
     p = layout.parallel
@@ -228,16 +236,16 @@ def _one_nic(layout: Layout, replica: int, stage: int) -> bool:
 def compute_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of one (forward, backward) pass of each stage and chunk, (plans, S, C)."""
     m, p, costs = layout.model, layout.parallel, layout.costs
-    fabrics = [layout.fabric(c) for c in layout.replicas[replica]]
-    each = {c.fabric: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel, layout.recompute)
-            for c in layout.components}
-    per = np.array([each[f.name] for f in fabrics])
+    stages = layout.replicas[replica]
+    per = by_stage(stages, lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel,
+                                                   layout.recompute))
+    ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
     forward, backward = layers * per[:, 0, None], layers * per[:, 1, None]
-    for at, (f, b) in (((0, 0), costs.embedding_s(m, layout.batch, p.tp, fabrics[0])),
-                       ((-1, -1), costs.head_s(m, layout.batch, p.tp, fabrics[-1]))):
+    for at, (f, b) in (((0, 0), costs.embedding_s(m, layout.batch, p.tp, ends[0])),
+                       ((-1, -1), costs.head_s(m, layout.batch, p.tp, ends[1]))):
         forward[:, at[0], at[1]] += f
         backward[:, at[0], at[1]] += b
-    overhead = np.array([costs.pass_s(f) for f in fabrics])[:, None]
+    overhead = by_stage(stages, lambda c: costs.pass_s(layout.fabric(c)))[:, None]
     if costs.software.sharding in ("gradients", "full"):
         gather, reduce = _sharded_s(layout, replica, layers)
         forward = np.maximum(forward, gather)
@@ -264,7 +272,7 @@ def _sharded_s(layout: Layout, replica: int, layers: np.ndarray) -> tuple[np.nda
 def _buckets(layout: Layout, replica: int, count: np.ndarray, bucket_bytes: np.ndarray) -> np.ndarray:
     """Gradient buckets of each stage and chunk: a stage's later chunks have one each (training/model/optimizer.py)."""
     buckets = np.ones_like(count)
-    sizes = np.array([layout.costs.gradient_size(layout.fabric(c).gpu) for c in layout.replicas[replica]])
+    sizes = by_stage(layout.replicas[replica], lambda c: layout.costs.gradient_size(layout.fabric(c).gpu))
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * sizes / bucket_bytes[:, None]))
     return buckets
 

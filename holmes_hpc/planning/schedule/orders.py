@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from holmes_hpc.errors import PlanError
@@ -86,8 +87,13 @@ class Order:
     def depth(self, stage: int) -> int:
         """Passes that `stage` holds at most: no more than a stage above it lets through, and no more than there are.
         Where virtual stages close the ring, the last stage lets the others through no more than two groups further."""
+        return self._depths[stage]
+
+    @cached_property
+    def _depths(self) -> tuple[int, ...]:
         ring = self.in_flight[-1] + 2 * self.group if self.chunks > 1 else self.in_flight[0]
-        return min(*self.in_flight[:stage + 1], ring, self.micro_batches * self.chunks)
+        most = min(ring, self.micro_batches * self.chunks)
+        return tuple(accumulate((min(most, held) for held in self.in_flight), min))
 
     def turns(self) -> list[tuple[int, int]]:
         """(micro-batch, chunk) of the forward passes in order; backward passes go through the chunks in reverse."""

@@ -52,7 +52,7 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
         sequence_parallel=bool(options.sequence_parallel), bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
-        fabric_order=options.fabric_order or (tuple(options.nodes) if options.nodes else None))
+        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)))
     placements = Space(model, batch, site, fixed, costs).placements()
     if not placements:
         refusal.nothing_divides(model, batch, site, fixed)
@@ -82,7 +82,7 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
         if too_large:
             refusal.nothing_fits(evaluator, too_large)
         refusal.nothing_divides(model, batch, site, options)
-    found = explored(evaluator, placements, space.small, clock)
+    found = explored(evaluator, space, placements, clock)
     if not found.candidates:
         refusal.nothing_fits(evaluator, placements)
     return _improved(evaluator, found, clock)

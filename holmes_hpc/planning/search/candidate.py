@@ -15,12 +15,13 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.memory import fits
+from holmes_hpc.planning.cost.memory import fits, most_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s, timing, transfers_s
 from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
-from holmes_hpc.planning.search.space import MOST_CHUNKS, Block, Placement
+from holmes_hpc.planning.search.one_size import MOST_CHUNKS
+from holmes_hpc.planning.search.placement import Block, Placement
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import RECOMPUTE, Component, Schedule
 
@@ -76,6 +77,8 @@ class Evaluator:
             if placement.estimate.seconds(chunks) > most_s:
                 continue
             for recompute in recomputations:
+                if not self._could_fit(placement, recompute, chunks):
+                    continue
                 made = next(filter(None, (self._way(placement, recompute, kind, chunks)
                                           for kind in self._kinds(placement, chunks))), None)
                 if made is not None:
@@ -93,6 +96,20 @@ class Evaluator:
         if placement.pp == 1 or micro_batches % placement.pp or kind == "1f1b":
             possible = range(0)
         return [*possible] if kind == "interleaved" else [1, *possible]
+
+    def _could_fit(self, placement: Placement, recompute: str, chunks: int) -> bool:
+        """Whether the stages could hold all layers, by what these keep themselves: quick, and never wrongly false."""
+        batch = replace(self.batch, micro_size=placement.micro)
+        depth = np.array(in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
+        run = placement.dp // placement.instances if self.options.distributed_optimizer else 1
+        parallel = placement.tp > 1 and self.options.sequence_parallel is not False
+        most = [most_layers(self.model, batch, self.costs, b.fabric.gpu, placement.tp, parallel, recompute, run, depth,
+                            self.options.max_memory_gib) for b in placement.blocks]
+        if placement.strategy != "hierarchical-dp":
+            first = np.cumsum([0, *(b.stages for b in placement.blocks)])
+            most = [np.concatenate([m[a:z] for m, a, z in zip(most, first[:-1], first[1:], strict=True)])]
+        least = np.min(most, axis=0)
+        return bool(least.min() >= chunks and least.sum() >= self.model.layers)
 
     def _kinds(self, placement: Placement, chunks: int) -> tuple[str, ...]:
         """The schedules to try: the one asked for; else the one that runs ahead, which no other is faster than, and if
@@ -132,32 +149,37 @@ class Evaluator:
             layout.order  # noqa: B018 (micro-batches that virtual stages cannot have are found out here)
         except PlanError:
             return None
-        dealt = self._layers(layout)
-        if dealt is None:
-            return None
-        layers, full = dealt
-        sizes = np.array([layout.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
-        bounds, whole = least_s(layout, np.repeat(layers, len(sizes), axis=0), sizes)
-        at = int(np.argmin(whole))
-        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), layers, float(bounds[at]),
-                         full=full)
-
-    def _layers(self, layout: Layout) -> tuple[np.ndarray, bool] | None:
-        o, chunks, most = self.options, layout.parallel.virtual_stages, self.options.max_memory_gib
-        if o.layers_per_stage is not None:
-            made = split.chunked(o.layers_per_stage, chunks)
-        elif o.partition == "exact":
-            return split.balanced(layout, most)
+        if self._free_layers:
+            stages = split.Stages(layout, self.options.max_memory_gib)
+            if not stages.fit:
+                return None
+            layers, full = stages.balanced()
+            others = stages.early() if _may_be_early(layout) else layers
         else:
-            made = split.uniform(layout) if o.partition == "uniform" else split.proportional(layout)
-        if made.shape[1] != layout.parallel.pp or made.sum() != self.model.layers or made.min() < 1:
-            return None
-        return (made, False) if fits(layout, made, most)[0] else None
+            others = layers = self._told_layers(layout)
+            full = False
+            if layers.shape[1] != placement.pp or layers.sum() != self.model.layers or layers.min() < 1:
+                return None
+            if not fits(layout, layers, self.options.max_memory_gib)[0]:
+                return None
+        sizes = np.array([layout.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
+        both = np.concatenate([np.repeat(layers, len(sizes), axis=0), others])
+        bounds, whole = least_s(layout, both, np.append(sizes, layout.bucket_bytes))
+        at = int(np.argmin(whole[:-1]))
+        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), layers,
+                         float(min(bounds[at], bounds[-1])), full=full)
+
+    def _told_layers(self, layout: Layout) -> np.ndarray:
+        if self.options.layers_per_stage is not None:
+            return split.chunked(self.options.layers_per_stage, layout.parallel.virtual_stages)
+        return split.uniform(layout) if self.options.partition == "uniform" else split.proportional(layout)
 
     def simulated(self, candidate: Candidate, passes: int = WHOLE) -> Candidate:
         """The candidate with its seconds; the schedule that runs ahead gets its depth."""
         kind = candidate.layout.schedule.kind
-        return self._deepest(candidate, passes) if kind == "ahead" else self._timed(candidate, passes)
+        if kind != "ahead":
+            return self._timed(candidate, passes)
+        return self._early(self._deepest(candidate, passes), passes)
 
     @staticmethod
     def _timed(candidate: Candidate, passes: int = WHOLE) -> Candidate:
@@ -172,6 +194,25 @@ class Evaluator:
             except PlanError:  # virtual stages that would lock up at this depth
                 continue
         return candidate
+
+    def _early(self, candidate: Candidate, passes: int) -> Candidate:
+        """The candidate, or if its step is shorter the one whose first stages have more layers and run far ahead: they
+        compute while the pipeline fills and parameters are gathered."""
+        if not self._free_layers or not _may_be_early(candidate.layout):
+            return candidate
+        wanted = [e + DEEPER[-1] for e in extra_depth(candidate.layout, candidate.layers)[:-1]] + [0]
+        _, layout = next(self._depths(candidate, wanted))
+        stages = split.Stages(layout, self.options.max_memory_gib)
+        layers = stages.early() if stages.fit else candidate.layers
+        if float(least_s(layout, layers)[0][0]) >= candidate.seconds:
+            return candidate
+        other = self._timed(replace(candidate, layout=layout, layers=layers), passes)
+        return other if other.seconds < candidate.seconds else candidate
+
+    @property
+    def _free_layers(self) -> bool:
+        """Whether the planner may choose the layers of each stage."""
+        return self.options.layers_per_stage is None and self.options.partition == "exact"
 
     def _depths(self, candidate: Candidate, wanted: list[int]) -> Iterator[tuple[int, Layout]]:
         """(most passes more than at the stage below, the layout) for which there is memory, down from `wanted`."""
@@ -212,8 +253,7 @@ class Evaluator:
         """Layers, and passes in flight beyond those that hide the transfers: a stage whose gradients take long gets
         fewer layers, starts late and ends early, while the stages above it run ahead."""
         best = candidate = self._split(candidate)
-        p = candidate.layout.parallel
-        if candidate.layout.schedule.kind != "ahead" or p.virtual_stages > 1 or p.pp == 1:
+        if not _may_be_early(candidate.layout):
             return candidate
         wanted = extra_depth(candidate.layout, candidate.layers)
         for more in DEEPER:
@@ -226,7 +266,7 @@ class Evaluator:
 
     def _split(self, candidate: Candidate) -> Candidate:
         """The candidate with the layers that make its step shortest, if they may be chosen."""
-        if self.options.layers_per_stage is not None or self.options.partition != "exact":
+        if not self._free_layers:
             return candidate
         layers = split.exact(candidate.layout, candidate.layers, self.options.max_memory_gib)
         return candidate if np.array_equal(layers, candidate.layers) else self._timed(replace(candidate, layers=layers))
@@ -255,6 +295,11 @@ class Evaluator:
             order = list(blocks)
             order[a], order[b] = order[b], order[a]
             yield tuple(order)
+
+
+def _may_be_early(layout: Layout) -> bool:
+    """Whether stages may run farther ahead of those below them than hides the transfers."""
+    return layout.schedule.kind == "ahead" and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
 
 
 def deepened(layout: Layout, extra: list[int]) -> Layout:

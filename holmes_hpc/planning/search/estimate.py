@@ -14,7 +14,8 @@ class Estimate:
 
     `tau`: the slowest stage's layers for one micro-batch, forward and backward; `head`: a stage's share of the output
     layer; `wire`: one transfer over the slowest edge; `transfers`: one micro-batch's way down the pipeline and up;
-    `reduce`: the gradients' traffic of a stage, `after`: what nothing hides. `most_chunks`: virtual stages it may have.
+    `reduce`: the gradients' traffic of a stage, `after`: what nothing hides; `early`: how much of both is left without
+    virtual stages, where the first stages run far ahead. `most_chunks`: virtual stages it may have.
     """
 
     micro_batches: Any
@@ -25,6 +26,7 @@ class Estimate:
     transfers: Any
     reduce: Any
     after: Any
+    early: Any
     most_chunks: Any
 
     def seconds(self, chunks: Any) -> Any:
@@ -36,7 +38,8 @@ class Estimate:
         computing = self.micro_batches * (self.tau + self.head) + self.transfers * chunks
         sending = self.micro_batches * self.wire * chunks + most(0, self.transfers - 2 * self.wire)  # to it and from it
         hides = (fill + self.transfers * chunks) / 2
-        return most(computing, sending) + fill + most(0, self.reduce - hides) + self.after
+        left = 1 - (1 - self.early) * (chunks == 1)
+        return most(computing, sending) + fill + (most(0, self.reduce - hides) + self.after) * left
 
     def least(self) -> Any:
         """Seconds with the number of virtual stages that suits best: none, some, or as many as there may be."""

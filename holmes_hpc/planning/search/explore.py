@@ -17,9 +17,12 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.limit import required
-from holmes_hpc.planning.search.space import Placement
+from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.space import MARGIN, Space
 
 OVER = 1.1  # an estimate is at most so much too long
+WIDER = 1.6  # how the margin grows at most within which placements are listed, where the best is slow beside estimates
+WIDEST = 4.0  # margin beyond which nothing is listed any more
 GAP = 0.002  # what is gained less than this is not looked for
 EVERY_S = 2.0  # between two lines of progress
 
@@ -53,19 +56,22 @@ class Explored:
     promised: float
 
 
-def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clock: Clock) -> Explored:
-    """The placements' best ways. `whole`: estimates are not trusted, every placement is taken apart."""
-    done: list[Candidate] = []
+def explored(evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock) -> Explored:
+    """The best ways of all of `space`, of which the first `placements` are listed. Where they are few, estimates are
+    not trusted: every placement is taken apart."""
+    margin, done, placements = MARGIN, list[Candidate](), [*placements]
     ways: list[Candidate] = []  # of the first placements, that wait
     firsts = _firsts(placements, len(evaluator.site.fabrics))
     for at in firsts:
         if found := sorted(evaluator.ways(placements[at]), key=lambda w: (w.bound, w.key())):
             done.append(evaluator.simulated(found[0], ROUGH))
             ways += found[1:]
-    least = min((c.seconds for c in done), default=inf)
-    queue: list[tuple[float, int, Placement | Candidate]] = [
+    least, whole = min((c.seconds for c in done), default=inf), space.small
+    queue: list[tuple[float, int, Placement | Candidate | None]] = [
         (0.0 if whole else p.least_s / OVER, at, p) for at, p in enumerate(placements) if at not in firsts]
     queue += [(way.bound, len(placements) + i, way) for i, way in enumerate(ways)]
+    if placements and not whole:
+        queue.append((margin * placements[0].least_s / OVER, -1, None))  # all that is not listed yet
     count = len(placements) + len(ways)
     heapq.heapify(queue)
     promised = inf
@@ -74,7 +80,17 @@ def explored(evaluator: Evaluator, placements: list[Placement], whole: bool, clo
         if promised >= least * (1 - GAP) or (done and clock.is_over()):
             break
         item = heapq.heappop(queue)[2]
-        if isinstance(item, Placement):
+        if item is None:
+            needed = OVER * least / placements[0].least_s if done else inf
+            known, margin = set(placements), min(margin * WIDER, max(needed, margin * 1.01))
+            more = [p for p in space.placements(margin) if p not in known]
+            placements += more
+            for p in more:
+                count += 1
+                heapq.heappush(queue, (p.least_s / OVER, count, p))
+            if margin < WIDEST:
+                heapq.heappush(queue, (margin * placements[0].least_s / OVER, -1, None))
+        elif isinstance(item, Placement):
             for way in evaluator.ways(item, inf if whole else OVER * least):
                 if way.bound < least:
                     count += 1

@@ -6,13 +6,16 @@ Everywhere in the search and the cost model layers are arrays of shape (1, S, C)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory, room
 from holmes_hpc.planning.cost.timing import step_s, timing
+from holmes_hpc.planning.schedule.simulation import Durations
 
+STEPS = 24  # of a bisection
 WIDE = 10  # stages up to which every move of one layer is tried; beyond, only those from the busiest stages
 
 
@@ -50,28 +53,69 @@ def proportional(layout: Layout) -> np.ndarray:
     return chunked([*made, layers - sum(made)], chunks)
 
 
-def balanced(layout: Layout, most_gib: float | None = None) -> tuple[np.ndarray, bool] | None:
-    """(the split with the least of the largest (computing + gradient traffic) over stages, within the stages' memory;
-    whether any stage has as many layers as its memory holds). None if the layers do not fit. Adding layers one by one
-    where the result is least is optimal for such a maximum."""
-    stages, layers, chunks = layout.parallel.pp, layout.model.layers, layout.parallel.virtual_stages
-    most, made = _most(layout, most_gib), np.full(stages, chunks)
-    if (made > most).any() or most.sum() < layers or made.sum() > layers:
-        return None
-    one, two = _load(layout, _one_and_two(layout))
-    each = (two - one) / chunks  # seconds of a further layer; what is left: embedding, head
-    fixed = one - each * chunks
-    for _ in range(layers - made.sum()):
-        after = np.where(made < most, fixed + each * (made + 1), np.inf)
-        made[int(np.argmin(after))] += 1
-    return chunked(made, chunks), bool((made >= most).any())
+class Stages:
+    """What a layer more means for each stage of a layout: it is worked out once, for all ways to divide the layers.
+    `most`: layers that fit, (S,)."""
+
+    def __init__(self, layout: Layout, most_gib: float | None = None) -> None:
+        self.layers, self.chunks, self.pp = layout.model.layers, layout.parallel.virtual_stages, layout.parallel.pp
+        self.micro_batches = layout.order.micro_batches
+        self.most = _most(layout, most_gib)
+        self.fit = bool((self.most >= self.chunks).all() and self.most.sum() >= self.layers
+                        and self.pp * self.chunks <= self.layers)
+        self._layout = layout
+
+    @cached_property
+    def _times(self) -> tuple[Durations, ...]:
+        return timing(self._layout, _one_and_two(self._layout)).replicas
+
+    def balanced(self) -> tuple[np.ndarray, bool]:
+        """(the split with the least of the largest (computing + gradient traffic) over stages; whether any stage has as
+        many layers as fit). Adding layers one by one where the result is least is optimal for such a maximum."""
+        made = np.full(self.pp, self.chunks)
+        one, two = _busy(self._times, self.micro_batches)
+        each = (two - one) / self.chunks  # seconds of a further layer; what is left: embedding, head
+        fixed = one - each * self.chunks
+        left = int(self.layers - made.sum())
+        more = made[:, None] + 1 + np.arange(left)  # of a stage, one after the other
+        after = np.where(more <= self.most[:, None], fixed[:, None] + each[:, None] * more, np.inf).ravel()
+        made += np.bincount(np.argsort(after, kind="stable")[:left] // max(1, left), minlength=self.pp)
+        return chunked(made, self.chunks), bool((made >= self.most).any())
+
+    def early(self) -> np.ndarray:
+        """The split for stages that run far ahead of those below them: the later a micro-batch comes to a stage, the
+        fewer layers it has. For a limit of the step, stage after stage gets as many layers as it can compute between
+        the first micro-batch's coming and the last gradients' way up; the least limit counts that deals out all."""
+        late, busy, moved = (np.zeros((2, self.pp)) for _ in range(3))
+        for d in self._times:
+            passes = d.forward[:, :, 0] + d.backward[:, :, 0]
+            late = np.maximum(late, passes + d.ready[:, :, 0])  # what a stage makes those below it later
+            busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
+            moved[0, 1:] = np.maximum(moved[0, 1:], d.down[0, :-1] + d.up[0, 1:])
+        rows = list(zip(late[0].tolist(), (late[1] - late[0]).tolist(), busy[0].tolist(), (busy[1] - busy[0]).tolist(),
+                        moved[0].tolist(), self.most.tolist(), strict=True))
+
+        def dealt(limit: float) -> list[int]:
+            made, gone = list[int](), 0.0
+            for late_by, late_each, busy_by, busy_each, moved_by, most in rows:
+                gone += moved_by
+                made.append(min(most, 1 + int(max(0.0, limit - gone - busy_by) / busy_each)))
+                gone += late_by + late_each * (made[-1] - 1)
+            return made
+
+        low, high = 0.0, float(self.layers * (late.sum() + busy.sum()) + moved.sum())
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(dealt(middle)) >= self.layers else (middle, high)
+        made = dealt(high)
+        for s in reversed(range(self.pp)):  # where several stages had room for one more at the same limit
+            made[s] -= min(made[s] - 1, sum(made) - self.layers)
+        return chunked(made, 1)
 
 
-def _load(layout: Layout, layers: np.ndarray) -> np.ndarray:
+def _busy(times: tuple[Durations, ...], m: int) -> np.ndarray:
     """Seconds that each stage is busy in a step, and that its gradients take beyond their last backward pass."""
-    times = timing(layout, layers)
-    m = layout.order.micro_batches
-    busy = [(d.forward * m + d.backward * (m - 1) + d.reduce).sum(axis=2) for d in times.replicas]
+    busy = [(d.forward * m + d.backward * (m - 1) + d.reduce).sum(axis=2) for d in times]
     return np.asarray(np.max(busy, axis=0))
 
 
@@ -114,7 +158,8 @@ def _moves(layout: Layout, layers: np.ndarray, most: np.ndarray) -> np.ndarray:
     counts, chunks = layers[0].sum(axis=1), layout.parallel.virtual_stages
     sources: Sequence[int] = range(len(counts))
     if len(counts) > WIDE:
-        sources = sorted(np.argsort(-_load(layout, layers)[0], kind="stable")[:2].tolist())
+        busy = _busy(timing(layout, layers).replicas, layout.order.micro_batches)[0]
+        sources = sorted(np.argsort(-busy, kind="stable")[:2].tolist())
     moves = [np.empty((0, len(counts), chunks), layers.dtype)]
     for source in sources:
         for target in range(len(counts)):

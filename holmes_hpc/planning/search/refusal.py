@@ -13,7 +13,7 @@ from holmes_hpc.planning.cost.memory import SLACK, memory, room
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.offers import divisors, offers
-from holmes_hpc.planning.search.space import Placement
+from holmes_hpc.planning.search.placement import Placement
 
 
 def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
@@ -74,8 +75,17 @@ class TransportRule:
 
     def _best(self, fabrics: Collection[str]) -> Transport:
         """Between nodes: RDMA inside one fabric that has it, else TCP over Ethernet."""
-        fabric = self.site.fabric(next(iter(fabrics)))
-        return Transport("rdma", fabric.nic, fabric.name) if len(fabrics) == 1 and fabric.nic.rdma else TCP
+        if len(fabrics) > 1:
+            return TCP
+        name = next(iter(fabrics))
+        if name not in self._inside:  # a search asks for every stage of thousands of plans
+            fabric = self.site.fabric(name)
+            self._inside[name] = Transport("rdma", fabric.nic, fabric.name) if fabric.nic.rdma else TCP
+        return self._inside[name]
+
+    @cached_property
+    def _inside(self) -> dict[str, Transport]:
+        return {}
 
 
 def refuse_unshared(site: Site, group: str, members: Sequence[Place], transport: Transport) -> None:

@@ -1,0 +1,106 @@
+"""Placements with whole pipelines in each fabric and data parallel across them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.search.fabric_order import along
+from holmes_hpc.planning.search.limit import Limit
+from holmes_hpc.planning.search.offers import divisors
+from holmes_hpc.planning.search.one_size import OneSize
+from holmes_hpc.planning.search.placement import Block, Placement
+
+DEEPEST = 64  # stages at most
+
+
+def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
+    """Those of `size` with the largest optimizer instances that are equal, as far as `limit` allows them."""
+    options = size.options
+    wanted = options.pp or (len(options.layers_per_stage) if options.layers_per_stage else None)
+    depths = np.array([wanted] if wanted else range(1, min(size.layers, DEEPEST) + 1))
+    depths = depths[(depths <= size.layers) & (depths * size.tp * dp <= size.ranks.sum())]
+    per_stage = -(-size.layers // depths)
+    least = _replica(size, depths, size.all_chunks(depths, size.shares // dp), dp, float(size.each.min())).least()
+    least = np.where(per_stage * size.held.min() <= size.room.max(), least, np.inf)
+    for at in np.argsort(least, kind="stable").tolist():
+        if least[at] > limit.most() or np.isinf(least[at]):
+            return
+        pp = int(depths[at])
+        units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
+        most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
+        for counts, run in _splits(size, dp, most, units):
+            used = [f for f, n in enumerate(counts) if n]
+            if size.linked and options.fabric_order is None:
+                used = along(1 / size.between, used, ring=True)
+            estimate = _estimate(size, dp, pp, used, run)
+            if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
+                blocks = tuple(Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
+                               for f in used for o in [size.offers[f]])
+                yield Placement("hierarchical-dp", size.micro, size.tp, dp, blocks, estimate, dp // run)
+
+
+def _replica(size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: float = 0.0, after: float = 0.0,
+             ) -> Estimate:
+    """Of the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual ones; `wire`: of one
+    of its stage transfers, `after`: what crosses fabrics."""
+    most = np.maximum if isinstance(pp, np.ndarray) else max
+    tau = -(-size.layers // pp) * each
+    head = most(size.head / pp, (pp > 1) * (size.head + each - tau))  # the last stage has a layer beside the head
+    return Estimate(size.shares // dp, pp, tau, head, wire, 2 * wire * (pp - 1), 0.0, after, 1.0, chunks)
+
+
+def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int],
+            ) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics."""
+    if size.fixed:
+        if sum(most) == dp and all(most):
+            yield tuple(most), gcd(*most)
+        return
+    for chosen, _ in size.choices:
+        if len(chosen) < 2 or sum(most[f] for f in chosen) < dp:
+            continue
+        by_room = sorted(chosen, key=lambda f: (-most[f], f))
+        for run in reversed(divisors(dp)):
+            made = [0] * len(most)
+            for f in chosen:  # each fabric has a part
+                made[f] = run * units[f] // gcd(run, units[f])
+            left = dp - sum(made)
+            if left < 0 or any(made[f] > most[f] for f in chosen):
+                continue
+            for f in by_room:
+                step = run * units[f] // gcd(run, units[f])
+                more = min(left, most[f] - made[f]) // step * step
+                made[f] += more
+                left -= more
+            if left == 0:
+                yield tuple(made), run
+                break
+
+
+def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Estimate:
+    """Of pipelines in the fabrics `used`, with optimizer instances of `run` ranks."""
+    per_stage = -(-size.layers // pp)
+    across = _across_s(size, tuple(used)) * per_stage / run
+    reduce, gather = size.known(size.sync_s, run, pp)
+    each = max(float(size.each[f]) for f in used)
+    stages = min(pp, max(size.offers[f].per_node for f in used) // size.tp)  # of a node, which share its NIC
+    backward = per_stage * 2 / 3 * each  # hides that much of the gradients' traffic
+    reducing = max(0.0, per_stage * stages * max(float(reduce[f]) for f in used) + across - backward)
+    after = reducing + per_stage * stages * pp * max(float(gather[f]) for f in used)
+    inside, _ = size.known(size.transfers_s, 1)  # of pipelines that are longer than a node
+    wire = max((float(inside[f]) for f in used if pp * size.tp > size.offers[f].per_node), default=0.0)
+    return _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp, each, wire, after)
+
+
+def _across_s(size: OneSize, used: tuple[int, ...]) -> float:
+    """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
+    gpu = size.offers[used[0]].fabric.gpu
+    moved = 2.0 * layer_parameters(size.model, size.tp) * size.costs.gradient_size(gpu)
+    return moved / min(min(size.ethernet[a], size.between[a, b]) * 1e9 / 8 / size.offers[a].per_node
+                       for a, b in zip(used, used[1:] + used[:1], strict=True))

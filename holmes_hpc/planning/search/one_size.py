@@ -1,0 +1,130 @@
+"""What placements of one micro-batch size and TP take: seconds of a layer, rates, delays and memory of each fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+
+import numpy as np
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.cost.memory import capacity
+from holmes_hpc.planning.search.offers import Offer
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport, TransportRule
+
+MOST_CHUNKS = 8
+
+
+class OneSize:
+    """Arrays have an entry for each fabric of `offers`, (F,). `each`: seconds of a layer for one micro-batch, forward
+    and backward; `shares`: micro-batches of all data-parallel ranks."""
+
+    def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, micro: int,
+                 tp: int, usable: list[Offer]) -> None:
+        self.model, self.batch, self.options, self.costs = model, batch, options, costs
+        self.micro, self.tp, self.offers = micro, tp, usable
+        one = Batch(batch.global_size, micro, batch.sequence_length)
+        parallel = tp > 1 and options.sequence_parallel is not False
+        recompute = "none" if options.recompute == "auto" else options.recompute
+        gpus = [o.fabric.gpu for o in usable]
+        self.each = np.array([sum(costs.layer_s(model, one, tp, o.fabric, parallel, recompute)) for o in usable])
+        self.head = min(sum(costs.head_s(model, one, tp, o.fabric)) for o in usable)
+        rule = TransportRule(site, "holmes", frozenset(), one_node=False)
+        fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
+        self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
+                         for what in ("", "reduce_scatter", "all_gather")}
+        self.latency = np.array([costs.link(t, f).latency_s for f, t in fabrics])
+        self.ethernet, self.between, self.delay = _between(site, usable, costs)
+        self.linked = bool(site.links)
+        self.shares, self.layers = batch.global_size // micro, model.layers
+        self.per_node = np.array([o.per_node for o in usable])
+        self.ranks = np.array([o.nodes * o.per_node for o in usable])
+        self.fixed = any(o.fixed for o in usable)
+        weight, gradient = (np.array([size(g) for g in gpus]) for size in (costs.weight_bytes, costs.gradient_size))
+        self.held = layer_parameters(model, tp) * (weight + gradient)  # bytes of a layer, without its optimizer
+        self.room = np.array([capacity(g, options.max_memory_gib) for g in gpus])
+        self.taus = np.unique(np.concatenate([e * np.arange(1, model.layers + 1) for e in self.each]))
+        self.fit = np.floor(self.taus[:, None] / self.each + 1e-9).astype(int)  # layers of a stage in tau, (T, F)
+        chosen = range(1, 1 + (1 if options.strategy == "one-fabric" else len(usable)))
+        self.choices = [(c, frozenset(usable[f].fabric.name for f in c)) for size in chosen
+                        for c in combinations(range(len(usable)), size)]  # of fabrics, and their names
+        self._known: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+
+    def least_s(self, dp: int) -> float:
+        """Less than any step with so many data-parallel ranks."""
+        together = (self.ranks / (self.tp * dp * self.each)).sum()  # layers a second, of blocks of TP x DP GPUs
+        return float(self.shares / dp * max(self.each.min(), self.layers / together))
+
+    def most_chunks(self, stages: int, micro_batches: int) -> int:
+        """Virtual stages that pipelines of so many stages could have."""
+        if self.options.virtual_stages:
+            return self.options.virtual_stages
+        if self.options.schedule == "1f1b" or stages < 2 or micro_batches % stages:
+            return 1
+        return max(1, min(self.layers // stages, MOST_CHUNKS))
+
+    def all_chunks(self, stages: np.ndarray, micro_batches: int) -> np.ndarray:
+        """:meth:`most_chunks` of many."""
+        return np.array([self.most_chunks(s, micro_batches) for s in range(self.layers + 1)])[stages]
+
+    def known(self, made: Callable[..., tuple[np.ndarray, np.ndarray]], *args: int) -> tuple[np.ndarray, np.ndarray]:
+        """`made` of `args`, worked out once."""
+        key = made.__name__, args
+        if key not in self._known:
+            self._known[key] = made(*args)
+        return self._known[key]
+
+    def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a stage transfer inside each fabric, (F,), and between two, which the slower end keeps, (F, F)."""
+        moved = self.micro * self.batch.sequence_length * self.model.hidden * max(
+            self.costs.weight_bytes(o.fabric.gpu) for o in self.offers) * 8e-9
+        if self.options.sequence_parallel is not False:
+            moved /= self.tp
+        ranks = np.minimum(self.per_node, self.tp * dp)
+        out = moved * ranks[:, None] / self.between + self.delay
+        return moved * ranks / self.networks[""] + self.latency, np.maximum(out, out.T)
+
+    def sync_s(self, dp: int, apart: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds to (reduce the gradients, gather the parameters) of one layer in each fabric; `apart`: how many
+        blocks of TP ranks lie between two that share a gradient."""
+        seconds, costs = [], self.costs
+        for f, offer in enumerate(self.offers):
+            gpu = offer.fabric.gpu
+            how, count = costs.collectives(gpu), layer_parameters(self.model, self.tp)
+            moved = count * (dp - 1) / dp * np.array([how.reduce_scatter * costs.gradient_size(gpu),
+                                                      how.all_gather * costs.weight_bytes(gpu)])
+            if self.tp * dp * apart <= offer.per_node:
+                rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, offer.fabric).efficiency)
+            else:
+                rate = np.array([self.networks[what][f] for what in ("reduce_scatter", "all_gather")]) / self.tp
+            seconds.append(moved / (rate * 1e9 / 8))
+        reduce, gather = np.array(seconds).T
+        return reduce, gather
+
+
+def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str) -> float:
+    """What a node can send of payload to others of its fabric, in Gb/s."""
+    return fabric.data_gbps * costs.link(transport, fabric, collective).efficiency
+
+
+def _between(site: Site, usable: list[Offer], costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gb/s of payload that a node sends over its Ethernet, (F,); what it sends to each other fabric, and the seconds
+    before a message's first byte, (F, F)."""
+    links = [costs.link(TCP, o.fabric) for o in usable]
+    share = np.array([link.efficiency for link in links])
+    ethernet = np.array([o.fabric.ethernet_gbps for o in usable]) * share
+    rate = np.repeat(ethernet[:, None], len(usable), axis=1)
+    delay = np.repeat(np.array([[link.latency_s] for link in links]), len(usable), axis=1)
+    at = {o.fabric.name: f for f, o in enumerate(usable)}
+    for link in site.links:
+        a, b = (at.get(name) for name in link.between)
+        if a is not None and b is not None:
+            for here, there in ((a, b), (b, a)):
+                delay[here, there] += link.delay_ms / 1e3
+                if link.gbps is not None:
+                    rate[here, there] = link.gbps * share[here]
+    return ethernet, rate, delay

@@ -1,0 +1,54 @@
+"""A placement: what runs where, before layers, schedule and recomputation are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from holmes_hpc.fabric.site import Fabric
+from holmes_hpc.planning.search.estimate import Estimate
+
+
+@dataclass(frozen=True)
+class Block:
+    """`nodes` nodes of a fabric with `per_node` ranks each; they hold `stages` pipeline stages, or, in a hierarchical
+    placement, `pipelines` whole pipelines."""
+
+    fabric: Fabric
+    nodes: int
+    per_node: int
+    stages: int
+    pipelines: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`estimate`: of its step, good enough to rank placements. `instances`: of the distributed optimizer."""
+
+    strategy: str
+    micro: int
+    tp: int
+    dp: int
+    blocks: tuple[Block, ...]
+    estimate: Estimate
+    instances: int = 1
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of the step, by the estimate."""
+        return float(self.estimate.least())
+
+    @property
+    def fabrics(self) -> frozenset[str]:
+        return frozenset(b.fabric.name for b in self.blocks)
+
+    @property
+    def pp(self) -> int:
+        return self.blocks[0].stages if self.strategy == "hierarchical-dp" else sum(b.stages for b in self.blocks)
+
+    @property
+    def gpus(self) -> int:
+        return sum(b.nodes * b.per_node for b in self.blocks)
+
+    def key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
+        return self.least_s, self.gpus, self.tp, tuple((b.fabric.name, b.nodes) for b in self.blocks)
