@@ -68,7 +68,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
         if fabric.gres and (settings.share if own.share is None else own.share) is not False:
             said = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
             share = node_share(part.gpus_per_node, fabric.node_gpus or fabric.gpus_per_node, fabric.node_cpus,
-                               fabric.node_memory_gib, part.gpus_per_node, bool(values.get("exclusive")))
+                               fabric.node_memory_gib, part.gpus_per_node, values.get("exclusive") is True)
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in said}, **values}
         values |= {"partition": part.partition or None, "constraint": part.constraint or None, "nodes": part.nodes,
                    "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}

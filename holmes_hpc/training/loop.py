@@ -102,8 +102,7 @@ class Trainer:
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
         self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
-        if not gpt.transformer_engine():
-            attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
+        attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
         chunks = gpt.build(plan, self.model_config, train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
@@ -244,9 +243,9 @@ class Trainer:
             return []
         return [entry["loss"] for entry in stored]
 
-    def forward_one(self, chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """One micro-batch of the next step through one model chunk: its output, and how its loss is made."""
-        return forward_step(self.here.device, self._batches(self.training, self.step)[0], chunk)
+    def next_batches(self) -> Iterator[Any]:
+        """The micro-batches of the next steps, as a model chunk gets them."""
+        return self._batches(self.training, self.step)[0]
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
@@ -364,17 +363,12 @@ class Trainer:
 
 def forward_step(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Megatron-Core's forward_step_func: one micro-batch through one model chunk, and how its loss is made."""
-    first, last = _ends(chunk)
-    batch = next(batches) if first or last else {}
+    model = gpt.inner(chunk)
+    batch = next(batches) if model.pre_process or model.post_process else {}
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items() if value is not None}
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels") if last else None)
+    labels = batch.get("labels") if model.post_process else None
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=labels)
     return output, partial(_loss, batch.get("loss_mask"))
-
-
-def _ends(chunk: Any) -> tuple[bool, bool]:
-    while not hasattr(chunk, "pre_process"):
-        chunk = chunk.module
-    return chunk.pre_process, chunk.post_process
 
 
 def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

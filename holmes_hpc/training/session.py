@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holmes_hpc import __version__
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import HolmesError, NetworkError, PlanError, RunFailed
+from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, PlanError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
@@ -85,23 +85,17 @@ def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
 
 
 def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit,
-          bind_cpus: bool = True) -> Session:
+          bind_cpus: bool) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place,
     GPU or network is one line, on every rank, before the first group is made."""
-    began, on_gpu = time.perf_counter(), cuda.wanted(train.device, plan)
-    if on_gpu:
-        if (warning := cuda.connect_queues(plan, min(own.rank, plan.world_size - 1), os.environ)) is not None:
-            say(warning)
-    else:
-        cpu.install()
-        ranks_here = plan.components[plan.component_of(min(own.rank, plan.world_size - 1))].gpus_per_node
-        torch.set_num_threads(cpu.threads(os.environ, own.world_size if own.one_host else ranks_here,
-                                          len(os.sched_getaffinity(0))))
+    began = time.perf_counter()
     if own.rank == 0:
         rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
     try:
         launch.check(own, plan)
-        said = _check_cuda(plan, own.rank, on_gpu, train)
+        on_gpu = cuda.wanted(train.device, plan)
+        _set_up_device(plan, own, on_gpu)
+        said = _check_cuda(plan, own, on_gpu, train)
         nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
         traffic = Traffic(plan, own, nics)
         node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
@@ -111,7 +105,7 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         raise
     store = _meet(own, run, node, rank_exit, train.net_timeout_s)
     rank_exit.watch(store.clone())  # type: ignore[attr-defined]
-    nodes = _exchange(own, store, node)
+    nodes = _exchange(own, store, node, on_gpu)
     interfaces.check_places(plan, nodes)
     warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
     for line in (*map(str, warnings), *([*said, *interfaces.remarks(node)] if own.local_rank == 0 else ())):
@@ -132,14 +126,26 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
     return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus)
 
 
-def _check_cuda(plan: Plan, rank: int, on_gpu: bool, train: TrainConfig) -> list[str]:
-    """Raise what forbids training on CUDA; lines for the log come back. Without CUDA only a driver that is there and
-    cannot be used, though the plan counts on GPUs, is worth a look."""
-    planned = not plan.site.fabric(plan.places[rank].fabric).gpu.is_cpu
+def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:
+    """What has to be said before anything computes: to CUDA its queues, to torch on a CPU its threads."""
+    if on_gpu:
+        if (warning := cuda.connect_queues(plan, own.rank, os.environ)) is not None:
+            say(warning)
+        return
+    cpu.install()
+    ranks_here = plan.components[plan.component_of(own.rank)].gpus_per_node
+    torch.set_num_threads(cpu.threads(os.environ, own.world_size if own.one_host else ranks_here,
+                                      len(os.sched_getaffinity(0))))
+
+
+def _check_cuda(plan: Plan, own: Launch, on_gpu: bool, train: TrainConfig) -> list[str]:
+    """Raise what forbids training on CUDA; lines for the log come back. Where the plan counts on GPUs and none can be
+    used, a cluster's nodes are wrong; one machine alone may train on its CPUs, if it has no driver either."""
+    planned = not plan.site.fabric(plan.places[own.rank].fabric).gpu.is_cpu
     if not on_gpu and train.fp8 is None and (train.device == "cpu" or not planned):
         return []
     facts = cuda_check.gather()
-    if on_gpu or facts.driver:
+    if on_gpu or facts.driver or not own.one_host:
         for problem in cuda_check.problems(facts):
             raise problem
     if train.fp8 is not None:
@@ -151,7 +157,7 @@ def _check_cuda(plan: Plan, rank: int, on_gpu: bool, train: TrainConfig) -> list
 
 def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Store) -> None:
     """No rank's GPU has less free memory than the plan needs there. PlanError on every rank: the first one's."""
-    if device.type != "cuda" or plan.predicted is None or plan.site.fabric(plan.places[own.rank].fabric).gpu.is_cpu:
+    if device.type != "cuda" or plan.predicted is None:
         return
     stage, *_ = plan.parallel.coordinates(own.rank)
     free, total = torch.cuda.mem_get_info(device)
@@ -201,11 +207,12 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
     return store
 
 
-def _exchange(own: Launch, store: dist.Store, node: NodeTransports) -> list[NodeTransports]:
-    """Every rank's networks, as they see them."""
+def _exchange(own: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool) -> list[NodeTransports]:
+    """Every rank's networks, as they see them. ConfigError on all ranks when some would train on GPUs and some on
+    CPUs."""
     if own.rank == 0:
         store.set("token", secrets.token_hex(8))
-    store.set(f"node/{own.rank}", json.dumps(node.to_dict()))
+    store.set(f"node/{own.rank}", json.dumps({**node.to_dict(), "device": "a GPU" if on_gpu else "a CPU"}))
     keys = [f"node/{rank}" for rank in range(own.world_size)]
     try:
         store.wait(keys)
@@ -213,7 +220,13 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports) -> list[Node
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise NetworkError(f"ranks {missing} did not come", where="rendezvous",
                            hint="look at their logs; they started late, died, or cannot reach rank 0") from e
-    return [NodeTransports.from_dict(json.loads(text)) for text in store.multi_get(keys)]
+    rows = [json.loads(text) for text in store.multi_get(keys)]
+    other = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)
+    if other is not None:
+        words = [f"{rows[rank]['device']} (node {rows[rank]['node']})" for rank in (0, other)]
+        raise ConfigError(f"rank 0 has {words[0]}, rank {other} {words[1]}", where="train.device",
+                          hint="see `nvidia-smi` on both nodes, or use train.device=cpu")
+    return [NodeTransports.from_dict(row) for row in rows]
 
 
 def tell_groups(session: Session) -> None:

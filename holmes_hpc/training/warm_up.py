@@ -15,10 +15,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.random_states import generators, set_generators
 
 # Of Megatron-Core's groups those whose communicators a step uses; several names may mean one group.
-USED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "embd", "pos_embd", "mp", "intra_dist_opt")
+USED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "pp", "embd", "pos_embd", "mp", "intra_dist_opt", "tp_dp_cp")
 
 
 def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
@@ -38,7 +39,8 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
 def local_passes(models: Sequence[Any], config: Any, micro_size: int, sequence_length: int, device: torch.device,
                  ) -> None:
     """One forward and one backward pass of each model chunk, on made-up data. No gradient, random number or buffer is
-    other than before. `models`: under Megatron-Core's DDP, which neither gathers nor reduces here; ranks of a
+    other than before, but for the scales that fp8 goes by. `models`: under Megatron-Core's DDP, which neither gathers
+    nor reduces here; ranks of a
     tensor-parallel group call it at the same time."""
     states = generators()
     tokens = torch.zeros(micro_size, sequence_length, dtype=torch.int64, device=device)
@@ -46,9 +48,7 @@ def local_passes(models: Sequence[Any], config: Any, micro_size: int, sequence_l
     length = sequence_length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel
                                  else 1)
     for wrapped in models:
-        chunk = wrapped.module
-        while not hasattr(chunk, "pre_process"):
-            chunk = chunk.module
+        chunk = gpt.inner(wrapped)
         buffers = [(buffer, buffer.clone()) for buffer in wrapped.module.buffers()]
         gathers = wrapped.ddp_config.overlap_param_gather
         if gathers:

@@ -44,11 +44,11 @@ def test_what_sites_write(vocabulary, features: str, nic: NicType, rdma: float |
 
 
 def test_features_name_nics(vocabulary) -> None:
-    reading = read_features(["nic_ib", "ethernet_bond0", "hca_mlx5_0", "hca_mlx5_1:2", "eth_25g"], vocabulary)
+    reading = read_features(["nic_ib", "nic_if_bond0", "nic_hca_mlx5_0", "nic_hca_mlx5_1:2", "eth_25g"], vocabulary)
     assert reading.names == NicNames("bond0", ("mlx5_0", "mlx5_1:2")) and reading.ethernet_gbps == 25
     assert not reading.unknown and not reading.problems
     assert "sockets over bond0" in [m.text for m in reading.meanings]
-    two = read_features(["nic_ib", "ethernet_bond0", "ethernet_eno1"], vocabulary)
+    two = read_features(["nic_ib", "nic_if_bond0", "nic_if_eno1"], vocabulary)
     assert two.names.ethernet == "bond0" and "2 interfaces" in two.problems[0]
 
 

@@ -38,14 +38,15 @@ def test_labelled_site() -> None:
 
 
 def test_nics_that_features_name_are_the_fabrics_or_single_nodes() -> None:
-    words = "nic_ib,nic_200g,eth_25g,fabric_a,hca_mlx5_0"
-    alike = grouped([node(f"n{i}", f"{words},ethernet_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]
+    words = "nic_ib,nic_200g,eth_25g,fabric_a,nic_hca_mlx5_0"
+    alike = grouped([node(f"n{i}", f"{words},nic_if_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]
     assert (alike.ethernet, alike.hca, alike.node_nics) == ("bond0", ("mlx5_0",), None)
-    mixed = grouped([node("n1", f"{words},ethernet_bond0"), node("n2", f"{words},ethernet_eno2"), node("n3", words)],
+    mixed = grouped([node("n1", f"{words},nic_if_bond0"), node("n2", f"{words},nic_if_eno2"), node("n3", words)],
                     [partition("ib", "n[1-3]")]).fabrics[0]
     assert [mixed.nic_names(f"n{i}").ethernet for i in (1, 2, 3)] == ["bond0", "eno2", None]
     assert mixed.nic_names("n3").hca == ("mlx5_0",)
-    ethernet = grouped([node("n1", "nic_ethernet,eth_25g,fabric_a,hca_mlx5_0,ethernet_eno1")], [partition("ib", "n1")])
+    words = "nic_ethernet,eth_25g,fabric_a,nic_hca_mlx5_0,nic_if_eno1"
+    ethernet = grouped([node("n1", words)], [partition("ib", "n1")])
     assert (ethernet.fabrics[0].ethernet, ethernet.fabrics[0].hca) == ("eno1", ())
 
 

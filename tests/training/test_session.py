@@ -1,6 +1,8 @@
 """What run.yaml says of the networks that a run used; GPUs that cannot be used (mocks: no GPU has been near this)."""
 
+import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,41 +56,58 @@ def on_gpus() -> Plan:
     return given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(1), PlanOptions(tp=1, pp=2, dp=8), Costs())
 
 
-@pytest.mark.parametrize(("cuda", "wanted", "facts", "says"), [
-    (False, "auto", CudaFacts("13.0", 12040), "the NVIDIA driver knows CUDA up to 12.4"),  # else it would train on CPUs
-    (True, "cuda", CudaFacts("13.0", 13000, 1, False), "this torch has no NCCL"),
-    (False, "auto", CudaFacts("13.0", 0), None),  # a machine without GPUs
-    (True, "auto", CudaFacts("13.0", 13000, 8), None),
+def own(one_host: bool) -> Any:
+    return SimpleNamespace(rank=0, one_host=one_host)
+
+
+@pytest.mark.parametrize(("cuda", "wanted", "facts", "one_host", "says"), [
+    (False, "auto", CudaFacts("13.0", 12040), True, "the NVIDIA driver knows CUDA up to 12.4"),  # else: on CPUs
+    (True, "cuda", CudaFacts("13.0", 13000, 1, False), True, "this torch has no NCCL"),
+    (False, "auto", CudaFacts("13.0", 0), True, None),  # a machine without GPUs
+    (False, "auto", CudaFacts("13.0", 0), False, "no CUDA device, nor an NVIDIA driver"),  # a cluster's nodes
+    (False, "auto", CudaFacts(None), False, "this torch is built for CPUs"),
+    (True, "auto", CudaFacts("13.0", 13000, 8), False, None),
 ])
 def test_a_gpu_that_cannot_be_used_ends_the_run_before_the_ranks_meet(
-        cuda: bool, wanted: str, facts: CudaFacts, says: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda: bool, wanted: str, facts: CudaFacts, one_host: bool, says: str | None,
+        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_check, "gather", lambda: facts)
     if says is None:
-        assert session._check_cuda(on_gpus(), 0, cuda, TrainConfig(device=wanted)) == []
+        assert session._check_cuda(on_gpus(), own(one_host), cuda, TrainConfig(device=wanted)) == []
     else:
         with pytest.raises(ConfigError, match=says):
-            session._check_cuda(on_gpus(), 0, cuda, TrainConfig(device=wanted))
+            session._check_cuda(on_gpus(), own(one_host), cuda, TrainConfig(device=wanted))
 
 
 def test_a_plan_of_cpus_never_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_check, "gather", lambda: pytest.fail("asked"))
     plan = given_plan(named("gpt_tiny"), Batch(8, 1, 32), local_site(1, "cpu"), PlanOptions(tp=1, pp=1, dp=1), Costs())
     for made, device in ((plan, "auto"), (on_gpus(), "cpu")):
-        assert session._check_cuda(made, 0, False, TrainConfig(device=device)) == []
+        assert session._check_cuda(made, own(False), False, TrainConfig(device=device)) == []
+
+
+def test_ranks_on_gpus_and_ranks_on_cpus_do_not_meet() -> None:
+    """Each would wait for the other in groups of its own kind."""
+    store, there = dist.HashStore(), SimpleNamespace(rank=1, world_size=2)
+    store.set("node/0", json.dumps({**NodeTransports("n0", "ib-a", {}, {}, False).to_dict(), "device": "a GPU"}))
+    here = NodeTransports("n1", "ib-a", {}, {}, False)
+    with pytest.raises(ConfigError, match=r"rank 0 has a GPU \(node n0\), rank 1 a CPU \(node n1\)"):
+        session._exchange(there, store, here, False)
+    assert [n.node for n in session._exchange(there, store, here, True)] == ["n0", "n1"]
 
 
 def test_every_rank_hears_whose_gpu_has_its_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, store = on_gpus(), dist.HashStore()
     for rank in range(1, plan.world_size):
         store.set(f"memory/{rank}", "null")
-    own = SimpleNamespace(rank=0, world_size=plan.world_size, node="ib1")
+    here = SimpleNamespace(rank=0, world_size=plan.world_size, node="ib1")
     for free in (79 * GIB, 2 * GIB):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
         if free > 70 * GIB:
-            session._check_memory(plan, own, torch.device("cuda", 3), store)
+            session._check_memory(plan, here, torch.device("cuda", 3), store)
     with pytest.raises(PlanError, match=r"GPU 3 of node ib1: 2.0 of 80.0 GiB are free, the plan needs"):
-        session._check_memory(plan, own, torch.device("cuda", 3), store)
-    own.rank = 1  # whose own memory is free
+        session._check_memory(plan, here, torch.device("cuda", 3), store)
+    here.rank = 1  # whose own memory is free
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * GIB, 80 * GIB))
     with pytest.raises(PlanError, match="GPU 3 of node ib1"):
-        session._check_memory(plan, own, torch.device("cuda", 0), store)
+        session._check_memory(plan, here, torch.device("cuda", 0), store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,13 @@ def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
                            text=True, timeout=120, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.splitlines()[-1] == "nothing is left behind"
+
+
+def test_its_groups_are_megatrons() -> None:
+    """A misspelt one would be left out without a word."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from holmes_hpc.training import warm_up
+
+    known = {field.name for field in fields(ProcessGroupCollection)}
+    assert not set(warm_up.USED) - known

@@ -219,6 +219,6 @@ class Layout:
             yield (f"the calibration does not tell {' and '.join(sorted(kinds_here))} apart (earlier releases measured"
                    " all GPUs together; a profile need not name its own): calibrate again")
         measured = {p.tp for p in found.parts if p.part == "layer"}
-        if self.parallel.tp not in measured:
+        if measured and self.parallel.tp not in measured:
             yield (f"layers at TP {self.parallel.tp} reckoned from TP {', '.join(map(str, sorted(measured)))}, with"
                    " collectives added: measure it with `holmes calibrate plan.tp=" f"{self.parallel.tp}`")

@@ -34,7 +34,8 @@ from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.run import RunDirectory, now
 from holmes_hpc.training import session
 from holmes_hpc.training.calibration import networks
-from holmes_hpc.training.loop import Trainer
+from holmes_hpc.training.loop import Trainer, forward_step
+from holmes_hpc.training.model import gpt
 from holmes_hpc.training.rank import launch
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
@@ -78,7 +79,7 @@ def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, 
 def _measure(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, watchdog: Watchdog,
              signals: Signals) -> dict[str, Any]:
     plan = Plan.read(config.plan_file or run.plan_path)
-    here = session.start(config.train, own, plan, run, rank_exit)
+    here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
     trainer = Trainer(config, here, watchdog)
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
@@ -119,10 +120,11 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
     tokens = positions % trainer.plan.model.vocab
     times: Times = {}
     layered: Any = None
+    data = trainer.next_batches()
     for wrapped in trainer.models:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
-        model = _inner(wrapped)
+        model = gpt.inner(wrapped)
         with wrapped.no_sync():
             parts = []
             if len(model.decoder.layers):
@@ -135,7 +137,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             if model.post_process:
                 times["head", own] = _passes_s(partial(_head, model, tokens), _hidden(trainer, own))
                 parts.append((1, times["head", own]))
-            whole = _passes_s(partial(_whole, trainer, wrapped, model),
+            whole = _passes_s(partial(_whole, trainer, wrapped, data, model),
                               None if model.pre_process else _hidden(trainer, own))
             times[PASS, own] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
     for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
@@ -144,7 +146,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             break
         if layered is not None:
             with layered.no_sync():
-                times["layer", shape] = _layer_s(trainer, _inner(layered), shape)
+                times["layer", shape] = _layer_s(trainer, gpt.inner(layered), shape)
     return times
 
 
@@ -161,19 +163,12 @@ def other_shapes(plan: Plan) -> list[Shape]:
             and m * s <= LARGER * micro * long]
 
 
-def _inner(wrapped: Any) -> Any:
-    """The GPT model in its wrappers."""
-    model = wrapped.module
-    while not hasattr(model, "pre_process"):
-        model = model.module
-    return model
-
-
-def _whole(trainer: Trainer, wrapped: Any, model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+def _whole(trainer: Trainer, wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor | None,
+           ) -> torch.Tensor:
     """A micro-batch through a model chunk as the loop does it, data and all."""
     if hidden is not None:
         model.set_input_tensor(hidden)
-    output, loss = trainer.forward_one(wrapped)
+    output, loss = forward_step(trainer.here.device, data, wrapped)
     made: torch.Tensor = loss(output)[0] if model.post_process else output
     return made
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
 class SdpaAttention(MegatronModule):
@@ -60,14 +61,15 @@ class SdpaAttention(MegatronModule):
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise PlanError where the plan counts on fused attention and torch has none for this model on this GPU: its
-    memory would not do. Nothing is asked on a CPU."""
+    """Raise PlanError where the plan counts on fused attention and neither Transformer Engine nor torch has it for
+    this model on this GPU: its memory would not do. Nothing is asked on a CPU."""
     gpu = plan.site.fabric(plan.places[rank].fabric).gpu
-    if device.type != "cuda" or gpu.is_cpu or (gpu.attention or "flash") not in FUSED_ATTENTION:
+    counted_on = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
+    if device.type != "cuda" or not counted_on or has_transformer_engine():
         return
     m = plan.model
     heads = torch.empty(1, m.heads // plan.parallel.tp, plan.batch.sequence_length, m.head_dim, dtype=dtype,
-                        device=device)
+                        device=device, requires_grad=True)
     asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
     kernels = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention,
                torch.backends.cuda.can_use_cudnn_attention)

@@ -19,6 +19,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.model import initial_weights
 from holmes_hpc.training.model.attention import SdpaAttention
+from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
@@ -31,15 +32,6 @@ def layout(plan: Plan) -> list[list[str]]:
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")
     return rows
-
-
-def transformer_engine() -> bool:
-    """Whether Transformer Engine can be used."""
-    try:
-        import transformer_engine.pytorch  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-    except (ImportError, OSError):
-        return False
-    return True
 
 
 def dtype_name(wanted: str, cuda: bool) -> str:
@@ -60,7 +52,7 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
     """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only. `fp8`: the
     recipe of Transformer Engine, which has been checked to be there."""
     m, p = plan.model, plan.parallel
-    te = cuda and transformer_engine()
+    te = cuda and has_transformer_engine()
     more: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}
     if plan.recompute == "selective":
         more |= {"recompute_granularity": "selective"}
@@ -101,7 +93,7 @@ class Norm:
 
 def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: int | None) -> Any:
     """How layers are made: Transformer Engine's fused modules where it is installed, else Megatron-Core's own."""
-    if cuda and transformer_engine():
+    if cuda and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec()
@@ -146,6 +138,13 @@ def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
         return logits.masked_fill_(padding, torch.finfo(logits.dtype).min), bias
 
     model.output_layer.register_forward_hook(mask)
+
+
+def inner(wrapped: Any) -> Any:
+    """The GPTModel in its wrappers: Megatron-Core's DDP, half precision."""
+    while not hasattr(wrapped, "pre_process"):
+        wrapped = wrapped.module
+    return wrapped
 
 
 def global_name(name: str, model: torch.nn.Module) -> str:

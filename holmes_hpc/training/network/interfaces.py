@@ -148,6 +148,9 @@ def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
     fabric = plan.site.fabric(here.fabric)
     links = [plan.site.link(here.fabric, peer) for peer in peers if peer != here.fabric]
     rates = [link.gbps if link is not None and link.gbps is not None else fabric.ethernet_gbps for link in links]
+    if any(len({plan.places[r] for r in g.ranks if plan.places[r].fabric == here.fabric}) > 1 and senders & set(g.ranks)
+           for g in groups):
+        rates.append(fabric.ethernet_gbps)  # to the fabric's other nodes
     return max(rates, default=fabric.ethernet_gbps), len(senders)
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
 
@@ -37,12 +38,20 @@ def gather() -> CudaFacts:
 
     wheel = torch.version.cuda
     driver = getattr(torch._C, "_cuda_getDriverVersion")() if wheel else 0  # noqa: B009 (CPU builds lack it)
-    te, error = _transformer_engine()
+    te, error = transformer_engine()
     return CudaFacts(wheel, driver, torch.cuda.device_count() if wheel else 0, dist.is_nccl_available(), te, error,
                      _wanted_te())
 
 
-def _transformer_engine() -> tuple[str | None, str | None]:
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be used. Imports it: ask where training is on CUDA only."""
+    version, error = transformer_engine()
+    return version is not None and error is None
+
+
+@cache
+def transformer_engine() -> tuple[str | None, str | None]:
+    """Its version, and why it cannot be imported; none of what there is not."""
     try:
         version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
