@@ -36,6 +36,9 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     settings, unrecorded = recorded(config)
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
+    # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
+    # how many queues a GPU has (training/rank/cuda.py)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
 
     with cpu.without_compiler():

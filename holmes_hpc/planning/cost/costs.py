@@ -28,6 +28,7 @@ from holmes_hpc.planning.cost.flops import (
     layer_flops,
     layer_parameters,
     layer_score_flops,
+    part_flops,
 )
 from holmes_hpc.planning.cost.hardware import (
     FITTED,
@@ -299,9 +300,7 @@ class Costs:
         FLOPs of a rank (`flops`: of the whole part, where they are known)."""
         gpu = fabric.gpu
         if gpu.is_cpu or self.pace_layer_ms:
-            counted = {"layer": layer_flops(model, tokens, sequence), "embedding": float(tokens * model.hidden),
-                       "head": head_flops(model, tokens, tp)}[part]
-            each = (flops or counted) / (1 if part == "embedding" else tp)
+            each = (flops or part_flops(model, part, tokens, sequence, tp)) / (1 if part == "embedding" else tp)
             return each, each
         size = max(1, round(tokens / sequence))
         whole = self._modelled(model, Batch(size, size, sequence), tp, gpu, sequence_parallel)[PARTS.index(part)]

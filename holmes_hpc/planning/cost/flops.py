@@ -74,6 +74,13 @@ def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:
     return 2.0 * tokens * m.hidden * m.padded_vocab(tp)
 
 
+def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> float:
+    """Forward, of a `part` that is measured: layer, head, or embedding, which computes nothing and is told by what it
+    writes. Of the whole micro-batch, on all `tp` ranks together."""
+    return {"layer": layer_flops(m, tokens, sequence), "embedding": float(tokens * m.hidden),
+            "head": head_flops(m, tokens, tp)}[part]
+
+
 def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
     """FLOPs of one step that the model itself needs: forward once, backward twice that."""
     tokens = batch.global_size * batch.sequence_length

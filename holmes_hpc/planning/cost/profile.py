@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
-from holmes_hpc.planning.cost.flops import head_flops, layer_flops, layer_parameters
+from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
 from holmes_hpc.schema import REQUIRED, check, key, keys
 
 
@@ -134,6 +134,5 @@ def _rising(rows: list[Row]) -> Iterator[Row]:
 def _measured(row: Row, model: ModelSpec, batch: Batch) -> Measured:
     sequence = row.sequence or batch.sequence_length
     tokens = row.micro_size * sequence
-    flops = {"layer": layer_flops(model, tokens, sequence), "embedding": float(tokens * model.hidden),
-             "head": head_flops(model, tokens, row.tp)}[row.part]
+    flops = part_flops(model, row.part, tokens, sequence, row.tp)
     return Measured(row.part, model.hidden, tokens, row.tp, flops, row.forward_s, row.backward_s, sequence)

@@ -14,7 +14,7 @@ from holmes_hpc.planning.search.fabric_order import along
 from holmes_hpc.planning.search.limit import Limit
 from holmes_hpc.planning.search.offers import divisors
 from holmes_hpc.planning.search.one_size import OneSize
-from holmes_hpc.planning.search.placement import Block, Placement
+from holmes_hpc.planning.search.placement import Block, Placement, ordered
 
 DEEPEST = 64  # stages at most
 
@@ -42,7 +42,8 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
             if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
                 blocks = tuple(Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
                                for f in used for o in [size.offers[f]])
-                yield Placement("hierarchical-dp", size.micro, size.tp, dp, blocks, estimate, dp // run)
+                yield Placement("hierarchical-dp", size.micro, size.tp, dp, ordered(blocks, options.fabric_order),
+                                estimate, dp // run)
 
 
 def _replica(size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: float = 0.0, after: float = 0.0,

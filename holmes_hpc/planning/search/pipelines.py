@@ -18,7 +18,7 @@ from holmes_hpc.planning.search.estimate import Estimate
 from holmes_hpc.planning.search.fabric_order import along, least_edges
 from holmes_hpc.planning.search.limit import Limit, required
 from holmes_hpc.planning.search.one_size import OneSize
-from holmes_hpc.planning.search.placement import Block, Placement
+from holmes_hpc.planning.search.placement import Block, Placement, ordered
 
 FEW = 512  # combinations up to which all are listed
 KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them
@@ -62,7 +62,7 @@ def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
             chosen = along(size.known(size.transfers_s, dp)[1], chosen)
         blocks = tuple(Block(o.fabric, int(counts[at, f]) * block // o.per_node, o.per_node, int(counts[at, f]))
                        for f in chosen for o in [size.offers[f]])
-        blocks = _ordered(blocks, options.fabric_order)
+        blocks = ordered(blocks, options.fabric_order)
         yield Placement("one-fabric" if len(blocks) == 1 else "pipeline", size.micro, size.tp, dp, blocks,
                         estimate.at(at))
 
@@ -145,9 +145,3 @@ def _estimate(size: OneSize, counts: np.ndarray, tau: np.ndarray, dp: int) -> Es
     early = EARLY if size.options.schedule in ("auto", "ahead") and size.options.transport == "holmes" else 1.0
     return Estimate(micro_batches, stages, tau, head, wire, transfers, reducing, after, early,
                     size.all_chunks(stages, micro_batches))
-
-
-def _ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:
-    if wanted is None:
-        return blocks
-    return tuple(sorted(blocks, key=lambda b: wanted.index(b.fabric.name) if b.fabric.name in wanted else len(wanted)))

@@ -21,6 +21,13 @@ class Block:
     pipelines: int = 0
 
 
+def ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:
+    """As ``plan.fabric_order`` says; fabrics that it does not name come last, as they were."""
+    if wanted is None:
+        return blocks
+    return tuple(sorted(blocks, key=lambda b: wanted.index(b.fabric.name) if b.fabric.name in wanted else len(wanted)))
+
+
 @dataclass(frozen=True)
 class Placement:
     """`estimate`: of its step, good enough to rank placements. `instances`: of the distributed optimizer."""

@@ -25,7 +25,7 @@ from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.flops import head_flops, layer_flops
+from holmes_hpc.planning.cost.flops import part_flops
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.cost.timing import parameters
@@ -258,8 +258,7 @@ def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
         if name == PASS:
             continue
         tokens = micro * sequence
-        flops = {"layer": layer_flops(m, tokens, sequence), "embedding": float(tokens * m.hidden),
-                 "head": head_flops(m, tokens, p.tp)}[name]
+        flops = part_flops(m, name, tokens, sequence, p.tp)
         yield Measured(name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, sequence,
                        p.sequence_parallel and p.tp > 1)
 
