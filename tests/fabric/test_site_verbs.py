@@ -14,6 +14,8 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_facts import Facts
 from holmes_hpc.slurm import scontrol
 
+pytestmark = pytest.mark.integration
+
 IB = "nic_ib,nic_800g,eth_25g,fabric_cluster-a-of-two"
 CONFIG = "ClusterName = cl\nSchedulerType = sched/backfill\nSLURM_VERSION = 24.11.5\nKillOnBadExit = 1\n" \
          "AccountingStorageType = accounting_storage/slurmdbd\n"

@@ -17,6 +17,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import best_plan
 
+pytestmark = pytest.mark.integration
+
 MODEL, BATCH = named("gpt_3_6b"), Batch(256, 2, 2048)
 SITE = Site("twins", tuple(Fabric(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps)
                            for name, gbps in (("a", 800.0), ("b", 790.0))))

@@ -16,6 +16,8 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.sweeps.table import SweepRow, worth_showing
 
+pytestmark = pytest.mark.integration
+
 Holmes = Callable[..., tuple[int, str, str]]
 
 
@@ -51,7 +53,6 @@ def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, ar
         assert (code, out, err.count("\n")) == (2, "", 1) and word in err
 
 
-@pytest.mark.integration
 def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={
         "job_id": 7, "submitted": time.time() - 100})

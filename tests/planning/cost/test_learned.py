@@ -26,6 +26,8 @@ from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
+pytestmark = pytest.mark.integration
+
 MODEL, BATCH = named("gpt_3_6b"), Batch(128, 2, 2048)
 SITE = Site("two", tuple(replace(one_fabric(gpu, name, 2), ethernet_gbps=5, rdma_gbps=100)
                          for name, gpu in (("a", A100), ("h", H100))))

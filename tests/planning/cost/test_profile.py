@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from published_runs import predicted_s, profiled, read
 
+pytestmark = pytest.mark.integration
+
 MODEL, BATCH = named("gpt_3_6b"), Batch(64, 2, 2048)
 CSV = """part,tp,micro_size,sequence,forward_s,backward_s,update_s,gpu,hidden
 layer,1,1,2048,0.010,0.020,0.001,a100-80gb,3072

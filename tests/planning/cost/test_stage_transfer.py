@@ -24,6 +24,8 @@ from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.candidate import deepened, extra_depth
 from holmes_hpc.planning.spec.plan import Plan, Schedule
 
+pytestmark = pytest.mark.integration
+
 COSTS = Costs(pace_layer_ms=10)
 
 

@@ -21,6 +21,8 @@ from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_ru
 from holmes_hpc.results.loading import cache, loader
 from holmes_hpc.results.loading.steps import read_steps
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:

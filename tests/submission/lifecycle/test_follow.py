@@ -38,6 +38,8 @@ from holmes_hpc.submission.lifecycle.status import (
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import plan_components, script_for_plan
 
+pytestmark = pytest.mark.integration
+
 
 class Told:
     """A job whose states a test tells; each may do something first."""
@@ -135,7 +137,6 @@ def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
     assert job.cancelled is (answer == "cancel")
 
 
-@pytest.mark.integration
 def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:
     lines = []
     runs = []
@@ -166,14 +167,12 @@ def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm
     assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
 
 
-@pytest.mark.integration
 def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("squeue", "exit 0")
     assert cancel_run(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
 
 
-@pytest.mark.integration
 def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time() - 600})
     (made.path / "submission").mkdir()
@@ -187,7 +186,6 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
     assert cancel_run(made).state == "FAILED" and fake_slurm.calls("scancel") == []
 
 
-@pytest.mark.integration
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
@@ -310,7 +308,6 @@ def here(tmp_path: Path, **config: Any) -> RunDirectory:
     return run
 
 
-@pytest.mark.integration
 def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
     run = here(tmp_path)
     result = run.read_result()
@@ -320,7 +317,6 @@ def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
     assert run_status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
 
 
-@pytest.mark.integration
 def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
     run = here(tmp_path, die=1)
     found = run_status(run)
@@ -337,7 +333,6 @@ def waits_here(config: dict[str, Any]) -> None:
     run.write_exit(rank, "completed")
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("what", ["cancel", "go"])
 def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
