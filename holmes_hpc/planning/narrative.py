@@ -37,10 +37,11 @@ def explain(plan: Plan, costs: Costs) -> list[str]:
 
 
 def _headline(plan: Plan) -> list[str]:
-    p = plan.parallel
+    p, batch = plan.parallel, plan.batch
     virtual = f" x {p.virtual_stages} virtual" if p.virtual_stages > 1 else ""
-    return _wrapped(f"Plan {plan.id}: {plan.model.name} on {p.world_size} ranks, {plan.strategy}; TP {p.tp}, PP {p.pp}"
-                    f"{virtual}, DP {p.dp}, {plan.micro_batches} micro-batches of {plan.batch.micro_size}, schedule "
+    return _wrapped(f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
+                    f"tokens a step, on {p.world_size} ranks, {plan.strategy}; TP {p.tp}, PP {p.pp}{virtual}, DP "
+                    f"{p.dp}, {plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
                     f"{plan.schedule.kind}, recompute {plan.recompute}")
 
 

@@ -15,7 +15,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.narrative import explain
-from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.best import best_plan, given_plan
 
 pytestmark = pytest.mark.integration
 
@@ -42,3 +42,9 @@ def test_nothing_is_said_where_runners_up_are_far_behind() -> None:
     plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="one-fabric"), Costs())
     slow = tuple({**a, "predicted": {**a["predicted"], "step_time_s": 9e9}} for a in plan.alternatives)
     assert "too close" not in " ".join(explain(replace(plan, alternatives=slow), Costs()))
+
+
+def test_the_headline_says_how_long_sequences_are() -> None:
+    """A plan for a batch that nobody chose is seen for what it is."""
+    plan = given_plan(MODEL, Batch(64, 1, 1024), SITE, PlanOptions(tp=1, pp=2, dp=8), Costs())
+    assert "gpt_3_6b, 64 sequences of 1024 tokens a step" in " ".join(explain(plan, Costs()))
