@@ -234,7 +234,7 @@ class Trainer:
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
         stored = self.forward_backward(
-            forward_step_func=partial(forward_step, self.here.device),
+            forward_step_func=forward_step,
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
             seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
@@ -361,11 +361,11 @@ class Trainer:
             self.loggers.close()
 
 
-def forward_step(device: torch.device, batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Megatron-Core's forward_step_func: one micro-batch through one model chunk, and how its loss is made."""
+def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Megatron-Core's forward_step_func: one micro-batch, which lies on the model's device already, through one model
+    chunk, and how its loss is made."""
     model = gpt.inner(chunk)
     batch = next(batches) if model.pre_process or model.post_process else {}
-    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items() if value is not None}
     labels = batch.get("labels") if model.post_process else None
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=labels)
     return output, partial(_loss, batch.get("loss_mask"))

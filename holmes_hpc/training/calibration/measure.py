@@ -137,7 +137,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             if model.post_process:
                 times["head", own] = _passes_s(partial(_head, model, tokens), _hidden(trainer, own))
                 parts.append((1, times["head", own]))
-            whole = _passes_s(partial(_whole, trainer, wrapped, data, model),
+            whole = _passes_s(partial(_whole, wrapped, data, model),
                               None if model.pre_process else _hidden(trainer, own))
             times[PASS, own] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
     for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
@@ -163,12 +163,11 @@ def other_shapes(plan: Plan) -> list[Shape]:
             and m * s <= LARGER * micro * long]
 
 
-def _whole(trainer: Trainer, wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor | None,
-           ) -> torch.Tensor:
+def _whole(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
     """A micro-batch through a model chunk as the loop does it, data and all."""
     if hidden is not None:
         model.set_input_tensor(hidden)
-    output, loss = forward_step(trainer.here.device, data, wrapped)
+    output, loss = forward_step(data, wrapped)
     made: torch.Tensor = loss(output)[0] if model.post_process else output
     return made
 

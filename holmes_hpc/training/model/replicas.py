@@ -38,26 +38,23 @@ def check(chunks: Sequence[Any], tied: bool) -> None:
 
     `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding.
     """
-    sums = {gpt.global_name(name, chunk): checksum(p) for chunk in chunks for name, p in chunk.named_parameters()}
-    split = {gpt.global_name(name, chunk) for chunk in chunks for name, p in chunk.named_parameters()
-             if getattr(p, "tensor_model_parallel", False)}
-    _compare(sums, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    _compare({name: s for name, s in sums.items() if name not in split},
+    held = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
+    _compare(held, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    _compare({name: p for name, p in held.items() if not getattr(p, "tensor_model_parallel", False)},
              parallel_state.get_tensor_model_parallel_group())
     if tied and parallel_state.is_rank_in_embedding_group():
         end = next(c for c in chunks if c.pre_process or c.post_process)
-        _compare({"the tied embedding": checksum(end.shared_embedding_or_output_weight())},
-                 parallel_state.get_embedding_group())
+        _compare({"the tied embedding": end.shared_embedding_or_output_weight()}, parallel_state.get_embedding_group())
 
 
-def _compare(sums: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def _compare(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < 2 or not sums:
+    if len(ranks) < 2 or not held:
         return
-    own = torch.stack(list(sums.values()))
+    own = torch.stack([checksum(parameter) for parameter in held.values()])
     rows = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(rows, own, group=group)
-    for found in differences(dict(zip(ranks, (row.tolist() for row in rows), strict=True)), list(sums)):
+    for found in differences(dict(zip(ranks, (row.tolist() for row in rows), strict=True)), list(held)):
         raise RunFailed(found, where="weights", hint="replicas must start alike: resume from another checkpoint; "
                         "if this was a start, report it, with the kinds of GPUs")
 
