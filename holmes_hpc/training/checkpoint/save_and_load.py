@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import CheckpointException
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.checkpoint import checkpoint_directory
-from holmes_hpc.training.model import random_states
+from holmes_hpc.training.model import megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
@@ -110,9 +110,9 @@ class Checkpoints:
         about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
                  "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
         try:
-            request = dist_checkpointing.save(
-                self._state(is_loading=False), str(path), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                async_sharded_save=True, content_metadata=METADATA)
+            request = megatron_versions.save(
+                self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                METADATA)
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -234,7 +234,7 @@ class Checkpoints:
                        and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = dist_checkpointing.load(state, str(checkpoint.path))
+            loaded = megatron_versions.load(state, checkpoint.path)
         except (OSError, RuntimeError, KeyError, ValueError, *_ERRORS) as e:
             raise DataError(f"cannot be loaded: {' '.join(str(e).split())[:300]}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e

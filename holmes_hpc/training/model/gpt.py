@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.model import initial_weights
+from holmes_hpc.training.model import initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
@@ -106,6 +106,7 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
 
 def build(plan: Plan, config: TransformerConfig, seed: int, device: torch.device) -> list[GPTModel]:
     """This rank's model chunks (one; several when interleaved) on `device`, with their initial weights."""
+    megatron_versions.quiet()
     m, p = plan.model, plan.parallel
     chunks = []
     for chunk in range(p.virtual_stages):
