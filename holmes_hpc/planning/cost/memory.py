@@ -19,7 +19,8 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.timing import by_stage, parameters
+from holmes_hpc.planning.cost.timing import parameters
+from holmes_hpc.planning.cost.traffic import by_stage
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.plan import Component
 
@@ -103,7 +104,10 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
                 0 if gpu.is_cpu else CUDA_BYTES,
                 *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute))
 
-    element, gradient, moments, outside, kept, more = by_stage(stages, of).T
+    key = "memory", replica, layout.recompute
+    if key not in layout.memo:
+        layout.memo[key] = by_stage(stages, of).T
+    element, gradient, moments, outside, kept, more = layout.memo[key]
     weights, gradients = count * element, count * gradient
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
     gathered = np.zeros_like(count)
