@@ -17,7 +17,7 @@ from holmes_hpc.planning.cost.flops import (
 )
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.timing import Timing, parameters, step_s, timing
+from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.schedule.graph import Numbers, graph
@@ -45,7 +45,9 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     return Predicted(
         step_time_s=seconds, samples_per_s=batch.global_size / seconds,
         model_tflops_per_gpu=model_flops_per_step(model, batch, p.tp) / per_gpu,
-        hardware_tflops_per_gpu=hardware_flops_per_step(model, batch, p.tp, layout.recompute) / per_gpu,
+        hardware_tflops_per_gpu=hardware_flops_per_step(
+            model, batch, p.tp, layout.recompute, layout.costs.software.recompute_parts,
+            int(recomputed(layout, layers).sum())) / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
         nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds),
         interval_s=interval_s(layout, seconds))

@@ -24,12 +24,21 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     return count
 
 
+def recomputed(layout: Layout, layers: np.ndarray) -> np.ndarray:
+    """How many layers of each chunk are computed again as a whole, shaped like `layers`."""
+    most = layout.costs.software.recompute_layers
+    if layout.recompute != "full":
+        return np.zeros_like(layers)
+    return layers if most is None else np.minimum(layers, most)
+
+
 @dataclass(frozen=True)
 class Computing:
     """What one pipeline replica computes: seconds of a layer's (forward, backward), (2, S), of the embedding's and the
-    head's, (2,), and of every pass, (S,)."""
+    head's, (2,), and of every pass, (S,); `again`: of a layer that is computed again as a whole, (S,)."""
 
     layer: np.ndarray
+    again: np.ndarray
     embedding: np.ndarray
     head: np.ndarray
     overhead: np.ndarray
@@ -102,10 +111,14 @@ def _nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
 
 def _computing(layout: Layout, stages: Sequence[Component]) -> Computing:
     m, p, costs = layout.model, layout.parallel, layout.costs
-    layer = by_stage(stages, lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel,
-                                                     layout.recompute))
+    def layer(recompute: str) -> np.ndarray:
+        return by_stage(stages, lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel,
+                                                        recompute)).T
+
+    once = layer("none" if layout.recompute == "full" else layout.recompute)
+    again = layer("full")[1] - once[1] if layout.recompute == "full" else np.zeros(p.pp)
     ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
-    return Computing(layer.T, np.array(costs.embedding_s(m, layout.batch, p.tp, ends[0])),
+    return Computing(once, again, np.array(costs.embedding_s(m, layout.batch, p.tp, ends[0])),
                      np.array(costs.head_s(m, layout.batch, p.tp, ends[1])),
                      by_stage(stages, lambda c: costs.pass_s(layout.fabric(c))))
 
@@ -171,6 +184,8 @@ def _passes(layout: Layout, traffic: Traffic, computes: Computing, layers: np.nd
     made = []
     for way in (0, 1):
         each = layers * computes.layer[way][:, None]
+        if way == 1:
+            each += recomputed(layout, layers) * computes.again[:, None]
         each[:, 0, 0] += computes.embedding[way]
         each[:, -1, -1] += computes.head[way]
         made.append(each)
