@@ -23,6 +23,7 @@ from holmes_hpc.planning.spec.plan import Plan, Stage
 BETTER = 24  # candidates made better at most
 NEAR = 1.05  # candidates slower than the best by no more than this are made better
 FAR = 1.12  # and up to this those that a lower bound lets become the best: order, layers and depth gained up to 10%
+FEW_ORDERS = 3  # of the fabrics, tried of those
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
 SAID = 0.005  # a gap to the lower bound that a plan tells of
@@ -117,7 +118,7 @@ def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candi
         if improved and (far or clock.is_over() or len(improved) == BETTER):
             rest.append(candidate)
             continue
-        improved.append(evaluator.better(candidate))
+        improved.append(evaluator.better(candidate, None if candidate.seconds <= NEAR * first else FEW_ORDERS))
         clock.tell(f"planning: layers and depth of {len(improved)} ways chosen, the best takes"
                    f" {min(c.seconds for c in improved):.4g} s a step")
     improved.sort(key=Candidate.key)

@@ -239,14 +239,15 @@ class Evaluator:
         return candidate if most == max(wanted) else replace(candidate, notes=(
             f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",))
 
-    def better(self, candidate: Candidate) -> Candidate:
-        """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest."""
-        orders = [self._timed(candidate)]
-        for blocks in self._orders(candidate.placement):
-            s = candidate.layout
-            other = self._way(replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind,
-                              s.parallel.virtual_stages)
-            if other is not None and other.bound < min(o.seconds for o in orders):
+    def better(self, candidate: Candidate, orders_tried: int | None = None) -> Candidate:
+        """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest. Of
+        other orders those with the least bounds are simulated, `orders_tried` of them (None: all that could be
+        better)."""
+        orders, s = [self._timed(candidate)], candidate.layout
+        ways = (self._way(replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind,
+                          s.parallel.virtual_stages) for blocks in self._orders(candidate.placement))
+        for other in sorted(filter(None, ways), key=lambda o: o.bound)[:orders_tried]:
+            if other.bound < min(o.seconds for o in orders):
                 orders.append(self.simulated(other))
         orders.sort(key=lambda o: o.seconds)
         best = self._together(orders[0])
