@@ -100,6 +100,10 @@ def predict(
         layers_per_stage: Annotated[str | None, typer.Option(help="26,22")] = None,
         virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
         recompute: Annotated[str, typer.Option(help="none, selective or full")] = "none",
+        recompute_parts: Annotated[str | None, typer.Option(
+            help="What selective recomputation computes again: scores,norms,ffn. [scores]")] = None,
+        recompute_layers: Annotated[int | None, typer.Option(
+            help="Layers of each stage that full recomputation computes again. [all]")] = None,
         schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: Megatron-Core's")] = "auto",
         sequence_parallel: bool = False, distributed_optimizer: bool = True,
         transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
@@ -148,7 +152,7 @@ def predict(
         **({"dtype": dtype} if dtype else {}))
     if (plan_path is None) == (site is None):
         raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
-    said = {"sharding": "full"} if sharding == "full" else {}
+    said: dict[str, Any] = {"sharding": "full"} if sharding == "full" else {}
     software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
     if plan_path is not None:
@@ -158,12 +162,14 @@ def predict(
                 raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
         given = replace(given, site=with_software(given.site, *software))
+        said |= _recomputed(given.recompute, recompute_parts, recompute_layers)
         costs = costs_of(config, given, said, gradients)
     else:
         if global_batch is None:
             raise ConfigError("no batch", where="predict", hint="give --global-batch")
         if sharding is not None:
             distributed_optimizer = _sharded(sharding)
+        said |= _recomputed(recompute, recompute_parts, recompute_layers)
         config = replace(
             config, batch=Batch(global_batch, micro_batch, sequence),
             model=_model(model, sequence, layers=layers, hidden=hidden, heads=heads, vocab=vocab, ffn=ffn,
@@ -281,6 +287,18 @@ def _yes(text: str, where: str) -> bool:
     if text not in ("yes", "no"):
         raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
     return text == "yes"
+
+
+def _recomputed(recompute: str, parts: str | None, layers: int | None) -> dict[str, Any]:
+    """Fields of Software for what is computed again; refused where there is no such recomputation."""
+    said: dict[str, Any] = {}
+    for name, value, kind in (("parts", parts and tuple(parts.split(",")), "selective"), ("layers", layers, "full")):
+        if value is not None:
+            if recompute != kind:
+                raise ConfigError(f"recomputation is {recompute}", where=f"--recompute-{name}",
+                                  hint=f"it is of --recompute {kind}")
+            said[f"recompute_{name}"] = value
+    return said
 
 
 def _bytes(dtype: str | None) -> int | None:

@@ -11,7 +11,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.search.alternatives import PARTS
 from holmes_hpc.planning.search.best import best_plan
@@ -75,8 +75,9 @@ def _stage(plan: Plan, stage: int) -> str:
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
     total = predicted.step_time_s
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PARTS), reverse=True)
-    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, "
-             f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU"]
+    tokens = predicted.samples_per_s * plan.batch.sequence_length
+    lines = _wrapped(f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:.4g} "
+                     f"tokens/s, {_per_kind(plan, predicted)}")
     lines += [f"  {PARTS[name]:<22} {s:9.3g} s  {s / total:4.0%}" for s, name in parts if s > 0]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
@@ -90,6 +91,15 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     return lines
 
 
+def _per_kind(plan: Plan, predicted: Predicted) -> str:
+    """Model TFLOP/s of a GPU: of each kind, where there are several, and what share of its peak that is."""
+    found = kind_tflops(plan, predicted.step_time_s)
+    each = ", ".join(f"{tflops:.3g}{f' of {gpu.name}' * (len(found) > 1)} ({tflops / gpu.peak_tflops:.0%} of the peak)"
+                     for gpu, tflops in found.items())
+    mean = f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU: " if len(found) > 1 else "model TFLOP/s a GPU: "
+    return mean + each
+
+
 def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
     """What the slowest transfer costs, and how much of it is hidden."""
     cost = stage_transfer_cost(plan, costs)
@@ -97,9 +107,10 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
         return []
     own = "1F1B" if plan.parallel.virtual_stages == 1 else "interleaved schedule"
     text = (f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
-            f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch; {cost.wire_s:.3g} s"
-            f" a step. {cost.hidden:.0%} of that is hidden: the step is {max(0.0, cost.exposed_s):.3g} s longer than "
-            "without transfers")
+            f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch. Those of a step, "
+            f"both ways added up though they go at once, are {cost.wire_s:.3g} s; {cost.hidden:.0%} of that is hidden "
+            f"beside computing and each other: the step is {max(0.0, cost.exposed_s):.3g} s longer than without "
+            "transfers")
     if plan.schedule.kind == "ahead":
         text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
     return _wrapped(text + ".")

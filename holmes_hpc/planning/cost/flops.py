@@ -10,6 +10,8 @@ matrices instead of two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holmes_hpc.config.model import Batch, ModelSpec
 
 
@@ -87,10 +89,13 @@ def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
     return 3 * (model.layers * layer_flops(model, tokens, batch.sequence_length) + head_flops(model, tokens, tp))
 
 
-def hardware_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1, recompute: str = "none") -> float:
-    """:func:`model_flops_per_step` and what is computed again: with `full` every layer's forward, with `selective` its
-    attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
+def hardware_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1, recompute: str = "none",
+                            parts: Sequence[str] = ("scores",), layers: int | None = None) -> float:
+    """:func:`model_flops_per_step` and what is computed again: with `full` the forward of `layers` (None: of all), with
+    `selective` the `parts` of each, by default its attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
-    again = {"none": 0.0, "selective": layer_score_flops(model, tokens, batch.sequence_length),
-             "full": layer_flops(model, tokens, batch.sequence_length)}[recompute]
-    return model_flops_per_step(model, batch, tp) + model.layers * again
+    each = {"scores": layer_score_flops(model, tokens, batch.sequence_length), "norms": 0.0,
+            "ffn": 2.0 * tokens * ffn_matrix(model)}
+    again = {"none": 0.0, "selective": model.layers * sum(each[part] for part in parts),
+             "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.sequence_length)}
+    return model_flops_per_step(model, batch, tp) + again[recompute]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
@@ -18,6 +19,8 @@ from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
 from holmes_hpc.planning.spec.transport import Transport, TransportRule
+
+KEPT = ("memo", "_rates", "replicas", "_edges", "rule")  # of a layout, in its variants
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,22 @@ class Layout:
     bucket_bytes: int = 40_000_000
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
     _rates: dict[tuple[str, str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
+    memo: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
+
+    def varied(self, schedule: Schedule | None = None, bucket_bytes: int | None = None, recompute: str | None = None,
+               virtual_stages: int | None = None) -> Layout:
+        """With another schedule, bucket size, recomputation or number of virtual stages: where the ranks are stays, so
+        that what was worked out of their networks does too (`memo`)."""
+        parallel = self.parallel
+        if virtual_stages is not None and virtual_stages != parallel.virtual_stages:
+            parallel = replace(parallel, virtual_stages=virtual_stages)
+        made = replace(self, parallel=parallel, schedule=schedule or self.schedule,
+                       bucket_bytes=bucket_bytes or self.bucket_bytes, recompute=recompute or self.recompute)
+        made.__dict__.update({name: kept for name, kept in self.__dict__.items() if name in KEPT})
+        return made
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
