@@ -65,6 +65,11 @@ class Batch:
     def __post_init__(self) -> None:
         check(self, "batch", PlanError, dotted=True)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_size * self.sequence_length
+
     def micro_batches(self, dp: int) -> int:
         """Micro-batches per pipeline and step."""
         if self.global_size % (self.micro_size * dp):

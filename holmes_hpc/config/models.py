@@ -42,6 +42,9 @@ MODELS: dict[str, ModelSpec] = {m.name: m for m in (
 )}
 
 
+FOR_TRYING = ("gpt_tiny",)  # models that need no data of their own: random tokens do
+
+
 def named(name: str) -> ModelSpec:
     """The model of that name; an unknown name is a ConfigError that says the nearest one."""
     if name not in MODELS:
@@ -50,9 +53,26 @@ def named(name: str) -> ModelSpec:
 
 
 # Sequences, sequences, tokens. The paper's settings of its models (facts of arXiv 2312.03549).
-BATCHES: dict[str, Batch] = {
+_PUBLISHED: dict[str, Batch] = {
     "tiny": Batch(16, 2, 64),
     "paper_3_6b": Batch(768, 4, 2048),
     "paper_7_5b": Batch(1536, 4, 2048),
     "paper_39b": Batch(1536, 4, 2048),
 }
+
+# What each named model takes when no batch is given: its publication's global batch and sequence length. Micro-batches
+# are the paper's for its own models, one sequence for others, whose publications do not say.
+_OWN: dict[str, Batch] = {
+    "gpt_tiny": _PUBLISHED["tiny"],
+    "gpt_small": Batch(512, 8, 1024),  # GPT-2
+    "gpt_3_6b": _PUBLISHED["paper_3_6b"],
+    "gpt_7_5b": _PUBLISHED["paper_7_5b"],
+    "gpt_39b": _PUBLISHED["paper_39b"],
+    "gpt3_175b": Batch(1536, 1, 2048),  # 3.2 million tokens, as a number of sequences that many layouts divide
+    "llama2_7b": Batch(1024, 1, 4096),  # 4 million tokens
+    "llama2_70b": Batch(1024, 1, 4096),
+    "llama3_8b": Batch(512, 1, 8192),  # 4 million tokens, with which its training began
+    "llama3_70b": Batch(512, 1, 8192),
+}
+
+BATCHES: dict[str, Batch] = {**_PUBLISHED, **_OWN}  # a model's own has the model's name
