@@ -33,8 +33,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.schema import keys
 from holmes_hpc.training.checkpoint import checkpoint_directory
 from holmes_hpc.training.model import megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
@@ -47,7 +49,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
 # A model's identity: what its weights' shapes and their use depend on.
 _IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
-             "vocab_multiple", "rope_base")
+             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
 
 
 class _Results:
@@ -266,10 +268,11 @@ class Checkpoints:
 
 def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
     """Raise DataError when a checkpoint is of another model than the plan's."""
-    saved, own = checkpoint.about.get("model", {}), asdict(plan.model)
+    own, at_first = asdict(plan.model), {k: d.default for k, d in keys(ModelSpec).items()}
+    saved = {**at_first, **checkpoint.about.get("model", {})}  # an older version's lacks the keys that came later
     for key in _IDENTITY:
-        if saved.get(key) != own[key]:
-            raise DataError(f"it is of a model with {key} {saved.get(key)}, the plan's has {own[key]}",
+        if saved[key] != own[key]:
+            raise DataError(f"it is of a model with {key} {saved[key]}, the plan's has {own[key]}",
                             where=str(checkpoint.path), hint="resume with a plan for the model that was trained")
 
 
