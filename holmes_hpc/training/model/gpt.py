@@ -60,8 +60,6 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
         more |= {"recompute_granularity": "selective"}
     elif plan.recompute == "full":
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    # Megatron's own interleaved exchange frees an output while gloo may still be sending it.
-    unsafe = not cuda and p.virtual_stages > 1 and plan.transport_mode == "single" and plan.schedule.kind != "ahead"
     return TransformerConfig(
         num_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, num_query_groups=m.kv_heads,
         ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=_activation(m),
@@ -72,7 +70,7 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
         tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
         pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]
-        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel, deallocate_pipeline_outputs=not unsafe,
+        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel, deallocate_pipeline_outputs=True,
         overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
         bias_dropout_fusion=cuda, masked_softmax_fusion=False,
