@@ -152,8 +152,8 @@ def predict(
     from holmes_hpc.planning.cost.predict import predict as predict_plan
     from holmes_hpc.planning.narrative import throughput
     from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import with_gpu, with_software
     from holmes_hpc.planning.request import site as site_of
+    from holmes_hpc.planning.request import with_gpu, with_software
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.schema import make
 

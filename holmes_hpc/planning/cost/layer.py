@@ -93,7 +93,7 @@ class Work:
         wide = (5.0 if loose else 3.0) if m.swiglu else 2.0 + (2 if loose and m.bias else 0)
         turned = m.query_width + m.key_width
         split = wide * m.ffn + turned * ((5.0 if loose else 2.0) if m.rope else 2.0)
-        split += turned * norm / d.element if m.qk_norm else 0
+        split += turned * self.norm_bytes / d.element if m.qk_norm else 0
         bytes_each = (whole + split * d.element / self.tp) * (d.stack.loose if loose else 1)
         forward = d.moved_s(self.tokens * bytes_each)
         return forward, 2 * forward
