@@ -86,7 +86,7 @@ def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
     words = [HOLMES, "run", f"name={name}", *cell.overrides, f'+labels.system="{cell.system}"',
              f"+labels.session={repeat}"]
     env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
-    with waiting(f"{at} {name}"):
+    with waiting(f"{at} {name}", after_s=9.0):
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     said = "" if done.returncode == 0 else f": exit {done.returncode}, {done.stderr.strip().splitlines()[-1:]}"
     note(f"{at} {name}: {time.monotonic() - began:.0f} s{said}")

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 RUNS=${HOLMES_RUNS:-runs}
 DATA=runs/demo-data/stdlib
 SIDE_BY_SIDE="$RUNS/demo-$$"
-TEXT=(data=indexed data.prefix="$DATA" model.vocab=256)
+TEXT=(data=indexed data.prefix="$DATA" model.vocab=257)
 MODEL=(model.layers=18 model.hidden=48 model.ffn=192 model.heads=2 model.kv_heads=2 model.swiglu=false
        model.max_positions=16 batch.sequence_length=16 train.pace_layer_ms=9)
 
