@@ -63,6 +63,24 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
     return list(widths)
 
 
+def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
+    """Print named values of 0 and above as bars from 0 on, as long as the room allows; nothing for no values."""
+    if not values:
+        return
+    console = _console()
+    mark = "█" if "utf" in (console.encoding or "").lower() else "#"
+    told = [f"{value:.3g}" for _, value in values]
+    names = max(cell_len(name) for name, _ in values)
+    room = console.width - max(map(len, told)) - 2
+    above = names > room // 2  # no room beside such names: each on a line of its own
+    room -= 0 if above else names + 2
+    most = max(value for _, value in values) or 1.0
+    console.print(f"\n{title}", soft_wrap=True)
+    for (name, value), said in zip(values, told, strict=True):
+        lead = f"{name}\n" if above else f"{name}{' ' * (names - cell_len(name) + 2)}"
+        console.print(f"{lead}{mark * max(1, round(room * value / most))} {said}", soft_wrap=True)
+
+
 def text(message: str = "") -> None:
     """Print lines to stdout as they are."""
     _console().print(message, soft_wrap=True)

@@ -163,8 +163,8 @@ def test_configuration_names_what_is_missing():
 
 def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     layout = ["predict", "--site", str(site), "--layers", "30", "--hidden", "3072", "--heads", "32", "--tp", "1",
-              "--pp", "2", "--dp", "32", "--micro-batch", "4", "--global-batch", "768", "--layers-per-stage", "16,14",
-              "--recompute", "full"]
+              "--pp", "2", "--dp", "32", "--micro-batch", "4", "--global-batch", "768", "--sequence", "2048",
+              "--layers-per-stage", "16,14", "--recompute", "full"]
     code, out, _ = holmes(*layout, "--json", "--trace", str(tmp_path / "trace.json"))
     assert code == 0
     own = json.loads(out)
@@ -174,14 +174,52 @@ def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     refused(holmes("predict"), "PLAN", "--site")
     refused(holmes("predict", "--site", str(site), "--layers", "30"), "--global-batch")
+    refused(holmes("predict", "--site", str(site), "--layers", "30", "--global-batch", "8"), "--sequence")
+
+
+def test_predict_takes_what_plan_chose_by_default(holmes, site):
+    """The plan's layout, predicted without a batch, a schedule and a recomputation, is the plan's own prediction."""
+    code, out, _ = holmes("plan", "model=llama2_7b", "plan.pp=2", "--site", str(site), "--json")
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["batch"] == {"global_size": 1024, "micro_size": 1, "sequence_length": 4096}
+    sizes = {f"--{name}": str(plan["parallel"][name]) for name in ("tp", "pp", "dp")}
+    layers = ",".join(str(s["layers"]) for s in plan["stages"])
+    code, out, _ = holmes("predict", "--site", str(site), "--model", "llama2_7b",
+                          *(word for pair in sizes.items() for word in pair), "--layers-per-stage", layers, "--json")
+    assert code == 0
+    assert json.loads(out)["step_time_s"] == pytest.approx(plan["predicted"]["step_time_s"], rel=0.03)
+
+
+def test_a_plan_says_its_tokens_and_how_long_a_budget_takes(holmes, site):
+    words = ("plan", "model=llama2_7b", "plan.pp=2", "plan.tp=1", "--site", str(site))
+    code, out, _ = holmes(*words, "--tokens", "2e12")
+    text = " ".join(out.split())
+    assert code == 0 and "1024 sequences of 4096 tokens" in text and "Tokens: 4,194,304 a step" in text
+    assert "476,838 steps, 2e+12 tokens, take" in text and "days" in text
+    found = json.loads(holmes(*words, "--steps", "100", "--json")[1])
+    assert found["throughput"]["tokens"] == 100 * 4194304
+    assert found["throughput"]["days"] == pytest.approx(100 * found["predicted"]["step_time_s"] / 86400)
+    assert "tokens" not in json.loads(holmes(*words, "--json")[1])["throughput"]  # nobody asked for 20 steps
+    refused(holmes(*words, "--tokens", "2e12", "--steps", "3"), "--steps and --tokens")
+    refused(holmes(*words, "--tokens", "-1"), "--tokens", "above 0")
+
+
+def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
+    refused(holmes("run", "model=gpt_small", "launcher=local"), "no data are given for gpt_small", "data=synthetic")
+    plan = tmp_path / "plan.yaml"
+    assert holmes("plan", "model=gpt_3_6b", "plan.pp=2", "plan.tp=1", "--site", str(site), "-o", str(plan))[0] == 0
+    refused(holmes("submit", str(plan), "--dry-run", f"site_file={site}"), "no data are given for gpt_3_6b")
+    code, out, _ = holmes("submit", str(plan), "--dry-run", f"site_file={site}", "data=synthetic")
+    assert code == 0 and "#SBATCH" in out
 
 
 def test_predict_searches_for_nothing(holmes, site):
     """Layers not given are even, also where the planner would not have them so; what does not fit is predicted."""
     layout = ["predict", "--site", str(site), "--model", "gpt_3_6b", "--pp", "2", "--dp", "32", "--micro-batch", "4",
-              "--global-batch", "768", "--recompute", "full"]
+              "--global-batch", "768", "--recompute", "full", "--schedule", "1f1b"]
     given, even, uneven = (json.loads(holmes(*layout, "--json", *more)[1])["step_time_s"] for more in (
-        (), ("--layers-per-stage", "15,15", "--schedule", "1f1b"), ("--layers-per-stage", "20,10")))
+        (), ("--layers-per-stage", "15,15"), ("--layers-per-stage", "20,10")))
     assert given == even < uneven
     large = [word if word != "gpt_3_6b" else "gpt_39b" for word in layout]
     code, out, _ = holmes(*large)
@@ -275,7 +313,7 @@ def test_layers_of_another_number_of_stages_are_refused(holmes, site):
 
 def test_an_unknown_option_of_a_group_is_told_the_known_ones(holmes, site):
     code, _, err = holmes("plan", "--site", str(site), "data=nope")
-    assert code == 2 and err == "holmes: overrides: no data 'nope'; known are: indexed, synthetic\n"
+    assert code == 2 and err == "holmes: overrides: no data 'nope'; known are: default, indexed, synthetic\n"
 
 
 def test_a_named_model_takes_another_vocabulary(holmes, site):

@@ -226,6 +226,7 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
         return
     for sentence in made.answer():
         console.paragraph(sentence)
+    console.bars("samples/s", made.bars())
     for title, columns, rows, caption in made.tables():
         console.text()
         console.table(title, columns, rows, caption)

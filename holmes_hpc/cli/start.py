@@ -30,6 +30,8 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides, site, **values)
+    if not config.plan_file:
+        config = config.with_data()
     if config.data.kind == "indexed":  # here, before anything is queued
         with console.waiting("looking at the data"):
             from holmes_hpc.training.data.indexed_dataset import Prefix, parse_blend
@@ -45,7 +47,7 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     if config.plan_file:
         check_overrides(overrides or [])
         check_site(chosen, asked_site(config))
-        config = replace(config, model=chosen.model, batch=chosen.batch)
+        config = replace(config, model=chosen.model, batch=chosen.batch).with_data()
     return chosen, config
 
 

@@ -21,11 +21,12 @@ WIDTH = 100
 CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
 
-def explain(plan: Plan, costs: Costs) -> list[str]:
-    """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions."""
+def explain(plan: Plan, costs: Costs, steps: int | None = None) -> list[str]:
+    """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions; `steps`:
+    how long that many take."""
     lines = [*_headline(plan), "", *_drawing(plan)]
     if plan.predicted is not None:
-        lines += ["", *_step(plan, plan.predicted), *_stage_transfers(plan, costs), "",
+        lines += ["", *_step(plan, plan.predicted), *_budget(plan, steps), *_stage_transfers(plan, costs), "",
                   *_helps(plan, plan.predicted, costs)]
     if plan.alternatives:
         lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a)), *_too_close(plan)]
@@ -34,6 +35,34 @@ def explain(plan: Plan, costs: Costs) -> list[str]:
     if plan.assumptions:
         lines += ["", "Supposed:", *(line for a in plan.assumptions for line in _wrapped(f"- {a}", "  "))]
     return lines
+
+
+def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
+    """Tokens of a step, tokens a second as predicted (None without a prediction), and of `steps`: how many tokens they
+    see and how many days they take."""
+    tokens, predicted = plan.batch.tokens, plan.predicted
+    found: dict[str, Any] = {
+        "tokens_per_step": tokens, "tokens_per_s": tokens / predicted.step_time_s if predicted else None}
+    if steps is not None:
+        found |= {"steps": steps, "tokens": steps * tokens,
+                  "days": steps * predicted.step_time_s / 86400 if predicted else None}
+    return found
+
+
+def _budget(plan: Plan, steps: int | None) -> list[str]:
+    """How many tokens a step and a second are, and how long a budget takes."""
+    of = throughput(plan, steps)
+    text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
+    if steps is not None:
+        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {_duration(of['days'])}"
+    return _wrapped(text + ".")
+
+
+def _duration(days: float) -> str:
+    for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= 2 * size:
+            return f"{days / size:,.1f} {unit}"
+    return f"{days * 86400:.3g} s"
 
 
 def _headline(plan: Plan) -> list[str]:

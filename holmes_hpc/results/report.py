@@ -13,7 +13,7 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import compare, tables
+from holmes_hpc.results import compare, headline, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -48,7 +48,13 @@ class Report:
 
     def answer(self) -> list[str]:
         """Which placement, how much faster, why; for one run what it was and how it went. A few sentences."""
-        return _one_run_answer(self.run, self.plan) if self.single else compare.answer(self.comparison)
+        if self.single:
+            return _one_run_answer(self.run, self.plan)
+        return [*headline.headline(self.comparison), *compare.answer(self.comparison)]
+
+    def bars(self) -> list[tuple[str, float]]:
+        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one."""
+        return [] if self.single else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""

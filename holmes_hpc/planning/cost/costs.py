@@ -360,8 +360,8 @@ class Costs:
         activation (read f or 2f, write f) and rotary or bias on q, k, v."""
         whole = model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes(gpu) if model.dropout
                                                                            else 0))
-        wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.kv_heads * model.head_dim
-        split = (wide + 2.0 * (model.hidden + keys)) / tp
+        wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
+        split = (wide + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
         return (self._memory_s(tokens * (whole + split) * self.weight_bytes(gpu), gpu)
                 + self._score_traffic_s(model, tokens, sequence, tp, gpu))
 

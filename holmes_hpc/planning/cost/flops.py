@@ -3,9 +3,9 @@
 Sources. Parameters and FLOPs: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM" (SC'21), section 5.1 and its appendix: a matrix of n parameters costs 2n FLOPs a token forward and 4n
 backward; attention scores and their product with the values cost 4*s*h a token and layer (the causal half is not
-subtracted). For GPT with f=4h this gives their 96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full recomputation.
-Grouped-query attention (Ainslie et al. 2023) has key and value matrices k/a as large; SwiGLU (Shazeer 2020) three FFN
-matrices instead of two.
+subtracted; with heads of a width of their own, heads * head_dim in the place of h). For GPT with f=4h this gives their
+96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full recomputation. Grouped-query attention (Ainslie et al. 2023) has key
+and value matrices k/a as large; SwiGLU (Shazeer 2020) three FFN matrices instead of two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from holmes_hpc.config.model import Batch, ModelSpec
 
 
 def attention_matrix(m: ModelSpec) -> int:
-    """Weights of one layer's attention: query and output h x h, key and value h x (kv_heads * head_dim)."""
-    return 2 * m.hidden * m.hidden + 2 * m.hidden * m.kv_heads * m.head_dim
+    """Weights of one layer's attention: query and output h x (heads * head_dim), key and value h x (kv_heads *
+    head_dim)."""
+    return 2 * m.hidden * (m.query_width + m.key_width)
 
 
 def ffn_matrix(m: ModelSpec) -> int:
@@ -25,17 +26,19 @@ def ffn_matrix(m: ModelSpec) -> int:
     return (3 if m.swiglu else 2) * m.hidden * m.ffn
 
 
-def norm_parameters(m: ModelSpec) -> int:
-    """Of one normalisation: RMSNorm a scale, LayerNorm scale and shift."""
-    return m.hidden if m.rmsnorm else 2 * m.hidden
+def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
+    """Of one normalisation, of the hidden width unless told another: RMSNorm a scale, LayerNorm scale and shift."""
+    return (1 if m.rmsnorm else 2) * (width or m.hidden)
 
 
 def layer_parameters(m: ModelSpec, tp: int = 1) -> int:
     """Of one transformer layer on one of `tp` ranks; norms and the biases of row-parallel matrices are on every one."""
     split = attention_matrix(m) + ffn_matrix(m)
-    whole = 2 * norm_parameters(m)
+    whole = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
+    if m.bias or m.qkv_bias:
+        split += m.query_width + 2 * m.key_width
     if m.bias:
-        split += m.hidden + 2 * m.kv_heads * m.head_dim + (2 if m.swiglu else 1) * m.ffn
+        split += (2 if m.swiglu else 1) * m.ffn
         whole += 2 * m.hidden
     return split // tp + whole
 
@@ -63,7 +66,7 @@ def layer_matrix_flops(m: ModelSpec, tokens: int) -> float:
 
 def layer_score_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
     """Forward, one layer, scores and their product with the values: what selective recomputation does again."""
-    return 4.0 * tokens * sequence * m.hidden
+    return 4.0 * tokens * sequence * m.query_width
 
 
 def layer_flops(m: ModelSpec, tokens: int, sequence: int) -> float:

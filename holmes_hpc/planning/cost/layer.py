@@ -63,7 +63,7 @@ class Work:
     def products(self) -> Seconds:
         """The layer's: query, key and value in one, output, up (with the gate), down."""
         m, tp = self.model, self.tp
-        shapes = (((m.hidden + 2 * m.kv_heads * m.head_dim) // tp, m.hidden), (m.hidden, m.hidden // tp),
+        shapes = (((m.query_width + 2 * m.key_width) // tp, m.hidden), (m.hidden, m.query_width // tp),
                   ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden), (m.hidden, m.ffn // tp))
         each = [self.product(*shape) for shape in shapes]
         return sum(f for f, _ in each), sum(b for _, b in each)
@@ -73,13 +73,13 @@ class Work:
         m, d, heads = self.model, self.device, self.model.heads / self.tp
         blocks = self.micro_size * heads
         if self.software.flash:
-            return d.flash_s(blocks, self.sequence, m.head_dim, self.attention == "flash1")
+            return d.flash_s(blocks, self.sequence, m.head_width, self.attention == "flash1")
         pairs = blocks * self.sequence * self.sequence
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # written, softmax in and out, read
         if self.attention == "unfused":
             passes = d.stack.unfused * (passes + 4.0 * d.element + 12)  # scaled, masked; softmax in fp32
         moved = d.streamed_s(pairs * passes)
-        computed = 2 * d.scores_s(pairs, m.head_dim)
+        computed = 2 * d.scores_s(pairs, m.head_width)
         return computed + moved, 2 * (computed + moved)
 
     def moved(self) -> Seconds:
@@ -91,8 +91,9 @@ class Work:
         residual = 3 + (1 / d.element + (2 if loose else 0) if m.dropout else 0) + (2 if loose and m.bias else 0)
         whole = 2 * m.hidden * (self.norm_bytes + residual * d.element) / (self.tp if self.sequence_parallel else 1)
         wide = (5.0 if loose else 3.0) if m.swiglu else 2.0 + (2 if loose and m.bias else 0)
-        turned = m.hidden + m.kv_heads * m.head_dim
+        turned = m.query_width + m.key_width
         split = wide * m.ffn + turned * ((5.0 if loose else 2.0) if m.rope else 2.0)
+        split += turned * self.norm_bytes / d.element if m.qk_norm else 0
         bytes_each = (whole + split * d.element / self.tp) * (d.stack.loose if loose else 1)
         forward = d.moved_s(self.tokens * bytes_each)
         return forward, 2 * forward

@@ -69,14 +69,7 @@ class Layout:
         p = self.parallel
         micro_batches = self.batch.micro_batches(p.dp)
         return Order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
-                     self.costs.software.overlap_transfers, self.one_way)
-
-    @property
-    def one_way(self) -> bool:
-        """Gloo sends a message once the receiver has said that it is ready, over the connection of the two ranks: what
-        says so waits there behind a message of the other direction (benchmarks/one_connection.py). Edges have
-        connections of their own for each direction."""
-        return self.transport_mode == "single" and any(self.fabric(c).gpu.is_cpu for c in self.components)
+                     self.costs.software.overlap_transfers)
 
     @property
     def hierarchical(self) -> bool:

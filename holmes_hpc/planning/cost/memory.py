@@ -56,27 +56,28 @@ def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int
     rotary positions and gates, operation by operation, and of a softmax in fp32. `parts`: what selective recomputation
     computes again, which keeps what goes into them: of the FFN and norms all but their input.
     """
-    m, h = model, model.hidden
-    keys = 2 * m.kv_heads * m.head_dim
+    m, h, queries, keys = model, model.hidden, model.query_width, 2 * model.key_width
     norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
     mask = 1 if fused else element  # a dropout mask's element
     whole = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
     if flash:
-        attention = h + keys + (h + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
+        attention = queries + keys + (queries + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
     elif m.kv_heads < m.heads:
-        attention = 3 * h + (0 if m.rope else h + keys)  # rotated q; k and v repeated for every head
+        attention = 3 * queries + (0 if m.rope else queries + keys)  # rotated q; k and v repeated for every head
     else:
-        attention = 3 * h + (2 * h if m.rope else 0)
+        attention = 3 * queries + (2 * queries if m.rope else 0)
+    attention += (norm - 1) * (queries + keys // 2) if m.qk_norm else 0
     wide = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
     if loose_norm:
         whole += 2 * 8 * h  # input and normalised input in fp32
     if loose and fused:
         wide += m.ffn if m.swiglu else 0
-        attention += 2 * (h + keys // 2) if m.rope else 0  # both halves of a rotation's products
+        attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of a rotation's products
     dropped = element + mask if m.dropout else 0
     wider = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropped + wider))  # fused: a number for each row
-    everything = tokens * (whole / (tp if sequence_parallel else 1) + ((attention + h + wide) * element + scores) / tp)
+    everything = tokens * (whole / (tp if sequence_parallel else 1)
+                           + ((attention + queries + wide) * element + scores) / tp)
     everything += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
     gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + wider))) / tp
     kept = tokens * h * element / (tp if sequence_parallel else 1)

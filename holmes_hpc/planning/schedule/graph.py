@@ -140,9 +140,6 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
                         arcs.append((node, latest[way]))
                     latest[way] = node
                     moved[node - n.transfers] = True
-                if n.order.one_way and n.order.kind == "1f1b":
-                    arcs += [(n.transfer(up), n.transfer(down)) for down in item.sends for up in item.receives
-                             if down.made.forward and down.target == up.source]
                 waits = [*sends, *receives] if item.waits is None else [n.transfer(h) for h in item.waits]
                 state = waits if item.waits is None else [*state, *waits]
             else:

@@ -18,6 +18,7 @@ from holmes_hpc.planning.request import pace
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.engine import check_engine
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 
@@ -48,7 +49,9 @@ def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: 
 
 
 def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
-    """What a new run's record says besides configuration and plan: components, pace, versions, commit."""
+    """What a new run's record says besides configuration and plan: components, pace, versions, commit. ConfigError
+    where it could not train with what is installed."""
+    check_engine()
     return {"components": plan.layout, "pace_layer_ms": pace(config, plan), "versions": versions(),
             "git_commit": git_commit()}
 

@@ -205,15 +205,6 @@ def test_traffic_that_nothing_hides_is_counted_whole() -> None:
     assert (neither.tail == both.reduce).all() and (neither.ready == gather.ready).all()
 
 
-def test_over_gloo_megatrons_own_messages_take_turns() -> None:
-    """Not those of edges, nor NCCL's."""
-    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpu=A100) for f in small_testbed().fabrics))
-    for site, transport, one_way in ((small_testbed(), "single", True), (small_testbed(), "holmes", False),
-                                     (gpus, "single", False)):
-        made = pipeline(site=site, transport=transport, schedule="1f1b")
-        assert Layout.of(made, Costs()).order.one_way is one_way
-
-
 def test_a_calibration_with_a_typing_error_says_so() -> None:
     with pytest.raises(Exception, match="unknown key 'link'; did you mean 'links'"):
         Calibration.from_dict({"link": {}})
