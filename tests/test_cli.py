@@ -239,7 +239,9 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     low, high = plain["interval_s"]
     assert low < plain["step_time_s"] < high
     for more in (("--attention", "unfused", "--dropout", "0.1"), ("--fused-norm", "no", "--ffn", "20480"),
-                 ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"), ("--sharding", "full")):
+                 ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"), ("--sharding", "full"),
+                 ("--head-dim", "128"), ("--recompute", "selective", "--recompute-parts", "scores,ffn"),
+                 ("--recompute", "full", "--recompute-layers", "2")):
         assert predicted(*more)["step_time_s"] > plain["step_time_s"], more
     for more in (("--gpu", "h100"), ("--grad-dtype", "bf16", "--kv-heads", "8")):
         assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
@@ -249,7 +251,9 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
                        (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"), (("--gpu", "abacus"), "unknown GPU 'abacus'"),
                        (("--sharding", "half"), "unknown sharding"), (("--kv-heads", "7"), "7 kv_heads"),
                        (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
-                       (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped")):
+                       (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped"),
+                       (("--recompute", "none", "--recompute-layers", "2"), "recomputation is none"),
+                       (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'")):
         refused(holmes(*layout, *more), said)
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0

@@ -134,6 +134,7 @@ def predict(
         dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
         ffn: Annotated[int | None, typer.Option(help="Width of the FFN, instead of the model's.")] = None,
         kv_heads: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
+        head_dim: Annotated[int | None, typer.Option(help="Width of a head, instead of hidden / heads.")] = None,
         sharding: Annotated[str | None, typer.Option(
             help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]",
         )] = None,
@@ -168,8 +169,8 @@ def predict(
     software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
     if plan_path is not None:
-        for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("dropout", dropout),
-                            ("sharding", sharding)):
+        for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("head-dim", head_dim),
+                            ("dropout", dropout), ("sharding", sharding)):
             if value is not None:
                 raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
@@ -184,7 +185,7 @@ def predict(
         config = replace(
             config, batch=batch,
             model=_model(model, batch.sequence_length, layers=layers, hidden=hidden, heads=heads, vocab=vocab, ffn=ffn,
-                         kv_heads=kv_heads, dropout=dropout),
+                         kv_heads=kv_heads, head_dim=head_dim, dropout=dropout),
             plan=make(PlanOptions, {
                 "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
                 "schedule": schedule, "sequence_parallel": sequence_parallel,

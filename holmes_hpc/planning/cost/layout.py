@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,8 +20,6 @@ from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
 from holmes_hpc.planning.spec.transport import Transport, TransportRule
-
-KEPT = ("memo", "_rates", "replicas", "_edges", "rule")  # of a layout, in its variants
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,13 @@ class Layout:
                virtual_stages: int | None = None) -> Layout:
         """With another schedule, bucket size, recomputation or number of virtual stages: where the ranks are stays, so
         that what was worked out of their networks does too (`memo`)."""
-        parallel = self.parallel
-        if virtual_stages is not None and virtual_stages != parallel.virtual_stages:
-            parallel = replace(parallel, virtual_stages=virtual_stages)
-        made = replace(self, parallel=parallel, schedule=schedule or self.schedule,
-                       bucket_bytes=bucket_bytes or self.bucket_bytes, recompute=recompute or self.recompute)
-        made.__dict__.update({name: kept for name, kept in self.__dict__.items() if name in KEPT})
+        made = copy(self)  # nothing to check: a search makes thousands
+        if virtual_stages is not None and virtual_stages != self.parallel.virtual_stages:
+            object.__setattr__(made, "parallel", replace(self.parallel, virtual_stages=virtual_stages))
+        for name, value in (("schedule", schedule), ("bucket_bytes", bucket_bytes), ("recompute", recompute)):
+            if value is not None:
+                object.__setattr__(made, name, value)
+        made.__dict__.pop("order", None)  # the only thing worked out that these change
         return made
 
     @classmethod

@@ -317,8 +317,8 @@ def deepened(layout: Layout, extra: list[int]) -> Layout:
     p = layout.parallel
     base, total = in_flight(p.pp, layout.order.micro_batches, p.virtual_stages), layout.order.micro_batches
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    made = layout.varied(Schedule("ahead", depths))
-    return layout.varied(Schedule("ahead", tuple(made.order.depth(s) for s in range(p.pp))))
+    order = replace(layout.order, kind="ahead", in_flight=depths)
+    return layout.varied(Schedule("ahead", tuple(order.depth(s) for s in range(p.pp))))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
