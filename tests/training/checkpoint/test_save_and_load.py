@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole: spawn.Ended, tmp_path: Path)
 
 def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.Ended, tmp_path: Path) -> None:
     copy_of(whole, tmp_path / "run")
-    for path in (tmp_path / "run/checkpoints").glob("*/common.pt"):
+    for path in (tmp_path / "run/checkpoints").glob("*/.metadata"):
         path.write_bytes(path.read_bytes()[:-1])
     ended = spawn.train(tmp_path / "run", PLAN, {"train": STEPS})
     assert set(ended.codes) == {2}, ended.output
