@@ -82,7 +82,8 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
             made.append((pace, figures.predicted_measured(runs[runs["cell"] >= 0])))
     if report.steps["loss"].notna().any() and report.steps["run"].nunique() <= 8:
         a_step = {str(row["run"]): float(row["global_batch"]) * float(row["sequence_length"])
-                  for _, row in compare.entries(runs) if tables.known(row["global_batch"])}
+                  for _, row in compare.entries(runs)
+                  if tables.known(row["global_batch"]) and tables.known(row["sequence_length"])}
         by = "tokens" if len(set(a_step.values())) > 1 else "step"  # steps of different batches do not compare
         made.append((f"by {by}s", figures.loss(report.steps, by, a_step)))
         if report.steps["time"].notna().any():
