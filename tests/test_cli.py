@@ -111,8 +111,8 @@ def local(*more: str) -> list[str]:
 
 
 def test_data_are_looked_at_before_anything_is_planned(holmes, tmp_path):
-    """Of another vocabulary, too short, without their group, or not there: one line each, and no run directory. Megatron,
-    whose import takes seconds, is not loaded for it."""
+    """Of another vocabulary, too short, without their group, or not there: one line each, and no run directory.
+    Megatron, whose import takes seconds, is not loaded for it."""
     prefix = tmp_path / "text"
     (tmp_path / "a.txt").write_text("all work and no play " * 2000)
     assert holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(prefix))[0] == 0
@@ -140,7 +140,7 @@ def test_data_are_not_overwritten_unasked(holmes, tmp_path):
     refused(holmes("data", "prepare", str(tmp_path / "empty"), "-o", prefix), "no file in this folder")
 
 
-def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(holmes, tmp_path):
+def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(holmes, tmp_path, capsys):
     from holmes_hpc.cli import start
 
     target = tmp_path / "plan.yaml"
@@ -156,6 +156,7 @@ def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(
     run.append_metrics({"step": 1, "loss": 1.0})
     start._make_room(run)
     assert run.exists()
+    capsys.readouterr()
     refused(holmes("rm", "mine"), "--yes")
     code, out, _ = holmes("rm", "mine", "--yes")
     assert code == 0 and "removed: " in out and not run.path.exists()
@@ -225,8 +226,8 @@ def test_unknown_verbs_and_options(holmes):
 
 def test_every_verb_shows_an_example(holmes):
     for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "calibrate", "submit", "run", "resume",
-                 "status", "logs", "cancel", "rm", "report", "export", "models", "batches", "data prepare", "sweep status", "sweep collect",
-                 "testbed up", "testbed status", "testbed exec", "testbed down"):
+                 "status", "logs", "cancel", "rm", "report", "export", "models", "batches", "data prepare",
+                 "sweep status", "sweep collect", "testbed up", "testbed status", "testbed exec", "testbed down"):
         code, out, _ = holmes(*verb.split(), "--help")
         assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb
 

@@ -1,6 +1,6 @@
 """Registers the launchers holmes_slurm and holmes_local with Hydra (code: holmes_hpc.submission.sweeps.launcher).
 
-Hydra loads all plugins for every configuration that it composes, so what a launcher needs is loaded when a sweep begins.
+Hydra loads all plugins for every configuration that it composes: what a launcher needs is loaded when a sweep begins.
 """
 
 from abc import abstractmethod

@@ -154,8 +154,8 @@ def test_labels_are_never_cut_to_the_same_text() -> None:
 
 def test_the_time_of_a_loss_is_the_runs_own_without_its_waits(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=6)
-    hour_later = {"step": 7, "loss": 1.0, "validation_loss": 1.5, "step_time_s": 2.0, "time": 1.7e9 + 3600, "attempt": 2}
-    run.append_metrics(hour_later)
+    run.append_metrics({"step": 7, "loss": 1.0, "validation_loss": 1.5, "step_time_s": 2.0, "time": 1.7e9 + 3600,
+                        "attempt": 2})
     made = load_report([run.path])
     minutes = figures.loss(made.steps, "time").axes[0].get_lines()[0].get_xdata()
     assert 0 < minutes[0] < minutes[-1] < 1 and len(minutes) == 7

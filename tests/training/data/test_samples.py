@@ -21,8 +21,8 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
-from holmes_hpc.training.data import prepare
 from holmes_hpc.training.data import prefix as prefixes
+from holmes_hpc.training.data import prepare
 from holmes_hpc.training.data.build import build_datasets, described
 from holmes_hpc.training.data.samples import batches, sample_indices, shuffled
 from holmes_hpc.training.data.synthetic import Synthetic
@@ -242,7 +242,8 @@ def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_p
 def test_types_of_tokens_are_megatrons() -> None:
     from megatron.core.datasets.indexed_dataset import DType
 
-    assert {d.value: d.dtype_from_code(d.value) for d in DType if not d.name.startswith("float")} == prefixes.TOKEN_TYPES
+    whole = {d.value: d.dtype_from_code(d.value) for d in DType if not d.name.startswith("float")}
+    assert whole == prefixes.TOKEN_TYPES
 
 
 def test_the_log_says_what_is_trained_on(tmp_path: Path) -> None:
