@@ -33,6 +33,7 @@ def test_shellcheck_is_content(name: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.integration  # a record names the commit, which git tells
 def test_a_script_whose_components_are_not_the_plans_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plans.plan("ib-a", "roce-a")
     plan.write(tmp_path / "plan.yaml")
