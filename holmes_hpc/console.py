@@ -21,6 +21,7 @@ from rich.table import Table
 
 WIDTH = 100
 NARROWEST = 30
+LEGIBLE = 16  # a column of prose is not made narrower while it can stand below
 NONE = "–"  # in a cell of a table: no value
 
 
@@ -86,8 +87,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], cap
 
 
 def _blocks(rows: Sequence[Sequence[str]], room: int) -> list[list[int]]:
-    """The columns that stand side by side without a broken word, block by block; the first is in all of them."""
-    least = [max(_longest_word(cell) for cell in column) for column in zip(*rows, strict=True)]
+    """The columns that stand side by side without a broken word, and without a column of single words, block by block;
+    the first is in all of them."""
+    least = [min(max(map(cell_len, column)), max(LEGIBLE, *map(_longest_word, column)))
+             for column in zip(*rows, strict=True)]
     blocks = [[0]]
     for index in range(1, len(least)):
         if sum(least[i] + 2 for i in blocks[-1]) + least[index] > room and len(blocks[-1]) > 1:
