@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from holmes_hpc import __version__, console
-from holmes_hpc.cli import data, planning, runs, site, sweep, testbed
+from holmes_hpc.cli import data, known, planning, runs, site, sweep, testbed
 from holmes_hpc.cli.app import app
 from holmes_hpc.errors import HolmesError
 
@@ -19,13 +19,14 @@ __all__ = ["app", "main"]
 # each module hung its verbs on `app`; these have verbs of their own
 for _name, _module in (("testbed", testbed), ("data", data), ("sweep", sweep)):
     app.add_typer(_module.group, name=_name)
-_ = (planning, runs, site)
+_ = (known, planning, runs, site)
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers bring along
 
 
 def main() -> None:
     """Run the command line; every error of ours is one line on stderr and its exit code."""
+    console.speak_plainly()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of packages that it can do without
     try:
         code = app(standalone_mode=False)
@@ -64,7 +65,7 @@ def _nobody_reads() -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False) -> None:
     if version:
         console.text(f"holmes_hpc {__version__}")
         raise typer.Exit

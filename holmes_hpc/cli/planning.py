@@ -41,7 +41,7 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
                "plan.schedule=1f1b")
 
 
-YesNo = Annotated[str, typer.Option(metavar="yes|no")]
+Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes on beside computing.")]
 
 
 @app.command(epilog=help_text("plan", "batch"))
@@ -103,12 +103,15 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 
 @app.command()
 def predict(
-        plan_path: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+        plan_path: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False,
+                                                        help="A file of `holmes plan -o`.")] = None,
         site: SiteFile = None,
-        tp: int = 1, pp: int = 1, dp: int = 1,
+        tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
+        pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+        dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
         micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [the model's own]")] = None,
         global_batch: Annotated[int | None, typer.Option(help="Sequences of a step. [the model's own]")] = None,
-        layers_per_stage: Annotated[str | None, typer.Option(help="26,22")] = None,
+        layers_per_stage: Annotated[str | None, typer.Option(help="26,22; without: as equal as can be.")] = None,
         virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
         recompute: Annotated[str, typer.Option(help="none, selective or full; auto: as `plan` would choose")] = "auto",
         recompute_parts: Annotated[str | None, typer.Option(
@@ -117,18 +120,22 @@ def predict(
             help="Layers of each stage that full recomputation computes again. [all]")] = None,
         schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: as `plan` would choose",
                                               )] = "auto",
-        sequence_parallel: bool = False, distributed_optimizer: bool = True,
+        sequence_parallel: Annotated[bool, typer.Option(help="Activations split over the TP ranks.")] = False,
+        distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
         transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
         model: Annotated[str | None, typer.Option(help="A named model.")] = None,
-        layers: int | None = None, hidden: int | None = None, heads: int | None = None, vocab: int | None = None,
+        layers: Annotated[int | None, typer.Option(help="Of a model without a name, or instead of its own.")] = None,
+        hidden: Annotated[int | None, typer.Option(help="Width, likewise.")] = None,
+        heads: Annotated[int | None, typer.Option(help="Attention heads, likewise.")] = None,
+        vocab: Annotated[int | None, typer.Option(help="Token ids, likewise. [51200 without a name]")] = None,
         sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. [the model's own]")] = None,
-        gpus_per_node: int | None = None,
+        gpus_per_node: Annotated[int | None, typer.Option(help="Ranks on a node. [all its GPUs]")] = None,
         nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
         attention: Annotated[str | None, typer.Option(
             help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused. [as the site"
                  " says, or flash]")] = None,
         fused_norm: Annotated[str | None, typer.Option(metavar="yes|no", help="[as the site says, or yes]")] = None,
-        overlap_grad_reduce: YesNo = "yes", overlap_param_gather: YesNo = "yes",
+        overlap_grad_reduce: Overlap = "yes", overlap_param_gather: Overlap = "yes",
         dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
         grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
         dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,

@@ -66,9 +66,12 @@ class Configuration:
     def with_data(self) -> Configuration:
         """A copy that says which tokens are trained on. Where nobody said, a model for trying takes random ones, with
         which nothing is learned; ConfigError for any other."""
+        if self.data.prefix and self.data.kind != "indexed":
+            raise ConfigError(f"data.prefix is {self.data.prefix!r}, data.kind is {self.data.kind or 'not given'}",
+                              hint="add data=indexed, or leave data.prefix out")
         if self.data.kind is not None:
             return self
-        if self.model.name not in FOR_TRYING and not self.train.measure:
+        if self.model.hidden > FOR_TRYING and not self.train.measure:
             raise ConfigError(f"no data are given for {self.model.name}", where="data",
                               hint="give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
                                    "data=synthetic for random tokens, which measure speed and teach nothing")

@@ -59,6 +59,8 @@ def parse_site(data: Mapping[str, Any]) -> Site:
     for number, entry in enumerate(file.fabrics, 1):
         named = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
         where = f"fabric {entry['name']}" if named else f"fabric {number}"
+        if isinstance(entry, Mapping):
+            _refuse_other_words(entry.get("nic"), where)
         fabrics.append(make(Fabric, {**common, **entry} if isinstance(entry, Mapping) else entry, where, SiteError))
     for fabric in fabrics:
         _refuse_absurd(fabric, f"fabric {fabric.name}")
@@ -71,6 +73,14 @@ def parse_site(data: Mapping[str, Any]) -> Site:
             raise SiteError(f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}",
                             hint="use sdpa or unfused")
     return Site(file.name, tuple(fabrics), tuple(_remarks(fabrics)), file.links)
+
+
+def _refuse_other_words(nic: Any, where: str) -> None:
+    """Raise SiteError for another word for a NIC type, such as a node's feature would be understood as."""
+    if isinstance(nic, str) and nic not in tuple(NicType):
+        meaning = read_vocabulary().meaning(nic)
+        if meaning is not None and meaning.nic is not None:
+            raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
 
 
 def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:

@@ -63,7 +63,9 @@ def test_a_model_without_a_batch_of_its_own_is_refused_in_one_line(monkeypatch: 
 
 
 def test_only_a_model_for_trying_is_trained_on_random_tokens_unasked() -> None:
-    assert load().with_data().data.kind == "synthetic"
+    assert load().with_data().data.kind == load(["model.name=mine"]).with_data().data.kind == "synthetic"
+    with pytest.raises(ConfigError, match="no data are given"):
+        load(["model.hidden=1024"]).with_data()
     with pytest.raises(ConfigError, match=r"no data are given for llama2_7b; give data=indexed .* or data=synthetic"):
         load(["model=llama2_7b"]).with_data()
     for word in ("data=synthetic", "data.kind=synthetic", "train.measure=true"):
