@@ -1,11 +1,12 @@
 """How the command line prints: tables 100 columns wide, messages on stderr, JSON on stdout. Plain text when not a
-terminal."""
+terminal. Logs, records and names are other people's words: control characters in them are shown, never sent."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,14 @@ from rich.table import Table
 
 WIDTH = 100
 NONE = "–"  # in a cell of a table: no value
+# What a terminal obeys or hides: control characters of both sets but tab and newline, marks that turn the direction of
+# writing, and bytes that are no text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with what a terminal would obey written out: an escape is ``\\x1b``."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class _Console(Console):
@@ -28,15 +37,16 @@ class _Console(Console):
 def _console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDTH
-    return _Console(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=False)
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "",
           *, stderr: bool = False) -> None:
     """Print rows as a table; numbers are right-aligned, long cells fold."""
-    rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    out = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left",
-                box=None, pad_edge=False, header_style="bold")
+    rows = [["" if cell is None else visible(str(cell)) for cell in row] for row in rows]
+    columns = [visible(name) for name in columns]
+    out = Table(title=visible(title) or None, caption=visible(caption) or None, title_justify="left",
+                caption_justify="left", box=None, pad_edge=False, header_style="bold")
     console = _console(stderr)
     widths = _widths([columns, *rows], console.width - 2 * (len(columns) - 1))
     for index, name in enumerate(columns):
@@ -65,17 +75,23 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
 
 def text(message: str = "") -> None:
     """Print lines to stdout as they are."""
-    _console().print(message, soft_wrap=True)
+    _console().print(visible(message), soft_wrap=True)
 
 
 def paragraph(message: str) -> None:
     """Print prose to stdout, wrapped between words."""
-    _console().print(message)
+    _console().print(visible(message))
 
 
 def note(message: str) -> None:
     """Progress and remarks: stderr, one line."""
-    _console(stderr=True).print(message, soft_wrap=True)
+    _console(stderr=True).print(visible(message), soft_wrap=True)
+
+
+def problem(message: object) -> None:
+    """What went wrong, in one line: stderr, after the program's name."""
+    sys.stderr.write(f"holmes: {visible(str(message))}\n")
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -111,8 +127,9 @@ class Progress:
 
 
 def as_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
-    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False, default=str) + "\n")
+    """Print one JSON document on stdout; what a terminal would obey is escaped as JSON does, so it stays the same."""
+    written = json.dumps(document, indent=1, ensure_ascii=False, default=str)
+    sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
 
 
 def data_size(count: float | None) -> str:
