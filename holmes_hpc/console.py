@@ -1,5 +1,6 @@
 """How the command line prints: tables as wide as the terminal (or $COLUMNS, or 100), messages on stderr, JSON on
-stdout. Plain text when not a terminal."""
+stdout. Plain text when not a terminal. Logs, records and names are other people's words: control characters in them are
+shown, never sent."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +25,14 @@ WIDTH = 100
 NARROWEST = 30
 LEGIBLE = 16  # a column of prose is not made narrower while it can stand below
 NONE = "–"  # in a cell of a table: no value
+# What a terminal obeys or hides: control characters of both sets but tab and newline, marks that turn the direction of
+# writing, and bytes that are no text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with what a terminal would obey written out: an escape is ``\\x1b``."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class _Console(Console):
@@ -60,14 +70,15 @@ def width(stderr: bool = False) -> int:
 
 
 def _console(stderr: bool = False) -> Console:
-    return _Console(stderr=stderr, width=width(stderr), highlight=False, markup=False, soft_wrap=False)
+    return _Console(stderr=stderr, width=width(stderr), highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "",
           *, stderr: bool = False) -> None:
     """Print rows as a table; numbers are right-aligned, long cells fold between words. Columns for which there is no
     room come below, each row again named by the first."""
-    rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    rows = [["" if cell is None else visible(str(cell)) for cell in row] for row in rows]
+    columns, title, caption = [visible(name) for name in columns], visible(title), visible(caption)
     console = _console(stderr)
     if title:
         console.print(title, style="italic")
@@ -124,30 +135,37 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
     console = _console()
     mark = "█" if "utf" in (console.encoding or "").lower() else "#"
     told = [f"{value:.3g}" for _, value in values]
-    names = max(cell_len(name) for name, _ in values)
+    names = max(cell_len(visible(name)) for name, _ in values)
     room = console.width - max(map(len, told)) - 2
     above = names > room // 2  # no room beside such names: each on a line of its own
     room -= 0 if above else names + 2
     most = max(value for _, value in values) or 1.0
     console.print(f"\n{title}", soft_wrap=True)
     for (name, value), said in zip(values, told, strict=True):
+        name = visible(name)
         lead = f"{name}\n" if above else f"{name}{' ' * (names - cell_len(name) + 2)}"
         console.print(f"{lead}{mark * max(1, round(room * value / most))} {said}", soft_wrap=True)
 
 
 def text(message: str = "") -> None:
     """Print lines to stdout as they are."""
-    _console().print(message, soft_wrap=True)
+    _console().print(visible(message), soft_wrap=True)
 
 
 def paragraph(message: str) -> None:
     """Print prose to stdout, wrapped between words."""
-    _console().print(message)
+    _console().print(visible(message))
 
 
 def note(message: str) -> None:
     """Progress and remarks: stderr, one line."""
-    _console(stderr=True).print(message, soft_wrap=True)
+    _console(stderr=True).print(visible(message), soft_wrap=True)
+
+
+def problem(message: object) -> None:
+    """What went wrong, in one line: stderr, after the program's name."""
+    sys.stderr.write(f"holmes: {visible(str(message))}\n")
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -183,9 +201,10 @@ class Progress:
 
 
 def as_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
+    """Print one JSON document on stdout; what a terminal would obey is escaped as JSON does, so it stays the same."""
     plain = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
-    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=plain, default=str) + "\n")
+    written = json.dumps(document, indent=1, ensure_ascii=plain, default=str)
+    sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
 
 
 def data_size(count: float | None) -> str:

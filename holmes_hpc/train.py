@@ -21,11 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from holmes_hpc import console
 from holmes_hpc.config.composition import explained, resolve
 from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.trust import careful_umask
 from holmes_hpc.submission.lifecycle.engine import check_engine
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
@@ -36,6 +38,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
     the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
     check_engine()
+    careful_umask()
     settings, unrecorded = recorded(config)
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
@@ -117,6 +120,7 @@ app.plan_job = plan_job  # type: ignore[attr-defined]
 
 
 def main() -> None:
+    careful_umask()
     rank = _rank()[0]
     words = [a for a in sys.argv[1:] if "=" in a]
     run_dir = next((a.split("=", 1)[1] for a in words if a.startswith("run_dir=")), None)
@@ -134,7 +138,7 @@ def main() -> None:
 
 
 def _end(error: HolmesError) -> NoReturn:
-    print(f"holmes: {error}", file=sys.stderr, flush=True)
+    console.problem(error)
     sys.exit(error.exit_code)
 
 

@@ -13,6 +13,7 @@ from holmes_hpc import __version__, console
 from holmes_hpc.cli import data, known, planning, runs, site, sweep, testbed
 from holmes_hpc.cli.app import app
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.trust import careful_umask
 
 __all__ = ["app", "main"]
 
@@ -27,6 +28,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which n
 def main() -> None:
     """Run the command line; every error of ours is one line on stderr and its exit code."""
     console.speak_plainly()
+    careful_umask()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of packages that it can do without
     try:
         code = app(standalone_mode=False)
@@ -36,13 +38,13 @@ def main() -> None:
             _nobody_reads()
         raise
     except HolmesError as e:
-        sys.stderr.write(f"holmes: {e}\n")
+        console.problem(e)
         sys.exit(e.exit_code)
     except OSError as e:
         if isinstance(e, BrokenPipeError):
             _nobody_reads()
         where = f"{e.filename}: " if e.filename else ""
-        sys.stderr.write(f"holmes: {where}{e.strerror or e}; see to it and try again\n")
+        console.problem(f"{where}{e.strerror or e}; see to it and try again")
         sys.exit(1)
     except typer.Exit as e:
         sys.exit(e.exit_code)
@@ -51,10 +53,10 @@ def main() -> None:
             sys.stdout.write(f"{e}\n")
             sys.exit(0)
         command = getattr(getattr(e, "ctx", None), "command_path", "holmes")
-        sys.stderr.write(f"holmes: {' '.join(str(e).split())}; see `{command} --help`\n")
+        console.problem(f"{' '.join(str(e).split())}; see `{command} --help`")
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("holmes: interrupted\n")
+        console.problem("interrupted")
         sys.exit(130)
 
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc import console
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import SKIPPED
+from holmes_hpc.records.trust import strangers
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -28,6 +30,15 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
 
 
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
+    """The run that `name` means, see :func:`_find`; a warning where others than this user may have written what it
+    says."""
+    found = _find(name, root)
+    if (who := strangers(found.path)) is not None:
+        console.note(f"warning: {found.path}: {who}; what the run says may be theirs")
+    return found
+
+
+def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
     """The run that `name` means: a run directory, the name of one, or the Slurm job id of its leader.
 
     Of several runs with one job id (a Slurm that was set up again counts from 1) the latest is meant; several runs of
