@@ -13,6 +13,7 @@ from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, 
 from holmes_hpc.cli.start import planned, start, submit_run
 from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.extras import missing
 
 
 @app.command()
@@ -57,7 +58,12 @@ def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest =
     if json:
         console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
     elif code == 0:
-        report([str(record.path)])
+        try:
+            report([str(record.path)])
+        except ModuleNotFoundError as e:
+            for figure, value in (result.get("final") or {}).items():
+                console.text(f"{figure}: {value}")
+            console.note(f"for tables: {missing(e)}")
     raise typer.Exit(code)
 
 
@@ -219,8 +225,8 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
         if file:
             write(file)
             console.note(f"written: {file}")
-    if missing := made.missing():
-        console.note(missing)
+    if absent := made.missing():
+        console.note(absent)
     if json:
         console.as_json(made.to_dict())
         return
