@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--part", choices=list(parts()), default="headline")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evaluation")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
-    parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation.md")
+    parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation-tables.md")
     given = parser.parse_args()
     planned = parts()[given.part]
     given.runs.mkdir(parents=True, exist_ok=True)

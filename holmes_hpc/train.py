@@ -25,6 +25,7 @@ from holmes_hpc import console
 from holmes_hpc.config.composition import explained, resolve
 from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.extras import missing
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import careful_umask
@@ -45,13 +46,16 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
     # how many queues a GPU has (training/rank/cuda.py)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
+    try:
+        from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
 
-    with cpu.without_compiler():
-        if settings.train.measure:
-            from holmes_hpc.training.calibration.measure import measure as task
-        else:
-            from holmes_hpc.training.loop import train as task
+        with cpu.without_compiler():
+            if settings.train.measure:
+                from holmes_hpc.training.calibration.measure import measure as task
+            else:
+                from holmes_hpc.training.loop import train as task
+    except ModuleNotFoundError as e:
+        raise missing(e) from e
     return task(settings, unrecorded)
 
 

@@ -12,7 +12,9 @@ import typer
 from holmes_hpc import __version__, console
 from holmes_hpc.cli import data, known, planning, runs, site, sweep, testbed
 from holmes_hpc.cli.app import app
+from holmes_hpc.commit import git_commit
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.extras import missing
 from holmes_hpc.records.trust import careful_umask
 
 __all__ = ["app", "main"]
@@ -40,6 +42,10 @@ def main() -> None:
     except HolmesError as e:
         console.problem(e)
         sys.exit(e.exit_code)
+    except ModuleNotFoundError as e:
+        refused = missing(e)
+        sys.stderr.write(f"holmes: {refused}\n")
+        sys.exit(refused.exit_code)
     except OSError as e:
         if isinstance(e, BrokenPipeError):
             _nobody_reads()
@@ -67,7 +73,9 @@ def _nobody_reads() -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False) -> None:
+def _version(version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and its commit.")] = False,
+             ) -> None:
     if version:
-        console.text(f"holmes_hpc {__version__}")
+        commit = git_commit()
+        console.text(f"holmes_hpc {__version__}" + (f" (commit {commit})" if commit else ""))
         raise typer.Exit

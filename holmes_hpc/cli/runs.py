@@ -16,6 +16,7 @@ from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, 
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
 from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.extras import missing
 
 RECENT_S = 86400.0  # a failure is told of in full for a day
 
@@ -73,7 +74,12 @@ def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest =
     if json:
         console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
     elif code == 0:
-        report([str(record.path)])
+        try:
+            report([str(record.path)])
+        except ModuleNotFoundError as e:
+            for figure, value in (result.get("final") or {}).items():
+                console.text(f"{figure}: {value}")
+            console.note(f"for tables: {missing(e)}")
     raise typer.Exit(code)
 
 
@@ -280,8 +286,8 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
         if file:
             write(file)
             console.note(f"written: {file}")
-    if missing := made.missing():
-        console.note(missing)
+    if absent := made.missing():
+        console.note(absent)
     if json:
         console.as_json(made.to_dict())
         return

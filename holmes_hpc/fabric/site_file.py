@@ -1,5 +1,4 @@
-"""A site file: planning without a Slurm, or for hardware not bought yet (README: Hardware that this Slurm does not
-have)."""
+"""A site file: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an 
 MOST = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "intra_node_gbps": 1e5, "peak_tflops": 1e5, "memory_gib": 4096,
         "gbps": 6400, "delay_ms": 1e4}
 NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
-_HINT = "see README: Hardware that this Slurm does not have"
+_HINT = "see docs/howto.md: Plan for hardware that this Slurm does not have"
 
 
 @dataclass(frozen=True)
