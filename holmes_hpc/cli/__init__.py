@@ -70,7 +70,7 @@ def _nobody_reads() -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and its commit.")] = False) -> None:
+def _version(version: Annotated[bool, typer.Option("--version", help="Print version and commit.")] = False) -> None:
     if version:
         commit = git_commit()
         console.text(f"holmes_hpc {__version__}" + (f" (commit {commit})" if commit else ""))
