@@ -32,6 +32,8 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides, site, **values)
+    if earliest:
+        check_choice(config)
     if config.plan_file:
         check_overrides(overrides or [])
         given = make_plan(config)
@@ -110,6 +112,14 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
     return job_of(record)
 
 
+def check_choice(config: Configuration) -> None:
+    """ConfigError where there is nothing for --earliest to choose from."""
+    for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
+                        (config.local, "launcher=local")):
+        if given:
+            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
+
+
 def earliest_ends(config: Configuration, clock: Clock | None = None, known: Costs | None = None) -> list[PlannedStart]:
     """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together;
     `known`: costs in place of the configuration's.
@@ -118,10 +128,7 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
     from holmes_hpc.submission.earliest import earliest as order
     from holmes_hpc.submission.earliest import plans_to_try
 
-    for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
-                        (config.local, "launcher=local")):
-        if given:
-            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
+    check_choice(config)
     here = site(config)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:

@@ -273,7 +273,8 @@ def test_half_a_save_never_counts(tmp_path: Path) -> None:
     named = tmp_path / "step-00000013"
     named.mkdir()
     assert checkpoint_directory.complete(tmp_path) == []
-    checkpoint_directory.finish(half, 12, {}, {"__0_0.distcp": checkpoint_directory.checksum(half / "__0_0.distcp")})
+    (half / ".metadata").write_bytes(b"where the pieces lie")
+    checkpoint_directory.finish(half, 12, {}, {p.name: checkpoint_directory.checksum(p) for p in half.iterdir()})
     assert [s.step for s in checkpoint_directory.complete(tmp_path)] == [12]
     (tmp_path / ".saving-step-00000014-1").mkdir()
     (tmp_path / "step-00000012").rename(tmp_path / ".old-step-00000012")  # killed between two renames
