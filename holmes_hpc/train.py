@@ -20,7 +20,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from holmes_hpc.config.composition import explained, resolve
+from holmes_hpc.config.composition import explained, resolve, with_folders
 from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
@@ -122,6 +122,7 @@ def main() -> None:
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, where ours become one line
     try:
+        sys.argv[1:] = with_folders(sys.argv[1:])
         hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
     except HydraException as e:
         _end(explained(e))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
+from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
 
             for prefix in parse_blend(config.data.prefix)[0]:
                 Prefix.open(prefix)
+    folder = folder_of(config.checkpoint)
+    if folder is not None:
+        from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
+
+        with console.waiting("looking at the weights"):
+            Folder(folder).check_model(config.model)
     if earliest:
         ends = earliest_ends(config)
         show_ends(ends, config.train.steps, stderr=True)

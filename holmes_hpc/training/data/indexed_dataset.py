@@ -92,6 +92,13 @@ class Prefix:
             pointer = struct.unpack("<q", f.read(8))[0]
         return pointer // self.dtype().itemsize + length
 
+    def end_of_document(self) -> int:
+        """The token that ends a document, as PREFIX.json says. Raises DataError where that does not."""
+        try:
+            return int(json.loads(Path(f"{self.path}.json").read_text(encoding="utf-8"))["eod"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise DataError("no word of which token ends a document", where=f"{self.path}.json", hint=_REMAKE) from e
+
     def check_tokens(self, vocab: int) -> None:
         """All tokens against a vocabulary. Where `holmes data prepare` says that it wrote this file with one that is no
         larger, nothing is read. Raises DataError."""
@@ -252,6 +259,16 @@ def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluate
         raise DataError(f"cannot read the index of samples: {e.strerror or e}", where=str(cache),
                         hint="set data.cache to a directory that all nodes see") from e
     return datasets[0], datasets[1] if evaluates else None
+
+
+def end_of_document(data: DataConfig) -> int:
+    """The token that ends a document in all of a run's data. Raises DataError where prefixes differ."""
+    names, _ = parse_blend(data.prefix)
+    ends = {name: Prefix.open(name).end_of_document() for name in names}
+    if len(set(ends.values())) > 1:
+        raise DataError(f"documents end with other tokens: {ends}", where="data.prefix",
+                        hint="prepare all of them with one tokenizer, or use data.documents=joined")
+    return ends[names[0]]
 
 
 def _digest(of: Any) -> str:
