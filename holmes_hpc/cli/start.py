@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
+from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
@@ -32,8 +33,6 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides, site, **values)
-    if earliest:
-        check_choice(config)
     if config.plan_file:
         check_overrides(overrides or [])
         given = make_plan(config)
@@ -56,6 +55,12 @@ def look_at_files(config: Configuration) -> None:
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{key} is {path!r}, which is not there", hint="give the path of one that exists")
+    folder = folder_of(config.checkpoint)
+    if folder is not None:
+        from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
+
+        with console.waiting("looking at the weights"):
+            Folder(folder).check_model(config.model)
     if config.data.kind == "indexed":
         from holmes_hpc.training.data.prefix import look_at
 

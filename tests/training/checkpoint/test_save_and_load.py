@@ -49,6 +49,15 @@ def test_checkpoints_are_kept_and_described(whole: spawn.Ended) -> None:
     assert sorted(p.name for p in whole.run.checkpoints.iterdir()) == ["step-00000008", "step-00000010"]
 
 
+def test_a_resumed_run_has_the_validation_losses_of_its_twin(tmp_path: Path) -> None:
+    config = {"train": {"steps": 6, "lr_decay_steps": 6, "eval_interval": 3, "checkpoint_interval": 4}}
+    twins = [spawn.train(tmp_path / "whole", PLAN, config)]
+    spawn.train(tmp_path / "twice", PLAN, {"train": {**config["train"], "steps": 4}})
+    twins.append(spawn.train(tmp_path / "twice", PLAN, config))
+    found = [{line["step"]: line.get("validation_loss") for line in ended.run.metrics()} for ended in twins]
+    assert found[0] == found[1] and [step for step, loss in found[1].items() if loss] == [3, 6]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spawn.Ended, tmp_path: Path) -> None:
     config = {"train": {**STEPS, "checkpoint_interval": 0, "pace_layer_ms": 10}}
