@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
+from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_keys, with_steps
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
-from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
 
@@ -57,7 +56,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         console.text(f"job {job.id}: {run.path}")
 
 
-@app.command(epilog=help_text("train", "data", "slurm"))
+@app.command(cls=with_keys("train", "data", "slurm"))
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""

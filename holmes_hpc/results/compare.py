@@ -23,9 +23,9 @@ from holmes_hpc.results.statistics import (
 from holmes_hpc.results.tables import PART_NAMES, interval, known, number, pace, unpacked, word
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
-CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "transport", "overlap",
-        "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp", "pp", "dp",
-        "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
+CELL = ["system", "varied", "environment", "placement", "strategy", "layers_per_stage", "schedule", "transport",
+        "overlap", "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp",
+        "pp", "dp", "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
 LEARNED = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
@@ -34,8 +34,8 @@ REDUNDANT = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "b
         "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
         "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
         "train.net_timeout_s", "train.pace_layer_ms",
-        "plan.nodes", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage", "plan.tp",
-        "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
+        "plan.nodes", "plan.strategy", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage",
+        "plan.tp", "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
 # What makes cells different and is not in their tables' rows: it is told where rows would look alike (see _told_apart).
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
