@@ -184,7 +184,7 @@ def test_an_ascii_terminal_gets_ascii(tmp_path):
 def test_a_plan_is_told_as_wide_as_the_terminal(holmes, site, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site))
-    assert code == 0 and max(map(len, out.splitlines())) <= 60 and "partition gpu-ib" in out and " 0%" not in out
+    assert code == 0 and max(map(len, out.splitlines())) <= 60 and "\n|     gpu-ib\n" in out and " 0%" not in out
 
 
 def test_the_manual_page_is_that_of_the_verbs():

@@ -253,14 +253,16 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.results.page import write_page
-    from holmes_hpc.results.report import load_report
 
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
     for file in (html, trace):
         check_output(file)
-    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated, by)
+    paths = [name if Path(name).is_dir() else find_run(name).path for name in runs]
+    from holmes_hpc.results.page import write_page  # after what a mistyped name needs: pandas takes long
+    from holmes_hpc.results.report import load_report
+
+    made = load_report(paths, _simulated, by)
     for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)

@@ -175,7 +175,7 @@ def _what_it_was(run: dict[str, Any]) -> str:
     if tables.known(run["validation_loss"]):
         said.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
     if tables.known(run["nodes"]):
-        said.append(f"{run['nodes']} nodes, {run['ranks']} ranks")
+        said.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
     if tables.known(run["global_batch"]):
         said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
     said += [f"{name.replace('_', ' ')} {train[name]:g}" for name in HYPERPARAMETERS
