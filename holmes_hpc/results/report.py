@@ -58,8 +58,8 @@ class Report:
         return compare.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one."""
-        return [] if self.single else headline.bars(self.comparison)
+        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one, and in a ranking by loss."""
+        return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
