@@ -38,9 +38,9 @@ from holmes_hpc.submission.sweeps.launcher import Planned
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
     the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
-    check_engine()
     careful_umask()
     settings, unrecorded = recorded(config)
+    check_engine(settings.train.optimizer)
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
     # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
