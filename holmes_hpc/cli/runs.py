@@ -11,6 +11,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
 from holmes_hpc.cli.start import planned, start, submit_run
+from holmes_hpc.cli.sweep import sweep_status
 from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
 
@@ -128,7 +129,15 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     from holmes_hpc.records.find import find_run, run_directories, runs_root
     from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import run_statuses
+    from holmes_hpc.submission.sweeps.table import is_sweep
 
+    sweeps = [name for name in runs or [] if is_sweep(name)]
+    if sweeps:
+        for name in sweeps:
+            sweep_status(name, json)
+        runs = [name for name in runs or [] if name not in sweeps]
+        if not runs:
+            return
     found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
@@ -139,7 +148,7 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
         console.as_json([s.to_dict() for s in all_of_them])
         return
     console.table("", ("run", "job", "state", "step", "loss", "step time", "attempt"), [
-        (s.name, s.job_id, f"pending ({s.reason})" if s.state == "pending" and s.reason else s.state,
+        (s.name, s.job_id, f"{s.state} ({s.why})" if s.why else s.state,
          f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):

@@ -1,4 +1,4 @@
-"""Verbs about detached sweeps: sweep status, sweep collect."""
+"""Verbs about sweeps: sweep status, sweep collect, sweep cancel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json
 
-group = typer.Typer(no_args_is_help=True, help="Detached sweeps.")
+group = typer.Typer(no_args_is_help=True, help="Sweeps, detached ones too.")
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's directory.")]
 
 
@@ -39,9 +39,30 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
         console.as_json(found)
         return
     figures = sorted({k for f in found if isinstance(f["final"], dict) for k in f["final"]})
-    console.table(directory, ("job", "overrides", "state", *figures), [
-        (f["num"], " ".join(f["overrides"]), f["state"],
-         *(_short(f["final"].get(k)) if isinstance(f["final"], dict) else "" for k in figures)) for f in found])
+    rows = []
+    for f in found:
+        final = f["final"]
+        many = final if isinstance(final, dict) else {}
+        one = "" if final is None or many is final else _short(final)
+        rows.append([f["num"], " ".join(f["overrides"]), f["state"], one,
+                     *(_short(many[k]) if k in many else "" for k in figures)])
+    columns = ["job", "overrides", "state", "value", *figures]
+    shown = [i for i, name in enumerate(columns) if name != "value" or any(row[i] for row in rows)]
+    console.table(directory, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
+
+
+@group.command("cancel")
+def sweep_cancel(directory: Directory) -> None:
+    """Cancel the jobs of a sweep that have not ended. Example: holmes sweep cancel runs/sweep-20260101-120000"""
+    from holmes_hpc.submission.sweeps import table as sweep
+    from holmes_hpc.submission.sweeps.jobs import cancel_sweep
+    from holmes_hpc.submission.sweeps.manifest import read_manifest
+
+    manifest = read_manifest(directory)
+    alive = {row.num for row in sweep.sweep_status(directory) if not row.ended}
+    jobs = [job for job in manifest.jobs if job.num in alive]
+    cancel_sweep(manifest, jobs)
+    console.note(f"cancelled {len(jobs)} of {len(manifest.jobs)} jobs" if jobs else "all jobs have ended")
 
 
 def _short(value: object) -> str:
