@@ -11,13 +11,14 @@ import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
+_PYTHON = tuple({str(Path(sysconfig.get_path(key)).resolve()) + "/" for key in ("stdlib", "platstdlib")})
 _OURS = ("holmes_hpc", "hydra_plugins")  # loaded in every launch; part of a program only where it imports them
 
 
@@ -85,7 +86,7 @@ def _program(path: str, package: str) -> Program:
             continue
         files[path] = hashlib.sha256(text).hexdigest()[:16]
         if path.endswith(".py"):
-            for name in _imports(text, package):
+            for name in dict.fromkeys(_imports(text, package)):
                 waiting += _sources(name)
     return Program(files, _packages())
 
@@ -112,9 +113,11 @@ def _imports(text: bytes, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names if base)
 
 
-def _sources(name: str) -> list[tuple[str, str]]:
+@functools.cache
+def _sources(name: str) -> tuple[tuple[str, str], ...]:
     """(file, package) of a module and of the packages above it, as far as they are the user's. Nothing is imported."""
-    found, search, parts = [], None, name.split(".")
+    found: list[tuple[str, str]] = []
+    search, parts = None, name.split(".")
     for depth in range(1, len(parts) + 1):
         spec = _spec(".".join(parts[:depth]), search)
         if spec is None:
@@ -126,12 +129,12 @@ def _sources(name: str) -> list[tuple[str, str]]:
             break  # installed: its version says enough
         if inside is None:
             break
-        search = list(inside)
-    return found
+        search = tuple(inside)
+    return tuple(found)
 
 
 @functools.cache
-def _spec_of(name: str, search: tuple[str, ...] | None) -> Any:
+def _spec(name: str, search: tuple[str, ...] | None) -> Any:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
@@ -143,18 +146,14 @@ def _spec_of(name: str, search: tuple[str, ...] | None) -> Any:
     return None
 
 
-def _spec(name: str, search: Sequence[str] | None) -> Any:
-    return _spec_of(name, None if search is None else tuple(search))
-
-
 def _own_source(module: ModuleType) -> str | None:
     path = getattr(module, "__file__", None)
     return str(Path(path).resolve()) if isinstance(path, str) and _is_own(path) and Path(path).exists() else None
 
 
+@functools.cache
 def _is_own(path: str) -> bool:
     """Whether a module's file is neither Python's nor installed."""
     if path in ("built-in", "frozen") or any(part in _INSTALLED for part in Path(path).parts):
         return False
-    python = {str(Path(sysconfig.get_path(key)).resolve()) for key in ("stdlib", "platstdlib")}
-    return not any(str(Path(path).resolve()).startswith(place + "/") for place in python)
+    return not str(Path(path).resolve()).startswith(_PYTHON)

@@ -40,7 +40,8 @@ def made(folder: Path, text: str, name: str = "app") -> Any:
     module.__file__ = str(folder / f"{name}.py")
     exec(compile(text, module.__file__, "exec"), module.__dict__)
     program._program.cache_clear()
-    program._spec_of.cache_clear()
+    for cache in (program._spec, program._sources):
+        cache.cache_clear()
     return module.run
 
 
