@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import FOR_TRYING
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.schema import REQUIRED, check, key, keys, make
 
 
@@ -43,14 +45,21 @@ class Configuration:
                           key("[gpu, gpu-old]: only these are used; null: those that fit best")] = None
     calibration: Annotated[str | None, key("a file of `holmes calibrate`, or a layer profile (docs/planner.md)")] = None
     plan_file: Annotated[str | None, key("run this plan instead of planning")] = None
-    checkpoint: Annotated[str | None, key("begin with this one (checkpoints/step-… of any run of the model); with its "
-                                          "own once the run has one")] = None
+    checkpoint: Annotated[str | None, key("begin with this one: checkpoints/step-… of any run of the model, a folder "
+                                          "of `holmes import`, or hf:DIR, a Hugging Face folder; with its own once the "
+                                          "run has one")] = None
     labels: Annotated[Mapping[str, Any], key("words for reports: +labels.system=… +labels.session=… "
                                              "(docs/results.md)")] = field(default_factory=dict)
     run_dir: Annotated[str | None, key("the run directory; null: $HOLMES_RUNS or runs/, and the run's name")] = None
 
     def __post_init__(self) -> None:
         check(self, "configuration")
+        if self.train.optimizer == "muon" and self.plan.distributed_optimizer:
+            raise ConfigError("Megatron-Core's Muon cannot be shared out over data-parallel ranks",
+                              where="train.optimizer", hint="add plan.distributed_optimizer=false")
+        if self.train.optimizer == "muon" and self.train.dtype == "fp16":
+            raise ConfigError("Megatron-Core's Muon takes no fp16", where="train.optimizer",
+                              hint="use train.dtype=bf16")
 
     @property
     def local(self) -> bool:
@@ -60,6 +69,20 @@ class Configuration:
     def with_train(self, **changes: Any) -> Configuration:
         """A copy with other values in the group `train`."""
         return replace(self, train=replace(self.train, **changes))
+
+    def with_data(self) -> Configuration:
+        """A copy that says which tokens are trained on. Where nobody said, a model for trying takes random ones, with
+        which nothing is learned; ConfigError for any other."""
+        if self.data.prefix and self.data.kind != "indexed":
+            raise ConfigError(f"data.prefix is {self.data.prefix!r}, data.kind is {self.data.kind or 'not given'}",
+                              hint="add data=indexed, or leave data.prefix out")
+        if self.data.kind is not None:
+            return self
+        if self.model.hidden > FOR_TRYING and not self.train.measure:
+            raise ConfigError(f"no data are given for {self.model.name}", where="data",
+                              hint="give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
+                                   "data=synthetic for random tokens, which measure speed and teach nothing")
+        return replace(self, data=replace(self.data, kind="synthetic"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as run.yaml records it; :func:`from_dict` takes it back."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.build import build_datasets, described, document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
 from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
-from holmes_hpc.training.network import audit, nic_bytes
+from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
 from holmes_hpc.training.rank import launch
@@ -93,17 +92,20 @@ class Trainer:
                                      [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
                                 dtype=gpt.dtype_name(config.train.dtype, here.cuda))
-        train, plan = self.settings, here.plan
+        train, plan, self.data = self.settings, here.plan, config.data
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
+        self.document_end = document_end(config.data)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
         self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
         attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
-        chunks = gpt.build(plan, self.model_config, train.seed, here.device)
+        attention.refuse_apart(self.document_end, here.cuda)
+        chosen = config.checkpoint
+        chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
@@ -123,9 +125,9 @@ class Trainer:
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
             here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
-            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control)
-        chosen = config.checkpoint
-        self.step = self.checkpoints.load(Path(chosen) if chosen else None)
+            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control,
+            elsewhere=train.checkpoint_dir)
+        self.step = self.checkpoints.load(chosen)
         if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
@@ -141,6 +143,7 @@ class Trainer:
         self.final: dict[str, Any] = {}
         self._gathering: metrics_line.Gathering | None = None
         self._audit: audit.Audit | None = None
+        self._slow_links: slow_links.SlowLinks | None = None
         self._alone = True  # nothing but the step's traffic since the step before
         self._said = 0.0
         self._saved_at = 0  # the step whose state was saved last
@@ -234,7 +237,7 @@ class Trainer:
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
         stored = self.forward_backward(
-            forward_step_func=forward_step,
+            forward_step_func=partial(forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
             seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
@@ -249,7 +252,8 @@ class Trainer:
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
-        return [batches(dataset, self.plan, rank, start_step, self.here.device) for _ in self.models]
+        return [batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end)
+                for _ in self.models]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
@@ -297,9 +301,11 @@ class Trainer:
                                      "header_factors": {k: round(v, 4) for k, v in factors.items()}})
         if not here.nodes[0].one_host:
             self._audit = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
+            self._slow_links = slow_links.of_plan(plan, here.nodes, factors, self.settings.dtype)
         for kind, factor in factors.items():
             say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
+        say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
         say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
@@ -341,7 +347,10 @@ class Trainer:
         if self._audit is not None:
             for finding in self._audit.add(metrics_line.nic_rows(rows), self._alone):
                 say(str(finding))
-        for warning in self.stragglers.step(metrics_line.compute_by_rank(rows)):
+        if self._slow_links is not None and self._alone:
+            for finding in self._slow_links.step(metrics_line.part_by_rank(rows, "grad_sync_s")):
+                say(str(finding))
+        for warning in self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")):
             say(warning)
         every = self.settings.log_interval
         if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
@@ -361,13 +370,13 @@ class Trainer:
             self.loggers.close()
 
 
-def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """Megatron-Core's forward_step_func: one micro-batch, which lies on the model's device already, through one model
-    chunk, and how its loss is made."""
+    chunk, and how its loss is made. `masked`: every stage needs the batch, for its mask."""
     model = gpt.inner(chunk)
-    batch = next(batches) if model.pre_process or model.post_process else {}
+    batch = next(batches) if model.pre_process or model.post_process or masked else {}
     labels = batch.get("labels") if model.post_process else None
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=labels)
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
     return output, partial(_loss, batch.get("loss_mask"))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holmes_hpc import console
 from holmes_hpc.submission.sweeps.jobs import states
 from holmes_hpc.submission.sweeps.manifest import Manifest
-from holmes_hpc.submission.sweeps.table import SweepRow, live_table, on_terminal, row_of, sweep_rows
+from holmes_hpc.submission.sweeps.status_table import SweepRow, live_table, on_terminal, row_of, sweep_rows
 
 if TYPE_CHECKING:
     from holmes_hpc.submission.sweeps.returns import Launched

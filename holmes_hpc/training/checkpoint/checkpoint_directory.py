@@ -15,13 +15,20 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
+from holmes_hpc.schema import keys
 
 DESCRIPTION = "holmes.json"
+STRUCTURE = ".metadata"  # where every piece of the state lies; PyTorch's
+IMPORTED = "hugging_face"  # says in a description that it is of a folder of `holmes import`, under any name
+# A model's identity: what its weights' shapes and their use depend on.
+_IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
+             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -34,6 +41,33 @@ class Checkpoint:
     about: Mapping[str, Any]
 
 
+def place(folder: Path, elsewhere: str | None) -> None:
+    """Before the first checkpoint of a run goes into `folder`: where `elsewhere` is given, make `folder` a link to a
+    folder of the run's name there. A run that has checkpoints keeps its place. RunFailed where the place is not there,
+    or is another run's."""
+    if folder.is_symlink():
+        if not folder.is_dir():
+            raise RunFailed(f"it is a link to {os.readlink(folder)}, which is not there", where=str(folder),
+                            hint="mount that file system on this node, or remove the link")
+        return
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if elsewhere is None or any(folder.iterdir()):
+            return
+    except OSError as e:
+        raise failed(folder, e) from e
+    target = Path(elsewhere).absolute() / folder.resolve().parent.name
+    try:
+        target.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if any(target.iterdir()):
+            raise RunFailed("other files are there", where=str(target),
+                            hint="give train.checkpoint_dir another folder, or the run another name")
+        folder.rmdir()
+        folder.symlink_to(target)
+    except OSError as e:
+        raise failed(target, e) from e
+
+
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -43,24 +77,48 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
     return folder / f".saving-{name_of(step)}-{attempt}"
 
 
+def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> None:
+    """Raise DataError when the model that was `saved` (plain data) is another one than `model`."""
+    own, at_first = asdict(model), {k: d.default for k, d in keys(ModelSpec).items()}
+    saved = {**at_first, **saved}  # an older version's lacks the keys that came later
+    for name in _IDENTITY:
+        if saved[name] != own[name]:
+            raise DataError(f"it is of a model with {name} {saved[name]}, the plan's has {own[name]}", where=where,
+                            hint="use a plan for the model that was trained")
+
+
 def complete(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints in `folder`, the latest first."""
     found = []
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            match = _NAME.match(path.name)
-            if match and (about := _describe(path)) is not None:
-                found.append(Checkpoint(int(match[1]), path, about))
+    for step, path in _named(folder):
+        about = _describe(path)
+        if not isinstance(about, str):
+            found.append(Checkpoint(step, path, about))
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def passed_over(folder: Path) -> list[tuple[Path, str]]:
+    """What has a checkpoint's name in `folder` and is none, the latest first, each with what is wrong: half copied, or
+    its description is damaged."""
+    return [(path, about) for _, path in sorted(_named(folder), reverse=True)
+            if isinstance(about := _describe(path), str)]
+
+
+def _named(folder: Path) -> list[tuple[int, Path]]:
+    with contextlib.suppress(OSError):
+        return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    return []
 
 
 def at(path: Path) -> Checkpoint:
     """The checkpoint that is `path`. DataError when it is none, or not complete."""
     match, about = _NAME.match(path.resolve().name), _describe(path)
-    if match is None or about is None:
-        raise DataError("not a complete checkpoint", where=str(path),
-                        hint="give a directory checkpoints/step-… of a run, with its holmes.json")
-    return Checkpoint(int(match[1]), path, about)
+    if isinstance(about, str) or (match is None and not about.get(IMPORTED)):
+        why = f" ({about})" if isinstance(about, str) else ""
+        raise DataError(f"not a complete checkpoint{why}", where=str(path),
+                        hint="give a directory checkpoints/step-… of a run, or one of `holmes import`, with its "
+                             f"{DESCRIPTION}")
+    return Checkpoint(int(match[1]) if match else 0, path, about)
 
 
 def seen(path: Path, patience_s: float = 30) -> Checkpoint | None:
@@ -74,12 +132,29 @@ def seen(path: Path, patience_s: float = 30) -> Checkpoint | None:
         time.sleep(0.2)
 
 
-def _describe(path: Path) -> dict[str, Any] | None:
+def _describe(path: Path) -> dict[str, Any] | str:
+    """What holmes.json says; in words why it is none that describes a checkpoint."""
     try:
         about = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return about if isinstance(about, dict) and isinstance(about.get("files"), dict) else None
+    except OSError as e:
+        return f"{DESCRIPTION}: {e.strerror}"
+    except (ValueError, RecursionError):
+        return f"{DESCRIPTION} is damaged"
+    if not isinstance(about, dict) or not all(isinstance(about.get(key, {}), dict) for key in ("model", "parallel")):
+        return f"{DESCRIPTION} is damaged"
+    files = about.get("files")
+    if not isinstance(files, dict) or not all(_is_file(name, said) for name, said in files.items()):
+        return f"{DESCRIPTION} names no files with their sizes and checksums"
+    if STRUCTURE not in files and not about.get(IMPORTED):
+        return f"{DESCRIPTION} does not name {STRUCTURE}"
+    return about
+
+
+def _is_file(name: str, said: Any) -> bool:
+    """Whether a file is named that can only lie in the checkpoint, with its size and its CRC-32."""
+    return (os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
+            and isinstance(said, list) and len(said) == 2 and all(type(number) is int and number >= 0
+                                                                  for number in said))
 
 
 def checksum(path: Path) -> tuple[int, int]:

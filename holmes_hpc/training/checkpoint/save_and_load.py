@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -33,10 +33,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.checkpoint import checkpoint_directory
-from holmes_hpc.training.model import random_states
+from holmes_hpc.training.checkpoint import begin, checkpoint_directory, no_code
+from holmes_hpc.training.model import gpt, megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
@@ -45,9 +46,6 @@ RESULT_WAIT_S = 30  # after the writer has ended
 LOOK_S = 0.05  # while a save is waited for
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
-# A model's identity: what its weights' shapes and their use depend on.
-_IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
-             "vocab_multiple", "rope_base")
 
 
 class _Results:
@@ -74,15 +72,17 @@ class _Results:
 class Checkpoints:
     """Saves and loads one run's training state.
 
-    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors. All ranks call every method at
-    the same step.
+    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors; `elsewhere`: see
+    :func:`checkpoint_directory.place`. All ranks call every method at the same step.
     """
 
     def __init__(self, folder: Path, plan: Plan, models: Sequence[Any], optimizer: Any, *, attempt: int, keep: int,
-                 background: bool, group: Any) -> None:
+                 background: bool, group: Any, elsewhere: str | None = None) -> None:
         self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
         self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
         self._rank = dist.get_rank()
+        if self._rank == 0:
+            checkpoint_directory.place(folder, elsewhere)
         self._calls = AsyncCallsQueue()
         self._began = 0.0
         filesystem_async._results_queue = _Results()
@@ -110,9 +110,9 @@ class Checkpoints:
         about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
                  "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
         try:
-            request = dist_checkpointing.save(
-                self._state(is_loading=False), str(path), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                async_sharded_save=True, content_metadata=METADATA)
+            request = megatron_versions.save(
+                self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                METADATA)
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -172,21 +172,25 @@ class Checkpoints:
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, chosen: Path | None = None) -> int:
-        """Load the latest checkpoint of this run that is whole, or `chosen` where it has none yet; its step comes back,
-        0 when there is neither.
+    def load(self, chosen: str | None = None) -> int:
+        """Load the latest checkpoint of this run that is whole, or `chosen` (a path, or ``hf:DIR``) where it has none
+        yet; its step comes back, 0 when there is neither.
 
         DataError for a checkpoint of another model, and when none of those there are is whole.
         """
-        found = self._found(chosen)
+        folder = folder_of(chosen)
+        found = self._found(Path(chosen) if chosen and folder is None else None)
         problem = ""
         for path in found:
             checkpoint = checkpoint_directory.seen(path)
             damage = self._damage(checkpoint)
             if damage is None:
                 assert checkpoint is not None
-                check_model(checkpoint, self.plan)
-                self._load(checkpoint)
+                if checkpoint.about.get(checkpoint_directory.IMPORTED):
+                    self._begin_with(path)
+                else:
+                    check_model(checkpoint, self.plan)
+                    self._load(checkpoint)
                 return checkpoint.step
             problem = problem or f"{path.name}: {damage}"
             if self._rank == 0:
@@ -194,7 +198,24 @@ class Checkpoints:
         if found:
             raise DataError(f"no checkpoint is whole ({problem})", where=str(self.folder),
                             hint="restore one from a copy, or remove them and start again")
+        if folder is not None:
+            self._begin_with(folder)
         return 0
+
+    def _begin_with(self, path: Path) -> None:
+        """Weights of a Hugging Face folder; the optimizer's moments as at a first step. DataError on all ranks when one
+        cannot read its own."""
+        began = time.perf_counter()
+        chunks = [gpt.inner(m) for m in self.models]
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        said = self._everywhere(lambda: begin.read(path, self.plan.model, chunks, rank))
+        if (problem := next(filter(None, said), None)) is not None:
+            what, where, hint = problem
+            raise DataError(what, where=where, hint=hint)
+        self.optimizer.reload_model_params()
+        if self._rank == 0:
+            begin.keep(path, self.folder.parent)
+            say(f"starts from the weights in {path}, read in {time.perf_counter() - began:.1f} s")
 
     def _found(self, chosen: Path | None) -> list[Path]:
         """What to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a file
@@ -202,6 +223,8 @@ class Checkpoints:
         said: list[Any] = [None, None]
         if self._rank == 0:
             checkpoint_directory.sweep(self.folder)
+            for path, why in checkpoint_directory.passed_over(self.folder):
+                say(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
             said[0] = [str(checkpoint.path) for checkpoint in checkpoint_directory.complete(self.folder)]
             if chosen is not None and not said[0]:
                 try:
@@ -216,29 +239,38 @@ class Checkpoints:
 
     def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
         """What any rank found wrong; every rank reads its share of the files, however long that takes."""
-        size = dist.get_world_size()
+        def own() -> str | None:
+            if checkpoint is None:
+                return f"not to be seen by rank {self._rank}"
+            found = checkpoint_directory.damage(checkpoint, self._rank, dist.get_world_size())
+            pickled = not checkpoint.about.get(checkpoint_directory.IMPORTED)
+            return no_code.problem(checkpoint.path) if pickled and found is None and self._rank == 0 else found
+
+        return next((text for text in self._everywhere(own) if text is not None), None)
+
+    def _everywhere(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work`, in a thread, gives on each rank, however long it takes."""
         with ThreadPoolExecutor(1) as pool:
-            looking = None if checkpoint is None else pool.submit(
-                checkpoint_directory.damage, checkpoint, self._rank, size)
-            while self._anywhere(looking is not None and not looking.done()):
+            doing = pool.submit(work)
+            while self._anywhere(not doing.done()):
                 time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
-            own = looking.result() if looking is not None else f"not to be seen by rank {self._rank}"
-        said: list[Any] = [None] * size
-        dist.all_gather_object(said, own, group=self._group)
-        return next((text for text in said if text is not None), None)
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, doing.result(), group=self._group)
+        return said
 
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
-        same_layout = (dict(checkpoint.about["parallel"]) == asdict(self.plan.parallel)
+        same_layout = (checkpoint.about.get("parallel") == asdict(self.plan.parallel)
                        and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = dist_checkpointing.load(state, str(checkpoint.path))
-        except (OSError, RuntimeError, KeyError, ValueError, *_ERRORS) as e:
-            raise DataError(f"cannot be loaded: {' '.join(str(e).split())[:300]}", where=str(checkpoint.path),
+            loaded = megatron_versions.load(state, checkpoint.path)
+        except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
+            raise DataError(f"cannot be loaded: {no_code.line_of(_inner_error(e))}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
         for index, model in enumerate(self.models):
+            no_code.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
             model.module.load_state_dict(loaded[f"model{index}"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         for inner in _distributed(self.optimizer):
@@ -266,11 +298,7 @@ class Checkpoints:
 
 def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
     """Raise DataError when a checkpoint is of another model than the plan's."""
-    saved, own = checkpoint.about.get("model", {}), asdict(plan.model)
-    for key in _IDENTITY:
-        if saved.get(key) != own[key]:
-            raise DataError(f"it is of a model with {key} {saved.get(key)}, the plan's has {own[key]}",
-                            where=str(checkpoint.path), hint="resume with a plan for the model that was trained")
+    checkpoint_directory.check_identity(checkpoint.about.get("model", {}), plan.model, str(checkpoint.path))
 
 
 def _inner(optimizer: Any) -> list[Any]:
@@ -344,12 +372,15 @@ def _end_with(parent: int) -> None:
             os._exit(1)
 
 
+def _inner_error(error: BaseException) -> Any:
+    """What a rank said, where torch put it into an error of its own."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
 def _as_failure(path: Path, error: BaseException) -> RunFailed:
     """Whatever went wrong while saving, as one line. Torch hides a full disk behind errors of its own."""
-    inner: Any = error
-    failures = getattr(error, "failures", None)
-    if failures:
-        inner = next(iter(failures.values()))[0]
+    inner = _inner_error(error)
     if isinstance(inner, OSError):
         return checkpoint_directory.failed(path, inner)
     with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from holmes_hpc.submission.sweeps.launcher_settings import (
 )
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, open_manifest
 from holmes_hpc.submission.sweeps.progress import Progress, in_a_line
-from holmes_hpc.submission.sweeps.table import SweepRow, collect, row_of, sweep_status
+from holmes_hpc.submission.sweeps.status_table import SweepRow, collect, row_of, sweep_status
 
 
 def made(folder: Path, *ids: str, where: str = "local") -> Manifest:

@@ -1,4 +1,4 @@
-"""A sweep's jobs as a table: its columns, one row a job, live on a terminal, or collected as data."""
+"""The table of `holmes sweep status`: its columns, one row a job, live on a terminal, or collected as data."""
 
 from __future__ import annotations
 
