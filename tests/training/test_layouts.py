@@ -11,6 +11,7 @@ import pytest
 import spawn
 import torch
 
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.training.model import gpt
 
 STEPS = {"steps": 6}
@@ -59,10 +60,11 @@ def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.Ended, t
     found = {}
     for name, layout in {"one": {}, "dp2": {"dp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}.items():
         plan = spawn.plan(**layout, distributed_optimizer=False)
-        train = {**STEPS, "optimizer": "muon", "lr_decay_steps": 6, "checkpoint_interval": 3}
+        muon = {"plan": PlanOptions(distributed_optimizer=False),
+                "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 6, "checkpoint_interval": 3}}
         if name == "tp2 pp2":
-            spawn.train(tmp_path / name, plan, {"train": {**train, "steps": 3}})
-        ended = spawn.train(tmp_path / name, plan, {"train": train})
+            spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 3}})
+        ended = spawn.train(tmp_path / name, plan, muon)
         assert set(ended.codes) == {0}, ended.output
         found[name] = ended.column("loss")
     assert found["one"][0] == alone.column("loss")[0] and found["one"][3:] != alone.column("loss")[3:]  # not Adam

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import RunFailed
+from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.metrics.breakdown import Breakdown
 
@@ -69,8 +69,13 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
     """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon (whose
     packages have been checked to be there); `config` learns what the schedules need of it."""
     ddp = models[0].ddp_config
-    # whole matrices are made orthogonal, whatever TP cuts them into: each part by itself would be another optimizer
-    muon: dict[str, Any] = {"muon_tp_mode": "duplicated"} if train.optimizer == "muon" else {}
+    if train.optimizer == "muon" and plan.parallel.distributed_optimizer:
+        raise ConfigError("the plan shares the optimizer out, as Megatron-Core's Muon cannot be",
+                          where="train.optimizer", hint="plan with plan.distributed_optimizer=false")
+    # whole matrices are made orthogonal, whatever TP cuts them into: each part by itself would be another optimizer; by
+    # products in the weights' own type, where Megatron-Core's default is bf16
+    muon: dict[str, Any] = {} if train.optimizer != "muon" else {
+        "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
     optimizer = get_megatron_optimizer(OptimizerConfig(
         optimizer=train.optimizer, lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay,
         adam_beta1=train.beta1, adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad,
