@@ -14,6 +14,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
+from holmes_hpc.cli.sweep import sweep_status
 from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
@@ -166,7 +167,15 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import run_statuses
+    from holmes_hpc.submission.sweeps.status_table import is_sweep
 
+    sweeps = [name for name in runs or [] if is_sweep(name)]
+    if sweeps:
+        for name in sweeps:
+            sweep_status(name, json)
+        runs = [name for name in runs or [] if name not in sweeps]
+        if not runs:
+            return
     found = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
@@ -178,7 +187,7 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
         return
     console.table("", ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"), [
         (s.name, time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))), s.job_id,
-         f"pending ({s.reason})" if s.state == "pending" and s.reason else s.state,
+         f"{s.state} ({s.why})" if s.why else s.state,
          f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):

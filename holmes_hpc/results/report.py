@@ -15,9 +15,9 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, headline, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
+from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
-from holmes_hpc.results.sweep_tables import sweep_tables
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
@@ -63,7 +63,7 @@ class Report:
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
-        return tables.one_run(self.run, self.plan) if self.single else sweep_tables(self.comparison, self.by)
+        return tables.one_run(self.run, self.plan) if self.single else comparison_tables(self.comparison, self.by)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for scripts: numbers in seconds and bytes, null where unknown."""

@@ -15,7 +15,7 @@ from holmes_hpc.results.tables import PART_NAMES, Table, interval, known, number
 SHOWN = 40  # rows of a table in a terminal
 
 
-def sweep_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
+def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
     """All of them, the most wanted first."""
     made = [cell_table(comparison, by), breakdown_table(comparison),
             bytes_table(comparison)] if len(comparison.cells) else []
