@@ -58,7 +58,7 @@ class Report:
         return compare.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one or when ranked by loss."""
+        """(what, samples/s) of several runs' cells, for a chart on a terminal; none for one, or by loss."""
         return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
