@@ -77,22 +77,22 @@ class Stack:
     `transfer`: share of the nominal rate that collectives in a node, those over InfiniBand and stage transfers reach.
     """
 
-    product: Share = 0.974
+    product: Share = 0.998
     memory: Share = 0.85
-    stream: Share = 0.862
+    stream: Share = 0.775
     flash: Share = 1.0
-    flash1: Share = 0.563
-    unfused: Share = 1.04
-    loose: Share = 1.76
-    loss_bytes: Share = 9.5
-    launch_s: Time = 2.93e-5
-    gap_s: Time = 4.8e-6
-    pass_s: Time = 1.3e-3
-    step_s: Time = 3.1e-3
+    flash1: Share = 0.557
+    unfused: Share = 0.848
+    loose: Share = 1.99
+    loss_bytes: Share = 7.06
+    launch_s: Time = 2.99e-5
+    gap_s: Time = 5.93e-6
+    pass_s: Time = 9.2e-4
+    step_s: Time = 1.55e-3
     ring_s: Time = 2e-5
     hop_s: Time = 7e-6
-    local: Share = 0.78
-    ib: Share = 0.446
+    local: Share = 0.64
+    ib: Share = 0.92
     transfer: Share = 0.9
 
     def __post_init__(self) -> None:
