@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore faults planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
+.PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -50,6 +50,11 @@ explore: install ## property tests with fresh seeds and many examples for MINUTE
 
 faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)
+
+CONTRACT ?= submitit waiting many_jobs sweepers
+
+submission-contract: install ## slurmhet beside submitit's slurm, reasons to wait, 300 jobs, Hydra's sweepers, on the testbed: some 20 minutes
+	$(BIN)/pytest -q -rP $(CONTRACT:%=tests/submission/contract/%_contract.py)
 
 # torch with NCCL, which PyPI's own wheel has; three equals signs, or a +cpu wheel of that version would do as well.
 VENV_NCCL ?= $(VENV)-nccl

@@ -170,11 +170,10 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
 
     sweeps = [name for name in runs or [] if is_sweep(name)]
     if sweeps:
-        for name in sweeps:
-            sweep_status(name, json)
-        runs = [name for name in runs or [] if name not in sweeps]
-        if not runs:
-            return
+        if runs != sweeps[:1]:
+            raise ConfigError("a sweep beside others", where=sweeps[0], hint="give one sweep, or runs")
+        sweep_status(sweeps[0], json)
+        return
     found = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")

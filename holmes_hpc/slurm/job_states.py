@@ -75,7 +75,8 @@ class JobState:
     @property
     def why(self) -> str:
         """Why it waits, and about when it will start, as far as Slurm tells."""
-        at = "" if (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
+        held = "held" in self.reason.lower()  # then Slurm's estimate holds only once somebody releases it
+        at = "" if held or (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
         return ", ".join(text for text in (self.reason, at) if text) if self.waits else ""
 
     @property
