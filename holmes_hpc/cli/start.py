@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holmes_hpc import console
@@ -53,20 +54,23 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
     """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
     has a job, or may have one, is kept, whatever happens here."""
     from holmes_hpc.submission.executor.submit import Unsure
-    from holmes_hpc.submission.lifecycle.new_run import new_run
+    from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
+    from holmes_hpc.submission.lifecycle.starting import starting
 
-    record = new_run(config, chosen, overrides or [], True)
-    try:
-        return record, submit_run(chosen, record, config)
-    except Unsure:
-        raise
-    except BaseException:
-        made = record.read_run()
-        if made["slurm"] or made.get("local"):
-            console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
-        else:
-            shutil.rmtree(record.path)
-        raise
+    config = replace(config, run_dir=str(new_run_path(config, chosen)))
+    with starting(Path(config.run_dir or ""), "`holmes submit`"):
+        record = new_run(config, chosen, overrides or [], True)
+        try:
+            return record, submit_run(chosen, record, config)
+        except Unsure:
+            raise
+        except BaseException:
+            made = record.read_run()
+            if made["slurm"] or made.get("local"):
+                console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
+            else:
+                shutil.rmtree(record.path)
+            raise
 
 
 def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job:
