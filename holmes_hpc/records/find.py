@@ -63,6 +63,12 @@ def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> 
     raise RecordError(f"no such run under {base}", where=word, hint=hint)
 
 
+def last_change(run: RunDirectory) -> float:
+    """Unix seconds of the last that is recorded of a run: its start, a step, its end."""
+    found = [run.run_path, run.metrics_path, run.result_path]
+    return max((path.stat().st_mtime for path in found if path.exists()), default=0.0)
+
+
 def job_ids(run: dict[str, Any]) -> set[int]:
     """All Slurm job ids that a run record names: its leader's, its components', its attempts'."""
     ids: set[int] = set()

@@ -23,7 +23,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.build import build_datasets, described
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
@@ -93,7 +93,7 @@ class Trainer:
                                      [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
                                 dtype=gpt.dtype_name(config.train.dtype, here.cuda))
-        train, plan = self.settings, here.plan
+        train, plan, self.data = self.settings, here.plan, config.data
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -303,6 +303,7 @@ class Trainer:
         for kind, factor in factors.items():
             say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
+        say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
         say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"

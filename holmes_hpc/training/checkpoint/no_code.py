@@ -81,9 +81,8 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
 def _read_metadata(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:
     """In place of FileSystemReader's own, which Megatron-Core's reader is made of."""
     found = read_metadata(self.path)
-    if getattr(found, "storage_meta", None) is None:
-        found.storage_meta = metadata.StorageMeta()
-    found.storage_meta.load_id = self.load_id
+    about = getattr(found, "storage_meta", None) or metadata.StorageMeta()
+    about.load_id, found.storage_meta = self.load_id, about
     return found
 
 
@@ -102,6 +101,8 @@ def problem(directory: Path) -> str | None:
         read_metadata(directory)
     except (pickle.UnpicklingError, OSError, MemoryError) as e:
         return f".metadata: {line_of(e)}"
+    if not (directory / "common.pt").exists():  # later versions of Megatron-Core keep it beside the weights
+        return None
     try:
         torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
     except Exception as e:  # damaged bytes end in any error

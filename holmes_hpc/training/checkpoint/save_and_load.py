@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -33,10 +33,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.schema import keys
 from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
-from holmes_hpc.training.model import random_states
+from holmes_hpc.training.model import megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
@@ -47,7 +49,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
 # A model's identity: what its weights' shapes and their use depend on.
 _IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
-             "vocab_multiple", "rope_base")
+             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
 
 
 class _Results:
@@ -112,9 +114,9 @@ class Checkpoints:
         about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
                  "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
         try:
-            request = dist_checkpointing.save(
-                self._state(is_loading=False), str(path), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                async_sharded_save=True, content_metadata=METADATA)
+            request = megatron_versions.save(
+                self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                METADATA)
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -240,7 +242,7 @@ class Checkpoints:
                        and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = dist_checkpointing.load(state, str(checkpoint.path))
+            loaded = megatron_versions.load(state, checkpoint.path)
         except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
             raise DataError(f"cannot be loaded: {no_code.line_of(_inner_error(e))}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
@@ -273,10 +275,11 @@ class Checkpoints:
 
 def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
     """Raise DataError when a checkpoint is of another model than the plan's."""
-    saved, own = checkpoint.about.get("model", {}), asdict(plan.model)
+    own, at_first = asdict(plan.model), {k: d.default for k, d in keys(ModelSpec).items()}
+    saved = {**at_first, **checkpoint.about.get("model", {})}  # an older version's lacks the keys that came later
     for key in _IDENTITY:
-        if saved.get(key) != own[key]:
-            raise DataError(f"it is of a model with {key} {saved.get(key)}, the plan's has {own[key]}",
+        if saved[key] != own[key]:
+            raise DataError(f"it is of a model with {key} {saved[key]}, the plan's has {own[key]}",
                             where=str(checkpoint.path), hint="resume with a plan for the model that was trained")
 
 

@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole: spawn.Ended, tmp_path: Path)
 def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.Ended, tmp_path: Path) -> None:
     copy_of(whole, tmp_path / "run")
     cut, bad = (tmp_path / f"run/checkpoints/step-000000{step}" for step in ("08", "10"))
-    (cut / "common.pt").write_bytes((cut / "common.pt").read_bytes()[:-1])
+    (cut / ".metadata").write_bytes((cut / ".metadata").read_bytes()[:-1])
     (bad / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "ran").encode() + b"\ntR.")  # its writer's code
     about = json.loads((bad / "holmes.json").read_text())
     about["files"][".metadata"] = checkpoint_directory.checksum(bad / ".metadata")
@@ -200,7 +200,7 @@ def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.En
     ended = spawn.train(tmp_path / "run", PLAN, {"train": STEPS})
     assert set(ended.codes) == {2}, ended.output
     assert "no checkpoint is whole (step-00000010: .metadata: it names os.mkdir" in ended.output[0]
-    assert "common.pt is not" in ended.output[0] and "Traceback" not in "".join(ended.output)
+    assert ".metadata is not" in ended.output[0] and "Traceback" not in "".join(ended.output)
     assert not (tmp_path / "ran").exists()
 
 
