@@ -91,6 +91,8 @@ def test_ranks_name_nodes_of_the_job_and_addresses_of_their_own() -> None:
                      "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
                      "SLURM_JOB_NODELIST_HET_GROUP_1": "roce1"})
     check_addresses(good, job)
+    apart = [NodeTransports(n, n, {"rdma": ("ib0", "10.1.0.1", 24)}, {}, False) for n in ("ib1", "ib2")]
+    check_addresses(apart, job)  # two fabrics without a link between them
     for bad, says in ((named("evil", "10.0.0.9"), "rank 3 on evil: that is no node of the job"),
                       (named("ib2", "127.0.0.1"), "which other nodes cannot reach"),
                       (named("ib2", "10.0.0.1"), "as ib1 does"), (named("ib2", "evil.example"), "cannot reach")):

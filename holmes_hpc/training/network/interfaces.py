@@ -232,8 +232,9 @@ def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
 
 def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = ()) -> None:
     """Raise NetworkError when a rank names a node that is not the job's (`job_nodes`, where Slurm tells them), or an
-    address that cannot be its NIC's: connections to it would go elsewhere."""
-    owners: dict[str, str] = {}
+    address that cannot be its NIC's: connections to it would go elsewhere. Fabrics that share no network may have the
+    same addresses."""
+    owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):
         if node.one_host:
             return
@@ -248,7 +249,7 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = 
                 bad = meant.is_loopback or meant.is_unspecified or meant.is_multicast
             except ValueError:
                 bad = True
-            other = owners.setdefault(address, node.node)
+            other = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
             if bad or other != node.node:
                 also = f", as {other} does" if other != node.node else ", which other nodes cannot reach"
                 raise NetworkError(f"it says that {interface} has address {address!r}{also}", where=where,
