@@ -14,9 +14,12 @@ WHERE = "holmes_hpc/COMMIT"
 
 class CustomBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the checkout's commit; a source distribution has brought its own, and a checkout needs none."""
+        """Add the commit: the checkout's, or what a source distribution has brought; at one place in the archive."""
         root = Path(self.root)
-        if version == "editable" or (root / WHERE).exists():
+        if version == "editable":
+            return
+        if (root / WHERE).exists():
+            build_data["force_include"][str(root / WHERE)] = WHERE
             return
         commit = runpy.run_path(str(root / "holmes_hpc" / "commit.py"))["checkout_commit"](root)
         if commit:

@@ -55,7 +55,7 @@ def stage() -> str:
                text(200, 140, "stage 0: 16 layers on the faster fabric", color=IB),
                text(530, 140, "stage 1: 14 layers", color=ROCE), line(376, 50, 376, 124, INK, 2, "5 4"),
                text(376, 165, "what crosses here, per micro-batch: one activation forward, one gradient back", 13),
-               text(376, 186, "what does not: the gradients of all parameters, thousands of times as much", 13))
+               text(376, 186, "what does not: the gradients of all parameters, gigabytes in each step", 13))
 
 
 def transport() -> str:

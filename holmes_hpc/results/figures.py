@@ -235,7 +235,7 @@ def _progress(run: pd.DataFrame, by: str, tokens: float) -> pd.Series:
     """Where a run's steps are on the axis."""
     if by != "time":
         return run["step"] * (tokens if by == "tokens" else 1.0)
-    passed = run["time"].diff()
+    passed = run["time"].diff().clip(lower=0)
     waits = (run["attempt"].diff() > 0) & (passed > run["step_time_s"])  # in a queue, not in training
     return passed.mask(waits, run["step_time_s"]).fillna(run["step_time_s"]).cumsum() / 60
 
