@@ -191,6 +191,7 @@ def test_sysfs(files: Any, address: Any) -> None:
 
 
 @given(changed(plan()))
+@example(at(plan(), "transports", 0, "kind", gone=True))
 @settings(max_examples=10)
 def test_reports(document: Any) -> None:
     from holmes_hpc.results.report import load_report
