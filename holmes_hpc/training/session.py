@@ -137,8 +137,7 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
             f" ({own.by}, {device.type})")
     assert rank_exit.attempt is not None
-    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus,
-                   owned)
+    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus, owned)
 
 
 def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:

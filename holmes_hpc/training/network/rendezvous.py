@@ -1,9 +1,9 @@
 """How the ranks meet: a key-value store in rank 0, whose address stands in the run directory.
 
 The file is named after this start of the run, only the user who runs it may read it, and it holds a random word that
-the store answers with; so neither a file of an earlier start nor somebody else's is ever followed. The store listens on
-that one address; it asks nobody who they are (docs/security.md). A launcher's own rendezvous (torchrun's MASTER_ADDR) is
-used where there is one.
+the store answers with; so neither a file of an earlier start nor somebody else's is ever followed. The store listens
+on that one address; it asks nobody who they are (docs/security.md). A launcher's own rendezvous (torchrun's
+MASTER_ADDR) is used where there is one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _KEY = "holmes/word"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where rank 0's store is. `attempt`: the number of this start in the run's record, below 0 where it is none. `error`:
-    why there is no store (and with which exit code the ranks end)."""
+    """Where rank 0's store is. `attempt`: the number of this start in the run's record, below 0 where it is none.
+    `error`: why there is no store (and with which exit code the ranks end)."""
 
     address: str
     port: int
@@ -88,10 +88,10 @@ def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: i
 
 
 def read_meeting(path: Path) -> Meeting | None:
-    """The published store, or None while there is none that this user wrote and nobody else may read."""
+    """The published store, or None while there is none that only this user may write."""
     try:
         said = path.stat()
-        if said.st_uid != os.getuid() or said.st_mode & 0o077:
+        if said.st_uid != os.getuid() or said.st_mode & 0o022:
             return None
         data = json.loads(path.read_text(encoding="utf-8"))
         return Meeting(str(data["address"]), int(data["port"]), str(data["word"]), int(data["attempt"]),

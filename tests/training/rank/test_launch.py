@@ -122,7 +122,7 @@ def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "meeting.json"
     write_whole(path, json.dumps(asdict(rendezvous.Meeting("1.2.3.4", 1, "w", 1, "n", 1))), 0o600)
     assert rendezvous.read_meeting(path) is not None
-    path.chmod(0o640)  # others may have read the word
+    path.chmod(0o620)  # others may have written it
     assert rendezvous.read_meeting(path) is None
     path.chmod(0o600)
     monkeypatch.setattr("os.getuid", lambda: 12345)
