@@ -72,7 +72,7 @@ class SlurmHetJob(core.Job[Any]):
         """As submitit's, but the time for results to appear runs once for the job, not once per missing task."""
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
-            self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.time()))
+            self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.monotonic()))
         return super()._get_outcome_and_result()
 
     def exception(self) -> Any:

@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from holmes_hpc.cli import runs, start
+from holmes_hpc.config import composition
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
@@ -62,8 +63,14 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Jobs:
-    made = Jobs(1)
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    made, compose, alone = Jobs(1), composition._composed, threading.Lock()
+
+    def composed(words: Any = ()) -> Any:
+        with alone:  # Hydra composes once at a time in a process; in life these are processes
+            return compose(words)
+
+    monkeypatch.setattr(composition, "_composed", composed)
     monkeypatch.setattr(new_run, "git_commit", lambda: None)
     monkeypatch.setattr(start, "submit_run", made.submit)
     monkeypatch.setattr(runs, "submit_run", made.submit)
