@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
+.PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore fuzz faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -47,6 +47,9 @@ MINUTES ?= 30
 
 explore: install ## property tests with fresh seeds and many examples for MINUTES (30); says what it finds, then fails
 	$(BIN)/python tests/support/explore.py $(MINUTES)
+
+fuzz: install ## inputs that are almost right (plans, sites, records, Slurm's texts, sysfs), mutated for MINUTES (30)
+	$(BIN)/python tests/support/explore.py $(MINUTES) tests/test_fuzz.py --more 40
 
 faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)

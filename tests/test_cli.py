@@ -148,7 +148,7 @@ def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(
     assert holmes("plan", *local(), "-o", str(target))[0] == 0
     run = RunDirectory.create(tmp_path / "runs" / "mine", plan_text=target.read_text())
     start._make_room(run)
-    assert not run.path.exists()
+    assert not run.exists() and not any(run.path.iterdir())  # the directory stays, with the lock of who starts it
     run = RunDirectory.create(run.path, plan_text=target.read_text())
     (run.path / "notes.txt").write_text("somebody's")
     start._make_room(run)

@@ -94,30 +94,34 @@ def resume(run: Run, overrides: Overrides = None,
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
     from holmes_hpc.submission.lifecycle.resume import continuation
+    from holmes_hpc.submission.lifecycle.starting import starting
     from holmes_hpc.submission.lifecycle.status import run_status
     from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
-    to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
-    chosen, before = to_go_on.plan, record.read_run()
-    if to_go_on.missing:
-        console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
-    look_at_files(to_go_on.config)
-    found = checkpoint_directory.complete(record.checkpoints)
-    console.note(f"it goes on after step {found[0].step}, from {found[0].path}" if found else
-                 "no complete checkpoint: it begins again with step 1")
-    kept = record.reopen(chosen.to_yaml() if plan_path else None)
-    record.update_run(config=to_go_on.config.to_dict(), plan_id=chosen.id, components=chosen.layout,
-                      overrides=[*before["overrides"], *(overrides or [])])
-    try:
-        job = submit_run(chosen, record, to_go_on.config)
-    except Unsure:
-        raise
-    except BaseException:
-        made = record.read_run()
-        if (made["slurm"], made.get("local")) == (before["slurm"], before.get("local")):  # no job was made
-            record.close_again(kept, before)
-        raise
+    with starting(record.path, "`holmes resume`"):
+        to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
+        chosen, before = to_go_on.plan, record.read_run()
+        if to_go_on.missing:
+            console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
+        for path, why in checkpoint_directory.passed_over(record.checkpoints):
+            console.note(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
+        look_at_files(to_go_on.config)
+        found = checkpoint_directory.complete(record.checkpoints)
+        console.note(f"it goes on after step {found[0].step}, from {found[0].path}" if found else
+                     "no complete checkpoint: it begins again with step 1")
+        kept = record.reopen(chosen.to_yaml() if plan_path else None)
+        record.update_run(config=to_go_on.config.to_dict(), plan_id=chosen.id, components=chosen.layout,
+                          overrides=[*before["overrides"], *(overrides or [])])
+        try:
+            job = submit_run(chosen, record, to_go_on.config)
+        except Unsure:
+            raise
+        except BaseException:
+            made = record.read_run()
+            if (made["slurm"], made.get("local")) == (before["slurm"], before.get("local")):  # no job was made
+                record.close_again(kept, before)
+            raise
     console.note(f"job {job.id}: {record.path}")
     steps = len(record.metrics_bytes())
     code = follow(record, job)

@@ -87,35 +87,46 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
     has a job, or may have one, is kept, whatever happens here."""
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
+    from holmes_hpc.submission.lifecycle.starting import starting
 
-    if config.name is not None or config.run_dir:
-        _make_room(RunDirectory(new_run_path(config, chosen)))
-    record = new_run(config, chosen, overrides or [], True)
-    try:
-        return record, submit_run(chosen, record, config)
-    except Unsure:
-        raise
-    except BaseException:
-        made = record.read_run()
-        if made["slurm"] or made.get("local"):
-            console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
-        else:
-            shutil.rmtree(record.path)
-        raise
+    given = config.name is not None or bool(config.run_dir)
+    config = replace(config, run_dir=str(new_run_path(config, chosen)))
+    with starting(Path(config.run_dir or ""), "`holmes submit`"):
+        if given:
+            _make_room(RunDirectory(config.run_dir or ""))
+        record = new_run(config, chosen, overrides or [], True)
+        try:
+            return record, submit_run(chosen, record, config)
+        except Unsure:
+            raise
+        except BaseException:
+            made = record.read_run()
+            if made["slurm"] or made.get("local"):
+                console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
+            else:
+                shutil.rmtree(record.path)
+            raise
 
 
 def _make_room(record: RunDirectory) -> None:
-    """Take away a run that ended, or was never submitted, without having made a step: its name may be used again."""
+    """Take away a run that ended, or was never submitted, without having made a step: its name may be used again. Its
+    directory stays, with the lock of who starts it."""
     from holmes_hpc.slurm.job_states import NOT_SUBMITTED
     from holmes_hpc.submission.lifecycle.run_states import is_end
+    from holmes_hpc.submission.lifecycle.starting import others
     from holmes_hpc.submission.lifecycle.status import run_status
 
     if not record.exists() or record.metrics_bytes() or any(record.checkpoints.glob("*")):
         return
     state = run_status(record).state
-    if (is_end(state) or state == NOT_SUBMITTED.lower()) and {p.name for p in record.path.iterdir()} <= OWN_FILES:
+    found = others(record.path)
+    if (is_end(state) or state == NOT_SUBMITTED.lower()) and OWN_FILES.issuperset(found):
         console.note(f"{record.name} made no step ({state}): it begins anew")
-        shutil.rmtree(record.path)
+        for path in map(record.path.joinpath, found):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job:

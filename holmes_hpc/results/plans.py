@@ -15,6 +15,12 @@ from holmes_hpc.records.run import RunDirectory
 NIC_WORDS = {"ib": "IB", "roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "omnipath": "Omni-Path",
              "ethernet": "Ethernet"}
 
+SHAPE: dict[str, Any] = {  # of what is reckoned with here
+    "model": {}, "batch": {}, "parallel": {}, "schedule": {}, "site": {"fabrics": [{}]}, "stages": [{}],
+    "components": [{"nodes": 0, "gpus_per_node": 0}], "transports": [{"ranks": [0]}],
+    "predicted": {"step_time_s": 0.0, "samples_per_s": 0.0, "model_tflops_per_gpu": 0.0, "hardware_tflops_per_gpu": 0.0,
+                  "memory_bytes_per_gpu": [0], "nic_bytes_per_step": {}}}
+
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
     """plan.yaml as plain data, not to be changed; empty where there is none that can be read."""
@@ -27,7 +33,21 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
     """Repeats share a plan, byte for byte."""
-    return mapping(yaml.load(text, Loader=SAFE_LOADER))  # noqa: S506 (a safe loader)
+    plan = mapping(yaml.load(text, Loader=SAFE_LOADER))  # noqa: S506 (a safe loader)
+    return {key: _shaped(value, SHAPE.get(key)) for key, value in plan.items()}
+
+
+def _shaped(value: Any, shape: Any) -> Any:
+    """`value` without what is not of the kind that its readers expect, as in a plan that somebody edited. `shape`: an
+    example, as SHAPE holds them; None for what is only shown."""
+    if isinstance(shape, dict):
+        return {key: _shaped(held, shape.get(key)) for key, held in mapping(value).items()}
+    if isinstance(shape, list):
+        return [_shaped(held, shape[0]) for held in value if isinstance(held, type(shape[0]))
+                and not isinstance(held, bool)] if isinstance(value, list) else []
+    if isinstance(shape, int):
+        return whole(value)
+    return number(value) if isinstance(shape, float) else value
 
 
 def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +109,7 @@ def text(value: Any) -> str | None:
 def whole(value: Any) -> int | None:
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -195,7 +195,8 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     example: dict[tuple[str, str, str, str], list[int]] = {}
     for group in plan.get("transports") or []:
         if isinstance(group, dict):
-            key = (str(group["kind"]), str(group["transport"]), str(group["nic"] or ""), str(group["fabric"] or ""))
+            kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
+            key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
             counts[key] += 1
             example.setdefault(key, list(group.get("ranks") or []))
     return [{"kind": key[0], "transport": key[1], "nic": key[2] or None, "fabric": key[3] or None, "groups": count,

@@ -25,8 +25,9 @@ def parse_sacct(text: str) -> list[Row]:
         cells = line.split(SEPARATOR)
         if len(cells) < 7:
             continue
-        code, _, signal = cells[2].partition(":")
-        status = (int(code) or 128 * bool(int(signal or 0)) + int(signal or 0)) if code.isdigit() else None
+        exited = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", cells[2])
+        code, signal = (int(exited[1]), int(exited[2] or 0)) if exited else (0, 0)
+        status = (code or 128 * bool(signal) + signal) if exited else None
         rows += [Row(*identity, _word(cells[1]), cells[6], _number(cells[3]), _none(cells[5]), _none(cells[4]),
                      status, token=_token("".join(cells[7:]))) for identity in _identities(cells[0])]
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
+import secrets
 import signal
 import socket
 import threading
@@ -17,9 +17,7 @@ import submitit
 from submitit.local.local import LocalExecutor
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
-from holmes_hpc.errors import SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.ports import first_ephemeral, free_port
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.slurm.scontrol import minutes
@@ -28,16 +26,19 @@ from holmes_hpc.submission.plan_job import RankTask
 
 
 class LocalRankTask(RankTask):
-    """A rank as a local process: what srun or torchrun would say is said by variables of torchrun's names."""
+    """A rank as a local process: what srun or torchrun would say is said by variables of torchrun's names, but for an
+    address: the ranks meet in the run directory. `start` names this start."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], port: int) -> None:
+    def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], start: str) -> None:
         super().__init__(function, config)
-        self.port = port
+        self.start = start
 
     def __call__(self) -> Any:
         own = submitit.JobEnvironment()
         os.environ.update(RANK=str(own.global_rank), WORLD_SIZE=str(own.num_tasks), LOCAL_RANK=str(own.local_rank),
-                          LOCAL_WORLD_SIZE=str(own.num_tasks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+                          LOCAL_WORLD_SIZE=str(own.num_tasks), TORCHELASTIC_RUN_ID=self.start)
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
+            os.environ.pop(name, None)
         return super().__call__()
 
 
@@ -54,16 +55,6 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _rendezvous_port() -> int:
-    """A TCP port for rank 0 to listen on, below those that connections of other programs are given."""
-    ports = list(range(10000, first_ephemeral()))
-    random.shuffle(ports)
-    found = free_port(ports, "127.0.0.1")
-    if found is None:
-        raise SubmissionError("no TCP port is free", where="127.0.0.1", hint="end what listens on so many")
-    return found
-
-
 def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any],
                   config: Mapping[str, Any], settings: SlurmSettings) -> Job:
     """Start `plan`'s ranks as processes of this machine; they survive this process. The job to follow comes back."""
@@ -75,7 +66,7 @@ def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str,
                                gpus_per_node=gpus, stderr_to_stdout=True)
     started = time.time()
     config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
-    task = LocalRankTask(function, config, _rendezvous_port())
+    task = LocalRankTask(function, config, secrets.token_hex(8))
     host = socket.gethostname()
     with uninterrupted():
         with deaf_to_ctrl_c():

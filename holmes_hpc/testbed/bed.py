@@ -33,7 +33,7 @@ from holmes_hpc.testbed.slurmconf import CLUSTER, MUNGE, Places
 from holmes_hpc.testbed.topology import Topology
 
 READY_S = 60
-USABLE = ("idle", "mixed", "allocated", "completing")
+AWAY = ("down", "error", "fail", "inval", "unknown")  # what else Slurm says of a node (drained, planned, …) is no fault
 
 
 def _quiet(_: str) -> None:
@@ -219,12 +219,17 @@ def _node_states(bed: Bed) -> dict[str, str]:
     return {name: state for name, state in (row.split() for row in rows)}
 
 
+def registered(state: str) -> bool:
+    """Whether a node of this state has a slurmd that answers, whatever jobs or people want of it."""
+    return not state.endswith("*") and not state.startswith(AWAY)
+
+
 def _wait_for_nodes(bed: Bed, progress: Callable[[str], None], watch: Callable[[], None],
                     timeout_s: float = READY_S) -> None:
     deadline, told = time.monotonic() + timeout_s, time.monotonic()
     while True:
         states = _node_states(bed)
-        waiting = [node for node, state in states.items() if state not in USABLE]
+        waiting = [node for node, state in states.items() if not registered(state)]
         watch()
         if not waiting:
             return

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, PlanError,
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
+from holmes_hpc.records.holder import Holder, take
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.trust import refuse_strangers
 from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
@@ -32,10 +36,15 @@ from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import say
 
+OWNER = ".training"  # in a run directory: the lock of the attempt that trains there
+OWNER_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
+NO_ATTEMPT = -1
+
 
 @dataclass
 class Session:
-    """A rank that has met the others. `nodes`: every rank's networks; `cpus`: where it runs beside a GPU, in words."""
+    """A rank that has met the others. `nodes`: every rank's networks; `cpus`: where it runs beside a GPU, in words;
+    `owned`: rank 0's open lock of the run directory."""
 
     launch: Launch
     plan: Plan
@@ -47,6 +56,7 @@ class Session:
     device: torch.device
     traffic: Traffic
     cpus: str = ""
+    owned: int | None = None
 
     @property
     def cuda(self) -> bool:
@@ -62,6 +72,8 @@ class Session:
             except RuntimeError:
                 say("some ranks did not say goodbye within 10 s")
             rendezvous.forget(self.run.path, self.launch)
+        if self.owned is not None:
+            os.close(self.owned)
 
 
 def run_directory(path: str | None) -> RunDirectory:
@@ -88,10 +100,11 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
           bind_cpus: bool) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place,
     GPU or network is one line, on every rank, before the first group is made."""
-    began = time.perf_counter()
-    if own.rank == 0:
-        rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
+    began, owned = time.perf_counter(), None
     try:
+        if own.rank == 0:
+            owned = _own(own, run, rank_exit)
+            rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
         launch.check(own, plan)
         on_gpu = cuda.wanted(train.device, plan)
         _set_up_device(plan, own, on_gpu)
@@ -107,6 +120,7 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
     rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node, on_gpu)
     interfaces.check_places(plan, nodes)
+    interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
     warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
     for line in (*map(str, warnings), *([*said, *interfaces.remarks(node)] if own.local_rank == 0 else ())):
         say(line)
@@ -123,7 +137,24 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
         say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
             f" ({own.by}, {device.type})")
     assert rank_exit.attempt is not None
-    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus)
+    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus, owned)
+
+
+def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
+    """Rank 0 makes the run's directory its own, as long as it lives; the open lock comes back. RecordError where
+    another attempt lives in it, or where others may write there; then nothing is recorded."""
+    rank_exit.attempt = NO_ATTEMPT
+    refuse_strangers(run.path)
+    job = own.key.removeprefix("slurm-").partition("-")[0] if own.by == "srun" else ""
+
+    def is_over(other: Holder) -> bool:
+        """Where its node died, the file server may hold the lock for a while."""
+        if not other.job or other.host == own.node:
+            return False
+        state = None if other.job == job else ending_state(other.job)
+        return other.job == job or (state is not None and state.ended)
+
+    return take(run.path / OWNER, Holder.this("an attempt", job), is_over, OWNER_WAIT_S)
 
 
 def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:
@@ -185,10 +216,14 @@ def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error:
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
         if own.address is None:
-            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10)
+            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10, known=partial(_note, rank_exit))
         else:
             store = rendezvous.launcher_store(own, 10)
         rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", store))
+
+
+def _note(rank_exit: RankExit, attempt: int) -> None:
+    rank_exit.attempt = attempt
 
 
 def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
@@ -197,7 +232,8 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
     elif own.rank == 0:
         raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
     else:
-        raw, rank_exit.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP))
+        raw, rank_exit.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP),
+                                                       partial(_note, rank_exit))
     store = dist.PrefixStore(f"holmes/{own.key}", raw)
     if own.address is not None:
         if own.rank == 0:

@@ -1,4 +1,5 @@
-"""Looks for counterexamples: every property test, with fresh seeds and many examples, again and again for some minutes.
+"""Looks for counterexamples: every property test (or those of some files), with fresh seeds and many examples, again
+and again for some minutes.
 
 What it finds is printed with the name of the test, the values and the seed; it goes on, and the exit code is 1 in
 the end. Pin each in its test with ``@example``.
@@ -23,8 +24,8 @@ MARKS = "not slurm and not breaking and not gpu"
 class Round:
     """A pytest plug-in: property tests only, with more examples, and none begun when the time is over."""
 
-    def __init__(self, end: float, seed: int, found: dict[str, str]) -> None:
-        self.end, self.seed, self.found = end, seed, found
+    def __init__(self, end: float, seed: int, found: dict[str, str], more: int) -> None:
+        self.end, self.seed, self.found, self.more = end, seed, found, more
         self.ran = 0
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,7 +33,7 @@ class Round:
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         for test in {item.obj for item in chosen}:  # type: ignore[attr-defined]
             own = test._hypothesis_internal_use_settings
-            test._hypothesis_internal_use_settings = settings(own, max_examples=MORE * own.max_examples)
+            test._hypothesis_internal_use_settings = settings(own, max_examples=self.more * own.max_examples)
         random.Random(self.seed).shuffle(chosen)  # so that a round that is cut short leaves out others each time
         items[:] = chosen
 
@@ -52,12 +53,15 @@ class Round:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("minutes", type=float)
-    end = time.monotonic() + 60 * parser.parse_args().minutes
+    parser.add_argument("tests", nargs="*", default=[str(TESTS)], help="files, or folders of them")
+    parser.add_argument("--more", type=int, default=MORE, help="times the examples that `make test` looks at")
+    asked = parser.parse_args()
+    end = time.monotonic() + 60 * asked.minutes
     found: dict[str, str] = {}
     rounds = 0
     while time.monotonic() < end:
-        this, rounds = Round(end, random.SystemRandom().randrange(2**32), found), rounds + 1
-        code = pytest.main([str(TESTS), "-m", MARKS, "-q", "--no-header", "--tb=short",
+        this, rounds = Round(end, random.SystemRandom().randrange(2**32), found, asked.more), rounds + 1
+        code = pytest.main([*asked.tests, "-m", MARKS, "-q", "--no-header", "--tb=short",
                             "-p", "no:cacheprovider", "--hypothesis-profile=fresh",
                             f"--hypothesis-seed={this.seed}"], plugins=[this])
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not this.ran:

@@ -213,3 +213,10 @@ def test_asking_a_testbed_that_is_not_up_names_the_cure(monkeypatch: pytest.Monk
     assert bed.status() == {"up": False, "state_dir": "/nonexistent/bed"}
     assert bed.down() is False
     assert Path("/var/lib/holmes-testbed") == record.DEFAULT_DIRECTORY
+
+
+def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
+    """Else `up`, after one slurmd died, would wait for nodes that jobs or people hold, and then make all anew."""
+    assert [state for state in ("idle", "idle*", "mixed", "mixed-", "planned", "drained", "drained*", "down", "down*",
+                                "allocated+", "reserved", "unknown*", "failing", "completing")
+            if not bed.registered(state)] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]

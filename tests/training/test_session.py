@@ -1,6 +1,9 @@
 """What run.yaml says of the networks that a run used; GPUs that cannot be used (mocks: no GPU has been near this)."""
 
 import json
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +16,19 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.errors import ConfigError, NetworkError, PlanError, RecordError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.request import local_site
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.holder import Holder, held
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.training import session
-from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.interfaces import NodeTransports, check_addresses
 from holmes_hpc.training.rank import cuda_check
 from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts
+from holmes_hpc.training.rank.launch import Launch, job_nodes
 
 
 def node(name: str, environment: dict[str, str]) -> NodeTransports:
@@ -50,6 +57,47 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     local = "local" if cuda else "lo"
     assert found == {("world", 0, 1, 2, 3): {"eth0": "ib[1-2]"}, ("tp", 0, 1): {local: "ib1"},
                      ("tp", 2, 3): {local: "ib2"}, ("dp", 0, 2): fast_nics, ("dp", 1, 3): fast_nics}
+
+
+def test_rank_0_takes_no_directory_in_which_another_attempt_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                   ) -> None:
+    monkeypatch.setattr(session, "OWNER_WAIT_S", 0.0)
+    run = RunDirectory.create(tmp_path / "run")
+    rank_exit, this = SimpleNamespace(attempt=None), Launch(0, 2, 0, "srun", "ib1", "slurm-42-0-0", False)
+    with held(run.path / session.OWNER, Holder("an attempt", "u", "ib7", 1, "41", time.time())):
+        for state, ended in ((None, False), (JobState("RUNNING"), False), (JobState("FAILED"), True)):
+            monkeypatch.setattr(session, "ending_state", lambda job, state=state: state)
+            if ended:  # of a node that died: the file server has not noticed yet
+                os.close(session._own(this, run, rank_exit))
+            else:
+                with pytest.raises(RecordError, match=r"it is taken by an attempt of u on ib7 .*job 41"):
+                    session._own(this, run, rank_exit)
+    assert rank_exit.attempt == session.NO_ATTEMPT and run.read_run()["attempts"] == []
+    run.write_exit(0, "failed", "taken", attempt=session.NO_ATTEMPT)
+    run.start_attempt()
+    assert run.read_exits() == []  # nothing of it is taken for the attempt that lives
+    tmp_path.chmod(0o777)
+    with pytest.raises(RecordError, match="can be written by everybody"):
+        session._own(this, run, rank_exit)
+    tmp_path.chmod(0o755)
+
+
+def test_ranks_name_nodes_of_the_job_and_addresses_of_their_own() -> None:
+    def named(name: str, address: str) -> NodeTransports:
+        return NodeTransports(name, "ib-a", {"tcp": ("eth0", address, 24)}, {}, False)
+
+    good = [named("ib1", "10.0.0.1"), named("ib1", "10.0.0.1"), named("roce1", "10.0.0.2")]
+    job = job_nodes({"SLURM_JOB_NODELIST": "ib[1-2]", "SLURM_HET_SIZE": "2",
+                     "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
+                     "SLURM_JOB_NODELIST_HET_GROUP_1": "roce1"})
+    check_addresses(good, job)
+    apart = [NodeTransports(n, n, {"rdma": ("ib0", "10.1.0.1", 24)}, {}, False) for n in ("ib1", "ib2")]
+    check_addresses(apart, job)  # two fabrics without a link between them
+    for bad, says in ((named("evil", "10.0.0.9"), "rank 3 on evil: that is no node of the job"),
+                      (named("ib2", "127.0.0.1"), "which other nodes cannot reach"),
+                      (named("ib2", "10.0.0.1"), "as ib1 does"), (named("ib2", "evil.example"), "cannot reach")):
+        with pytest.raises(NetworkError, match=says):
+            check_addresses([*good, bad], job)
 
 
 def on_gpus() -> Plan:

@@ -56,7 +56,9 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     row["header_factors"] = to_json(mapping(traffic.get("header_factors")))
     setup = mapping(traffic.get("setup"))
     row["setup_tx_bytes"] = to_json({name: mapping(pair).get("tx") for name, pair in setup.items()})
-    row["planned_bytes_per_step"] = to_json(mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step")))
+    row["planned_bytes_per_step"] = to_json({
+        kind: sent for kind, sent in mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step")).items()
+        if isinstance(sent, (int, float))})
     return row, steps
 
 

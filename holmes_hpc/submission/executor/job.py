@@ -92,7 +92,7 @@ class SlurmHetJob(core.Job[Any]):
         there is none the batch script's own output is in the error."""
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
-            self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.time()))
+            self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.monotonic()))
         try:
             return super()._get_outcome_and_result()
         except utils.UncompletedJobError as e:

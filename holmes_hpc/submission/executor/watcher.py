@@ -134,7 +134,7 @@ class StateWatcher(core.InfoWatcher):
         return self._states.get(job_id, JobState())
 
     def ended_at(self, job_id: str) -> float | None:
-        """When this process first saw the job's end (epoch seconds)."""
+        """When this process first saw the job's end (by :func:`time.monotonic`: clocks are set back)."""
         return self._ended_at.get(job_id)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
@@ -149,10 +149,10 @@ class StateWatcher(core.InfoWatcher):
         expected = self._expected.get(job_id, Expected()).components
         if found.ended and found.source not in ("exit record", "nobody") and len(found.components) < expected:
             # right after a job's end the database may know its leader's row only
-            return time.time() - self._partial_since.setdefault(job_id, time.time()) >= _PARTIAL_GRACE_S
+            return time.monotonic() - self._partial_since.setdefault(job_id, time.monotonic()) >= _PARTIAL_GRACE_S
         if found.state in REQUEUED:
-            first = self._requeued_at.setdefault(job_id, time.time())
-            return time.time() - first >= _REQUEUED_GRACE_S
+            first = self._requeued_at.setdefault(job_id, time.monotonic())
+            return time.monotonic() - first >= _REQUEUED_GRACE_S
         self._requeued_at.pop(job_id, None)
         return found.ended
 
@@ -163,6 +163,8 @@ class StateWatcher(core.InfoWatcher):
             times.clear()
 
     def update_if_long_enough(self, mode: str) -> None:
+        if self._last_status_check > time.time():  # the clock was set back: submitit would ask nobody until then
+            self._last_status_check = 0.0
         pause = min(self._delay_s, 2 ** min(self._failures, 6)) if self._failures else 0
         if mode == "standard" and time.time() - self._last_status_check < pause:
             return  # nobody answers: ask more seldom, up to the longest pause
@@ -188,7 +190,7 @@ class StateWatcher(core.InfoWatcher):
                                    "JobID": job_id, "Source": state.source}
         if self._is_final(job_id, state):
             self._finished.add(job_id)
-            self._ended_at.setdefault(job_id, time.time())
+            self._ended_at.setdefault(job_id, time.monotonic())
 
     def _without_a_row(self, job_id: str) -> JobState | None:
         """The state of a job that no source has: what its batch script left (it may have been requeued since, unless
@@ -215,14 +217,14 @@ class StateWatcher(core.InfoWatcher):
         answered: list[str] = []
         for name, command, parse in sources:
             missing = {j for j in wanted - found.keys() if not answered or j in doubtful or not self._is_young(j)}
-            if not missing or self._down_until.get(name, 0) > time.time():
+            if not missing or self._down_until.get(name, 0) > time.monotonic():
                 continue
             if name == "scontrol" and "squeue" in answered:
                 continue  # they ask the same daemon
             self._num_calls += 1
             answer = self._query(command(missing))
             if not answer.ok:
-                self._down_until[name] = time.time() + (60 if name == "sacct" else 5)
+                self._down_until[name] = time.monotonic() + (60 if name == "sacct" else 5)
                 continue
             self._down_until.pop(name, None)
             answered.append(name)

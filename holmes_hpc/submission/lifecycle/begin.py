@@ -14,29 +14,49 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from holmes_hpc import console
 from holmes_hpc.config.composition import check_overrides, load
-from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.finish import again
 from holmes_hpc.submission.lifecycle.new_run import new_run
+from holmes_hpc.submission.lifecycle.starting import starting
+from holmes_hpc.submission.lifecycle.status import job_of
 
 
 def begin(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
     """The run directory, complete. Raises PlanError for a plan that cannot be run, ConfigError for a bad override,
     RecordError for a bad directory."""
     run = RunDirectory(directory)
+    with starting(directory, "the batch script"):
+        return _begun(run, plan_path, restarts, overrides)
+
+
+def _begun(run: RunDirectory, plan_path: Path, restarts: int, overrides: Sequence[str]) -> RunDirectory:
     if not run.exists():
         check_overrides(overrides)
         words, plan = [f"train.max_restarts={restarts}", *overrides], Plan.read(plan_path)
         _check_components(plan, str(plan_path))
-        config = replace(load(words), model=plan.model, batch=plan.batch, run_dir=str(directory))
+        config = replace(load(words), model=plan.model, batch=plan.batch, run_dir=str(run.path))
         new_run(config.with_data(), plan, words)
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if job_id.isdigit():
+        _refuse_a_living_job(run, job_id)
         run.update_run(slurm={"job_id": int(job_id), "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
                               "name": os.environ.get("SLURM_JOB_NAME", "")})
     return run
+
+
+def _refuse_a_living_job(run: RunDirectory, job_id: str) -> None:
+    recorded = run.read_run()
+    if not recorded["slurm"] or str(recorded["slurm"].get("job_id")) == job_id:
+        return
+    before = job_of(run)
+    state = before.state("force")
+    if not state.ended and not state.forgotten:
+        raise RecordError(f"job {before.id} has it ({state.state})", where=str(run.path),
+                          hint=f"wait for its end, or `scancel {before.id}`; or give RUN another directory")
 
 
 def _check_components(plan: Plan, where: str) -> None:
@@ -62,7 +82,7 @@ def main(words: list[str]) -> int:
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         return again(run, os.environ.get("SLURM_JOB_ID", ""), restarts) if restarts else 0
     except (HolmesError, OSError) as e:
-        print(f"holmes: {e}", file=sys.stderr, flush=True)
+        console.problem(e)
         return 2
 
 

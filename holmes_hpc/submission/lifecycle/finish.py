@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.slurm.job_states import told_to_end
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
 from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.lifecycle.starting import LOCK
 from holmes_hpc.submission.lifecycle.starts import START_MARK, failures, gained, note_progress, noted
+
+RECORDED_WAIT_S = 30.0  # from sbatch's answer to the record
 
 
 def notices(run: RunDirectory) -> str:
@@ -48,6 +52,8 @@ def should_restart(run: RunDirectory, state: str, start: str, *, blameless: bool
 
 def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
     """Requeue or write result.json; the exit code for the job comes back."""
+    if stranger(run, job_id):
+        return status or 1
     text = notices(run)
     state = (told_to_end(text) or ending_state(job_id)) if status or signalled else None
     said = complaints(text, ranks_of_job(os.environ))
@@ -103,8 +109,25 @@ def again(run: RunDirectory, job_id: str, restarts: int) -> int:
     return 1
 
 
+def stranger(run: RunDirectory, job_id: str) -> bool:
+    """Whether the run is another job's, so that this one has nothing to say of its end; it says so. A job that ends as
+    soon as it is submitted waits until it is recorded."""
+    end = time.monotonic() + RECORDED_WAIT_S
+    while True:
+        recorded = (run.read_run()["slurm"] or {}).get("job_id")
+        if str(recorded) == job_id or not (run.path / LOCK).exists() or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    other = bool(job_id) and recorded is not None and str(recorded) != job_id
+    if other:
+        say(f"{run.path} belongs to job {recorded}; nothing is recorded of job {job_id}")
+    return other
+
+
 def so_far(run: RunDirectory, status: int, job_id: str) -> int:
     """Write what is known while the ranks are being ended; any later word replaces it."""
+    if stranger(run, job_id):
+        return 1
     state = told_to_end(notices(run)) or ending_state(job_id)
     run.write_result(judge(run, status or 1, signalled=True, slurm=state), writer="follower")
     return 0

@@ -18,6 +18,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.engine import check_engine
+from holmes_hpc.submission.lifecycle.starting import others
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 
@@ -40,7 +41,7 @@ def new_run_path(config: Configuration, plan: Plan) -> Path:
 def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: bool = False) -> RunDirectory:
     """Make the run directory of a new run. `alone`: ConfigError where other files are in it."""
     path = new_run_path(config, plan)
-    if alone and path.is_dir() and not RunDirectory(path).exists() and any(path.iterdir()):
+    if alone and not RunDirectory(path).exists() and others(path):
         raise ConfigError("other files are there", where=str(path), hint="give the run a directory of its own")
     filled = replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml"))
     return RunDirectory.create(path, plan_text=plan.to_yaml(), config=filled.to_dict(), overrides=list(overrides),

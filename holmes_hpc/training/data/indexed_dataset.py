@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets import helpers
+from megatron.core.datasets import gpt_dataset, helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from megatron.core.package_info import __version__ as megatron_version
@@ -35,6 +35,21 @@ from holmes_hpc.training.data.samples import Samples, shuffled
 
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
 _WAIT = timedelta(minutes=30)  # of the other ranks for rank 0's index of a very large data set
+
+
+class _NoPickles:
+    """numpy as GPTDataset sees it: its indices are numbers, but it reads them with ``allow_pickle=True``, and a cache
+    that several share may hold another user's."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def load(path: str, **options: Any) -> Any:
+        return np.load(path, **{**options, "allow_pickle": False})
+
+
+vars(gpt_dataset)["numpy"] = _NoPickles()
 
 
 class _Vocabulary:
@@ -132,9 +147,9 @@ def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluate
     prefixes, cache = open_all()
     try:
         datasets = make(prefixes, _seen(cache))
-    except OSError as e:
-        raise DataError(f"cannot read the index of samples: {e.strerror or e}", where=str(cache),
-                        hint="set data.cache to a directory that all nodes see") from e
+    except (OSError, ValueError, EOFError) as e:
+        raise DataError(f"cannot read the index of samples: {getattr(e, 'strerror', None) or e}", where=str(cache),
+                        hint="remove it, or set data.cache to a directory that all nodes see and only you write") from e
     return datasets[0], datasets[1] if evaluates else None
 
 

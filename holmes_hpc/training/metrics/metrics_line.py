@@ -17,7 +17,7 @@ from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 _LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
-_PARTS = _NIC + 5
+_PARTS = _NIC + 7
 WIDTH = _PARTS + len(PARTS)
 
 
@@ -29,7 +29,7 @@ def peak_memory_bytes(cuda: bool) -> int:
 
 
 def rank_row(loss_sum: float, loss_count: int, step_time_s: float, parts: Mapping[str, float],
-        nic: tuple[float, float, float, float, float], memory: int) -> torch.Tensor:
+        nic: tuple[float, ...], memory: int) -> torch.Tensor:
     """One rank's figures of one step. `loss_sum`: of its micro-batches, on the last stage's first TP rank, else 0."""
     return torch.tensor([loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)],
                         dtype=torch.float64)

@@ -34,15 +34,18 @@ def expected(loads: Iterable[Load], header_factor: float = 1.0) -> dict[str, dic
 
 def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load], header_factor: float = 1.0,
                 names: Mapping[str, Mapping[str, str]] | None = None, tolerance: float = TOLERANCE,
-                floor_bytes: float = FLOOR_BYTES) -> list[Finding]:
+                floor_bytes: float = FLOOR_BYTES, own: Mapping[str, Mapping[str, float]] | None = None,
+                ) -> list[Finding]:
     """An error for every NIC that sends more than it should, with the group the surplus probably comes from: the one
-    that sends about as much less on another kind of NIC of that node.
+    that sends about as much less on another kind of NIC of that node. A warning where it is not this run's.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
-    -> interface, for messages. A NIC that sends less than planned, with no other that sends more, is a warning. NICs
-    of kind ``other`` (storage, management) have users of their own: they count only where another kind lacks as much.
+    -> interface, for messages; `own`: node -> kind -> bytes of the ranks' own TCP connections, on the wire, 0 where
+    the kernel does not tell (RDMA). A NIC that sends less than planned, with no other that sends more, is a warning.
+    NICs of kind ``other`` (storage, management) have users of their own: they count only where another kind lacks as
+    much.
     """
-    loads, names = list(loads), names or {}
+    loads, names, own = list(loads), names or {}, own or {}
     planned = expected(loads, header_factor)
     found: list[Finding] = []
     for node, kinds in counted.items():
@@ -55,14 +58,19 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
             surplus.pop("other", None)
         for kind, extra in surplus.items():
             nic = names.get(node, {}).get(kind, kind)
-            group = _culprit(node, extra, lacking, loads, header_factor)
+            ours = own.get(node, {}).get(kind, 0.0)
+            anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
+            group = None if anothers else _culprit(node, extra, lacking, loads, header_factor)
             what = (f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
                     f"{plan.get(kind, 0.0) / 1e6:.1f} MB")
             if group is not None:
                 what += f": probably group {group.label}, which belongs on {group.kind}"
             if group is None:  # all that this run sends is where it belongs
-                what += (", and none of this run's groups sends less than planned: probably another job's, or a "
-                         "service's")
+                said = f"this run's own connections sent {ours / 1e6:.1f} MB of it" if ours else ""
+                why = ("the rest is another job's, or a service's" if anothers else
+                       "none of this run's groups sends less than planned"
+                       + ("" if ours else ": probably another job's, or a service's"))
+                what += "".join(f", {words}" for words in (said, why) if words)
                 hint = (f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
                         "slurm.exclusive=true, keeps others away")
                 found.append(Finding("warning", f"node {node}", what, hint, node, nic))

@@ -84,12 +84,15 @@ class Audit:
         self._nodes = [n.node for n in nodes]
         self._kinds = [str(plan.site.fabric(n.fabric).nic) for n in nodes]
         fabrics = dict(zip(self._nodes, (n.fabric for n in nodes), strict=True))
+        self._factors = {n.node: {"ethernet": factors.get("ethernet", 1.0), rdma: factors.get(n.fabric, 1.0)}
+                         for n, rdma in zip(nodes, self._kinds, strict=True)}
         self._loads = [Load(x.node, x.kind, x.label, x.bytes * factors.get(
             "ethernet" if x.kind == "ethernet" else fabrics[x.node], 1.0)) for x in loads(plan, self._nodes, dtype)]
         self._names = {n.node: {"other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
                                 **{kind: n.interfaces[of][0] for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
                                    if of in n.interfaces}} for n, rdma in zip(nodes, self._kinds, strict=True)}
         self._sums: dict[str, dict[str, float]] = {}
+        self._own: dict[str, dict[str, float]] = {}
         self._warm, self._steps = False, 0
         self._said: set[tuple[str, str]] = set()
 
@@ -100,15 +103,19 @@ class Audit:
             self._warm = True  # connections are made in the first step
             return []
         self._steps += 1
-        for rank, (ethernet, _, rdma, _, other) in enumerate(rows):
-            sums = self._sums.setdefault(self._nodes[rank], {})
+        for rank, (ethernet, _, rdma, _, other, *own) in enumerate(rows):
+            node = self._nodes[rank]
+            sums, owns = self._sums.setdefault(node, {}), self._own.setdefault(node, {})
             for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma), ("other", other)):
                 sums[kind] = sums.get(kind, 0.0) + sent
+            for kind, sent in zip(("ethernet", self._kinds[rank]), own, strict=True):
+                owns[kind] = owns.get(kind, 0.0) + sent * self._factors[node][kind]
         if self._steps < EVERY_STEPS:
             return []
-        found = audit_bytes({node: {kind: sent / self._steps for kind, sent in kinds.items()}
-                             for node, kinds in self._sums.items()}, self._loads, names=self._names)
-        self._sums, self._steps = {}, 0
+        counted, own = ({node: {kind: sent / self._steps for kind, sent in kinds.items()}
+                         for node, kinds in sums.items()} for sums in (self._sums, self._own))
+        found = audit_bytes(counted, self._loads, names=self._names, own=own)
+        self._sums, self._own, self._steps = {}, {}, 0
         new = [f for f in found if (f.node, f.nic) not in self._said]
         self._said.update((f.node, f.nic) for f in new)
         return new

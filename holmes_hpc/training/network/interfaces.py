@@ -7,6 +7,7 @@ process. What else would change NCCL's or gloo's choice (variables, configuratio
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,6 +228,32 @@ def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
     if len(set(seen.values())) != len(seen):
         raise NetworkError(f"{len(seen)} nodes are planned, {len(set(seen.values()))} are used", where="ranks",
                            hint="start the plan's number of tasks on each node")
+
+
+def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = ()) -> None:
+    """Raise NetworkError when a rank names a node that is not the job's (`job_nodes`, where Slurm tells them), or an
+    address that cannot be its NIC's: connections to it would go elsewhere. Fabrics that share no network may have the
+    same addresses."""
+    owners: dict[tuple[str, str], str] = {}
+    for rank, node in enumerate(nodes):
+        if node.one_host:
+            return
+        where = f"rank {rank} on {node.node}"
+        if job_nodes and node.node not in job_nodes:
+            raise NetworkError("that is no node of the job", where=where, hint="start the ranks with srun in one job")
+        for kind, (interface, address, _) in node.interfaces.items():
+            if kind == "local":
+                continue
+            try:
+                meant = ipaddress.ip_address(address.partition("%")[0])
+                bad = meant.is_loopback or meant.is_unspecified or meant.is_multicast
+            except ValueError:
+                bad = True
+            other = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
+            if bad or other != node.node:
+                also = f", as {other} does" if other != node.node else ", which other nodes cannot reach"
+                raise NetworkError(f"it says that {interface} has address {address!r}{also}", where=where,
+                                   hint="give each node's NIC an address of its own (ip address)")
 
 
 def short(ranks: Sequence[int]) -> str:

@@ -15,13 +15,14 @@ from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import append_line, to_json
 from holmes_hpc.training.network.counters import Counters, by_kind, difference, read_counters
+from holmes_hpc.training.network.own_sockets import OwnSockets
 from holmes_hpc.training.rank.launch import Launch
 
 SAMPLE_BYTES = 1 << 20
 
 
 class Traffic:
-    """Counters of this node. On every rank but the first of a node, and where all ranks share one host, nothing is
+    """Counters of this node. On every rank but the first of a node, and where all ranks share one host, NICs are not
     counted (zeros), so that sums over ranks are sums over nodes. `by_nic`: what the last call of `take` found."""
 
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
@@ -30,16 +31,27 @@ class Traffic:
         self.counts = first and not launch.one_host
         self._nics = nics
         self._last = read_counters() if self.counts else {}
+        self._own = None if launch.one_host else OwnSockets()
         self.by_nic: Counters = {}
 
-    def take(self) -> tuple[float, float, float, float, float]:
+    def take(self) -> tuple[float, ...]:
         """Bytes since the last call: Ethernet sent and received, RDMA sent and received; sent over NICs that the plan
-        does not use."""
+        does not use; sent by this rank's own TCP connections over Ethernet and over RDMA NICs."""
+        own = self._kinds(self._own_sent())
+        sent_here = own[0], own[2]
         if not self.counts:
-            return 0.0, 0.0, 0.0, 0.0, 0.0
+            return (*[0.0] * 5, *sent_here)
         now = read_counters()
         self.by_nic, self._last = difference(self._last, now), now
-        kinds = by_kind(self.by_nic, self._nics)
+        return (*self._kinds(self.by_nic), *sent_here)
+
+    def _own_sent(self) -> Counters:
+        sent = {} if self._own is None else self._own.take()
+        return {nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent}
+
+    def _kinds(self, counted: Counters) -> tuple[float, float, float, float, float]:
+        """Ethernet sent and received, RDMA sent and received, others sent."""
+        kinds = by_kind(counted, self._nics)
         ethernet = kinds.pop("ethernet", (0, 0))
         rdma = kinds.pop(str(self.fabric.nic), (0, 0)) if self.fabric.nic is not NicType.ETHERNET else (0, 0)
         other = sum(sent for sent, _ in kinds.values())
@@ -79,7 +91,7 @@ class NicLog:
 def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
     """Every rank's :meth:`Traffic.take` as sums over nodes: fabric name or ``ethernet`` -> {tx, rx}."""
     total: dict[str, dict[str, int]] = {}
-    for rank, (tx, rx, rdma_tx, rdma_rx, _) in enumerate(rows):
+    for rank, (tx, rx, rdma_tx, rdma_rx, *_) in enumerate(rows):
         for kind, sent, received in (("ethernet", tx, rx), (plan.places[rank].fabric, rdma_tx, rdma_rx)):
             if sent or received:
                 entry = total.setdefault(kind, {"tx": 0, "rx": 0})

@@ -1,8 +1,8 @@
-"""How the ranks meet: a key-value store in rank 0, whose address stands in the run directory.
+"""How the ranks meet: a key-value store in rank 0, whose address and secret stand in the run directory.
 
-The file is named after this start of the run, belongs to the user who runs it, and holds a random word that the store
-answers with; so neither a file of an earlier start nor somebody else's is ever followed. A launcher's own rendezvous
-(torchrun's MASTER_ADDR) is used where there is one.
+The file is named after this start of the run, and only the user who runs it may read it; so neither a file of an
+earlier start nor somebody else's is ever followed, and the store admits nobody who cannot read it (admission.py). A
+launcher's own rendezvous (torchrun's MASTER_ADDR) is used where there is one; it has no secret.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import contextlib
 import json
 import os
 import re
-import secrets
-import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,21 +21,25 @@ import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.training.network import admission
+from holmes_hpc.training.network.door import Door, listening
 from holmes_hpc.training.rank.launch import Launch
 
 POLL_S = 0.05
 REACH_S = 20.0  # from rank 0's word to a connection: it listens when it publishes its address
-_KEY = "holmes/word"
+OWN_ALONE = 0o600
+_held: list[object] = []  # what serves others for as long as this process lives
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where rank 0's store is. `attempt`: the number of this start in the run's record. `error`: why there is none (and
-    with which exit code the ranks end)."""
+    """Where the gate of rank 0's store is, and the secret that it asks for (hexadecimal). `attempt`: the number of this
+    start in the run's record, below 0 where it is none. `error`: why there is no store (and with which exit code the
+    ranks end)."""
 
     address: str
     port: int
-    word: str
+    secret: str
     attempt: int
     host: str
     pid: int
@@ -50,40 +53,56 @@ def meeting_path(run_dir: Path, launch: Launch) -> Path:
 
 def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.Store:
     """Rank 0: start the store on this node's `address` and publish it. NetworkError when the address cannot be used."""
-    word = secrets.token_hex(8)
+    where, secret = f"rendezvous on {launch.node}", admission.new_secret()
     try:
-        store = dist.TCPStore(address, 0, launch.world_size, is_master=True, wait_for_workers=False,
-                              timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as e:
-        raise NetworkError(f"cannot listen on {address}: {_line(e)}", where=f"rendezvous on {launch.node}",
-                           hint="give the node's Ethernet interface an address that the other nodes reach") from e
-    store.set(_KEY, word)
-    meeting = Meeting(address, store.port, word, attempt, launch.node, os.getpid())
-    write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n")
+        door = Door(address)
+        gate = admission.Gate(address, secret, door)
+        relay = admission.Relay(address, gate.port, secret, door.port)  # the store is a client of itself, at its port
+        store = dist.TCPStore(relay.address, door.port, launch.world_size, is_master=True, wait_for_workers=False,
+                              timeout=timedelta(seconds=timeout_s), master_listen_fd=os.dup(door.socket.fileno()))
+    except (OSError, RuntimeError) as e:
+        raise NetworkError(f"cannot serve on {address}: {_why(e)}", where=where,
+                           hint="give the node's Ethernet interface an address that the other nodes reach; the kernel "
+                                "must be Linux, with socket filters") from e
+    _held.extend((door, gate, relay))
+    for old in run_dir.glob("rendezvous-*.json"):  # of starts that were killed: there is one at a time
+        with contextlib.suppress(OSError):
+            old.unlink()
+    meeting = Meeting(address, gate.port, secret.hex(), attempt, launch.node, os.getpid())
+    write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n", OWN_ALONE)
     return store
+
+
+def _client(address: str, port: int, secret: bytes, world_size: int, timeout_s: float) -> dist.Store:
+    relay = admission.Relay(address, port, secret)
+    _held.append(relay)
+    return dist.TCPStore(relay.address, relay.port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: int) -> None:
     """Rank 0, when it fails before it could start the store: the others need not wait for it."""
     with contextlib.suppress(HolmesError, OSError):
         meeting = Meeting("", 0, "", attempt, launch.node, os.getpid(), error, exit_code)
-        write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n")
+        write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n", OWN_ALONE)
 
 
 def read_meeting(path: Path) -> Meeting | None:
-    """The published store, or None while there is none that this user wrote."""
+    """The published store, or None while there is none that this user alone may read and write."""
     try:
-        if path.stat().st_uid != os.getuid():
+        said = path.stat()
+        if said.st_uid != os.getuid() or said.st_mode & 0o077:
             return None
         data = json.loads(path.read_text(encoding="utf-8"))
-        return Meeting(str(data["address"]), int(data["port"]), str(data["word"]), int(data["attempt"]),
+        return Meeting(str(data["address"]), int(data["port"]), str(data["secret"]), int(data["attempt"]),
                        str(data["host"]), int(data["pid"]), str(data["error"]), int(data["exit_code"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def join_store(run_dir: Path, launch: Launch, timeout_s: float, interface: str = "") -> tuple[dist.Store, int]:
-    """The other ranks: the store that rank 0 published, and the number of this attempt. `interface`: for messages.
+def join_store(run_dir: Path, launch: Launch, timeout_s: float, interface: str = "",
+               known: Callable[[int], None] = lambda _: None) -> tuple[dist.Store, int]:
+    """The other ranks: the store that rank 0 published, and the number of this attempt. `interface`: for messages;
+    `known`: is told the number where rank 0 has failed.
 
     NetworkError when rank 0 published nothing in time (it died, or the run directory is not shared), or when its
     address cannot be reached from here.
@@ -93,21 +112,19 @@ def join_store(run_dir: Path, launch: Launch, timeout_s: float, interface: str =
     while time.monotonic() < end:
         meeting = read_meeting(path)
         if meeting is not None and meeting.error:
+            if meeting.attempt:
+                known(meeting.attempt)
             error = HolmesError if meeting.exit_code == 2 else NetworkError
             raise error(f"Connection refused: rank 0 failed: {meeting.error}", where=f"rendezvous on {launch.node}")
         if meeting is not None:
             end = min(end, time.monotonic() + REACH_S) if not problem else end
             problem = problem or "no answer"
             try:
-                # tried first, for TCPStore asks the name service about what it cannot reach, which may take minutes
-                socket.create_connection((meeting.address, meeting.port), timeout=min(5.0, timeout_s)).close()
-                store = dist.TCPStore(meeting.address, meeting.port, launch.world_size, is_master=False,
-                                      timeout=timedelta(seconds=min(5.0, timeout_s)))
-                if store.get(_KEY).decode() == meeting.word:
-                    store.set_timeout(timedelta(seconds=timeout_s))
-                    return store, meeting.attempt
-                problem = "another process answers there"
-            except (OSError, RuntimeError) as e:  # not there yet, or no longer: the file may be replaced
+                secret = bytes.fromhex(meeting.secret)
+                # tried first, for TCPStore waits long for what it cannot reach, and does not say why
+                admission.prove(meeting.address, meeting.port, secret, min(5.0, timeout_s))
+                return _client(meeting.address, meeting.port, secret, launch.world_size, timeout_s), meeting.attempt
+            except (OSError, RuntimeError, ValueError) as e:  # not there yet, or no longer: the file may be replaced
                 problem = _why(e)
         time.sleep(POLL_S)
     where = f"rank {launch.rank} on {launch.node}"
@@ -125,11 +142,14 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.Store:
     assert launch.address is not None and launch.port is not None
     own = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
+        # of one machine: not on all interfaces; else the name may mean another address to the other nodes
+        listener = listening(launch.address, launch.port) if own and launch.one_host else None
         return dist.TCPStore(launch.address, launch.port, launch.world_size, is_master=own, wait_for_workers=False,
-                             timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as e:
+                             timeout=timedelta(seconds=timeout_s),
+                             master_listen_fd=None if listener is None else listener.detach())
+    except (OSError, RuntimeError) as e:
         what = "listen on" if own else "reach"
-        raise NetworkError(f"cannot {what} {launch.address}:{launch.port}: {_line(e)}",
+        raise NetworkError(f"cannot {what} {launch.address}:{launch.port}: {_why(e)}",
                            where=f"rank {launch.rank} on {launch.node}",
                            hint="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs") from e
 

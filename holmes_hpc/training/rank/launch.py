@@ -82,6 +82,14 @@ def own_components(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
     return found
 
 
+def job_nodes(environ: Mapping[str, str]) -> list[str]:
+    """The nodes of this Slurm job, all components; empty where Slurm does not tell them."""
+    names = ["SLURM_JOB_NODELIST", *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}"
+                                     for i in range(_number(environ, "SLURM_HET_SIZE", default=1)))]
+    texts = [environ.get(name, "") for name in names]
+    return list(dict.fromkeys(node for text in texts for node in expand(text)))
+
+
 def check(launch: Launch, plan: Plan) -> int:
     """The component that the plan gives this rank. PlanError when it does not run there, or there are too few ranks."""
     if launch.world_size != plan.world_size:

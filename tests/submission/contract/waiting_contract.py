@@ -73,7 +73,8 @@ def test_eight_ways_to_wait(limits: None, folder: Path) -> None:
     until(lambda: alone.slurm_state().state == "RUNNING")
     began = {}
     for reason, words in (
-            ("Resources", {"partition": "eth", "exclusive": True}), ("Priority", {"partition": "eth", "exclusive": True}),
+            ("Resources", {"partition": "eth", "exclusive": True}),
+            ("Priority", {"partition": "eth", "exclusive": True}),
             ("JobHeldAdmin", {"begin": "now+1hour"}), ("QOSMaxJobsPerUserLimit", {"qos": "one"}),
             ("AssocGrpCpuLimit", {"account": "tight", "cpus_per_task": 2}), ("launch failed requeued held", {
                 "partition": "roce"}), ("Dependency", {"dependency": f"afterany:{full.job_id}"}),

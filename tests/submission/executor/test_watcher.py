@@ -79,7 +79,7 @@ def test_the_database_does_not_take_back_what_the_controller_said() -> None:
     watcher = Watched(answers)
     assert watcher.state_of("5", "force").state == "RUNNING"
     answers["squeue"] = None
-    watcher._down_until["squeue"] = time.time() + 60
+    watcher._down_until["squeue"] = time.monotonic() + 60
     time.sleep(0.002)
     assert watcher.state_of("5", "force").state == "RUNNING"
     answers["squeue"] = squeue_line("5", "PENDING", reason="BeginTime")  # requeued
@@ -89,6 +89,15 @@ def test_the_database_does_not_take_back_what_the_controller_said() -> None:
     answers |= {"sacct": sacct_line("5", "FAILED"), "squeue": ""}
     time.sleep(0.002)
     assert watcher.state_of("5", "force").state == "FAILED"
+
+
+def test_a_clock_that_is_set_back_stops_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {"sacct": sacct_line("5", "RUNNING")}
+    watcher, now = Watched(answers), time.time()
+    assert watcher.state_of("5", "force").state == "RUNNING"
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    answers["sacct"] = sacct_line("5", "COMPLETED")
+    assert watcher.state_of("5").state == "COMPLETED"
 
 
 def test_another_job_of_the_same_id_is_told_apart() -> None:
@@ -150,7 +159,7 @@ def test_what_the_queue_has_again_did_not_end(state: str) -> None:
     watcher.answers["squeue"] = None  # nobody can say whether it was requeued
     for _ in range(2):
         time.sleep(0.002)
-        watcher._requeued_at["5"] = watcher._requeued_at.get("5", time.time()) - 60
+        watcher._requeued_at["5"] = watcher._requeued_at.get("5", time.monotonic()) - 60
         watcher._down_until.clear()
         assert not watcher.is_done("5", "force")
     watcher.answers["squeue"] = ""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -186,3 +189,18 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     assert run.read_result() is None and run.plan_path.read_text() != PLAN.to_yaml()
     run.close_again(kept, record)
     assert {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()} == before
+
+
+@pytest.mark.integration
+def test_a_local_run_is_alive_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = RunDirectory.create(tmp_path / "r"), time.time()
+    words = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen([*words, str(run.path / "submission")]) as own, subprocess.Popen(words) as other:
+        try:
+            jobs = [track.OnThisMachine(run, process.pid, socket.gethostname(), now) for process in (own, other)]
+            assert [job.state().state for job in jobs] == ["RUNNING"] * 2
+            monkeypatch.setattr(time, "time", lambda: now - 3600)
+            assert [job.state().state for job in jobs] == ["RUNNING", "FAILED"]
+        finally:
+            own.kill()
+            other.kill()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,28 @@ def test_a_half_written_index_is_never_used(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(np, "save", real)
     train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert len(train) > 8
+
+
+class Code:
+    """A pickle of this makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_index_that_another_wrote_runs_no_code(tmp_path: Path) -> None:
+    shared = {"kind": "indexed", "prefix": write_prefix(tmp_path / "text", random_documents(40)),
+              "cache": str(tmp_path / "shared")}
+    datasets(plan(), **shared)
+    planted = list((tmp_path / "shared").glob("*/*.npy"))
+    for path in planted:
+        path.write_bytes(pickle.dumps(Code(tmp_path / "ran")))
+    with pytest.raises(DataError, match="cannot read the index"):
+        datasets(plan(), **shared)
+    assert len(planted) == 3 and not (tmp_path / "ran").exists()
 
 
 def cut(path: str, change: int) -> None:

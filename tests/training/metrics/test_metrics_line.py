@@ -15,10 +15,10 @@ from holmes_hpc.training.network.nic_bytes import sum_by_kind
 def test_a_line_of_the_metrics_adds_up() -> None:
     plan = spawn.plan(pp=2, dp=2)
     parts = {p: 0.1 for p in PARTS}
-    rows = [metrics_line.rank_row(0, 0, 0.6, parts, (10, 20, 30, 40, 7), 100),
-            metrics_line.rank_row(0, 0, 0.7, parts, (1, 2, 3, 4, 0), 200),
-            metrics_line.rank_row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0), 300),
-            metrics_line.rank_row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0), 400)]
+    rows = [metrics_line.rank_row(0, 0, 0.6, parts, (10, 20, 30, 40, 7, 0, 0), 100),
+            metrics_line.rank_row(0, 0, 0.7, parts, (1, 2, 3, 4, 0, 0, 0), 200),
+            metrics_line.rank_row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0, 0, 0), 300),
+            metrics_line.rank_row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0, 0, 0), 400)]
     line = metrics_line.metrics_line(plan, rows, 7, 123.0, {"grad_norm": 1.0})
     assert (line["step"], line["time"], line["loss"], line["step_time_s"]) == (7, 123.0, 2.5, 0.6)
     assert line["samples_per_s"] == pytest.approx(8 / 0.6, rel=1e-4)
@@ -33,7 +33,7 @@ def test_a_line_of_the_metrics_adds_up() -> None:
 
 def test_nothing_counted_is_nothing_recorded() -> None:
     plan = spawn.plan(dp=2)
-    rows = [metrics_line.rank_row(0, 0, 1, dict.fromkeys(PARTS, 0.0), (0, 0, 0, 0, 0), 1)] * 2
+    rows = [metrics_line.rank_row(0, 0, 1, dict.fromkeys(PARTS, 0.0), (0, 0, 0, 0, 0, 0, 0), 1)] * 2
     line = metrics_line.metrics_line(plan, rows, 1, 0.0, {})
     assert line["nic_bytes"] == {} and math.isnan(line["loss"])
     assert sum_by_kind(plan, [[0, 0, 0, 0, 0]] * 2) == {}
@@ -41,7 +41,7 @@ def test_nothing_counted_is_nothing_recorded() -> None:
 
 def test_a_line_has_every_field_of_the_schema_and_no_other() -> None:
     plan = spawn.plan(dp=2)
-    rows = [metrics_line.rank_row(1.0, 1, 0.6, dict.fromkeys(PARTS, 0.1), (1, 2, 3, 4, 0), 100)] * 2
+    rows = [metrics_line.rank_row(1.0, 1, 0.6, dict.fromkeys(PARTS, 0.1), (1, 2, 3, 4, 0, 0, 0), 100)] * 2
     line = {**metrics_line.metrics_line(plan, rows, 1, 0.0, {"grad_norm": 1.0, "learning_rate": 0.1}), "attempt": 1}
     assert set(line) == {name for name, field in FIELDS.items() if field.always}
     assert all(tuple(stage) == PARTS for stage in line["breakdown"])
@@ -49,6 +49,6 @@ def test_a_line_has_every_field_of_the_schema_and_no_other() -> None:
 
 def test_figures_are_not_rounded_before_they_are_recorded() -> None:
     seconds = 0.123456789123
-    rows = [metrics_line.rank_row(1.0, 1, seconds, dict.fromkeys(PARTS, seconds / 6), (0, 0, 0, 0, 0), 100)] * 2
+    rows = [metrics_line.rank_row(1.0, 1, seconds, dict.fromkeys(PARTS, seconds / 6), (0, 0, 0, 0, 0, 0, 0), 100)] * 2
     line = metrics_line.metrics_line(spawn.plan(dp=2), rows, 1, 0.0, {})
     assert line["step_time_s"] == seconds and line["breakdown"][0]["compute_s"] == seconds / 6

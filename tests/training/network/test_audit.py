@@ -10,6 +10,7 @@ import pytest
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
@@ -62,11 +63,15 @@ def nodes_of(plan: Plan) -> list[NodeTransports]:
 
 def rows_of(plan: Plan, factor: float) -> list[list[float]]:
     """Every rank's counters when all goes as planned."""
-    rows = [[0.0] * 5 for _ in plan.places]
+    rows = [[0.0] * 7 for _ in plan.places]
     names = [p.node for p in plan.places]
     for load in loads(plan, names):
         rows[names.index(load.node)][0 if load.kind == "ethernet" else 2] += load.bytes * factor
     return rows
+
+
+def told(watched: Audit, rows: list[list[float]]) -> list[Finding]:
+    return [f for _ in range(2 * EVERY_STEPS) for f in watched.add(rows)]
 
 
 def test_as_planned_nothing_is_said() -> None:
@@ -108,9 +113,23 @@ def test_a_checkpoint_between_steps_is_no_groups_traffic() -> None:
     assert not any(watched.add(busy if step % 3 == 0 else rows, alone=step % 3 != 0) for step in range(100))
 
 
-def test_a_nic_must_be_down_twice(monkeypatch) -> None:
-    from holmes_hpc.fabric.finding import Finding
+def test_whose_bytes_they_are_as_the_kernel_tells() -> None:
+    plan = make(TWO, pp=2)
+    for at, own, says in ((5, 2e6, "own connections sent 2.0 MB of it, the rest is another job's"),
+                          (5, 0.0, "none of this run's groups sends less than planned: probably another job's"),
+                          (5, 9e9, "own connections sent 9000.0 MB of it, none of this run's groups sends less")):
+        rows = rows_of(plan, 1.0)
+        rows[0][0] += 9e9
+        rows[0][at] = own
+        found, = told(Audit(plan, nodes_of(plan), {}), rows)
+        assert found.level == "warning" and says in found.what
+    rows = rows_of(plan, 1.0)
+    rows[0][0], rows[0][5] = rows[0][0] + rows[0][2], 1e3  # a NIC lacks what another sends, but it is not ours
+    rows[0][2] = 0.0
+    assert "probably group" not in " ".join(f.what for f in told(Audit(plan, nodes_of(plan), {}), rows))
 
+
+def test_a_nic_must_be_down_twice(monkeypatch) -> None:
     down = Finding("error", "node n1", "NIC ib0 went down (down)", "bring it up again", "n1", "ib0")
     answers = iter([[], [down], [], [down], [down]])
     monkeypatch.setattr(audit, "nic_faults", lambda names, node: next(answers))

@@ -48,7 +48,7 @@ def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch
                       "mlx5_1:1": (1000, 0)}])
     monkeypatch.setattr("holmes_hpc.training.network.nic_bytes.read_counters", lambda: next(readings))
     counted = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
-    assert counted.take() == (1, 2, 100, 200, 1010)  # mlx5_1 is slower: storage, not one of NCCL's ports
+    assert counted.take() == (1, 2, 100, 200, 1010, 0, 0)  # mlx5_1 is slower: storage, not one of NCCL's ports
     assert counted.by_nic["mlx5_1:1"] == (1000, 0)
 
 

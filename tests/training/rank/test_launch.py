@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
 from holmes_hpc.fabric.site import FabricLink, NicNames, NicType
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.files import write_whole
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
@@ -90,8 +91,9 @@ def member(rank: int, size: int = 2, key: str = "slurm-1-0-0") -> Launch:
 
 def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
     path = rendezvous.meeting_path(tmp_path, member(0))
-    path.write_text(json.dumps({"address": "127.0.0.1", "port": spawn.free_port(), "word": "old", "attempt": 1,
-                                "host": "n0", "pid": 1, "error": "", "exit_code": 1}))
+    old = rendezvous.Meeting("127.0.0.1", spawn.free_port(), "00" * 32, 1, "n0", 1)
+    write_whole(path, json.dumps(asdict(old)), 0o600)
+    write_whole(rendezvous.meeting_path(tmp_path, member(0, key="slurm-0-0-0")), json.dumps(asdict(old)), 0o600)
     found: list[Any] = []
     other = threading.Thread(target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 200)))
     other.start()
@@ -100,12 +102,14 @@ def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
     joined, attempt = found[0]
     joined.set("a", "b")
     assert store.get("a") == b"b" and attempt == 2
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # what a killed start left is gone
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
     stranger = rendezvous.host_store(tmp_path / "." , member(0, key="other"), "127.0.0.1", 1, 5)
     meeting = json.loads(rendezvous.meeting_path(tmp_path, member(0, key="other")).read_text())
-    rendezvous.meeting_path(tmp_path, member(0)).write_text(json.dumps({**meeting, "word": "mine"}))
+    write_whole(rendezvous.meeting_path(tmp_path, member(0)), json.dumps({**meeting, "secret": "00" * 32}), 0o600)
     with pytest.raises(NetworkError, match="another process answers there"):
         rendezvous.join_store(tmp_path, member(1), 1)
     del stranger
@@ -113,17 +117,21 @@ def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
 
 def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "meeting.json"
-    path.write_text(json.dumps({"address": "1.2.3.4", "port": 1, "word": "w", "attempt": 1, "host": "n", "pid": 1,
-                                "error": "", "exit_code": 1}))
+    write_whole(path, json.dumps(asdict(rendezvous.Meeting("1.2.3.4", 1, "00", 1, "n", 1))), 0o600)
     assert rendezvous.read_meeting(path) is not None
+    path.chmod(0o640)  # others may have read the secret
+    assert rendezvous.read_meeting(path) is None
+    path.chmod(0o600)
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert rendezvous.read_meeting(path) is None
 
 
 def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> None:
     rendezvous.cancel(tmp_path, member(0), 3, "node n0: eth0 is down", 1)
+    attempts: list[int] = []
     with pytest.raises(NetworkError, match="rank 0 failed: node n0: eth0 is down"):
-        rendezvous.join_store(tmp_path, member(1), 5)
+        rendezvous.join_store(tmp_path, member(1), 5, known=attempts.append)
+    assert attempts == [3]
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""Starting a run's job, one at a time: who looks at a run in order to submit it holds it until its job is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records.holder import Holder, held
+from holmes_hpc.records.trust import refuse_strangers
+
+LOCK = ".starting"
+
+
+@contextlib.contextmanager
+def starting(path: Path, what: str) -> Iterator[None]:
+    """Hold the run directory `path`, which is made where there is none, while `what` (a verb) starts its job.
+    RecordError where somebody else is starting it, or where others than its owner may write."""
+    refuse_strangers(path)
+    made = not path.exists()
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as e:
+        raise RecordError(e.strerror or str(e), where=str(path),
+                          hint="give a directory that can be made, on a file system all nodes share") from e
+    try:
+        with held(path / LOCK, Holder.this(what)):
+            yield
+    finally:
+        if made:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)  # nothing came of it
+
+
+def others(path: Path) -> list[str]:
+    """What lies in `path` besides the lock."""
+    return sorted(name for name in os.listdir(path) if name != LOCK) if path.is_dir() else []

@@ -1,0 +1,75 @@
+"""What another user of the file system left for this one: no code of it runs, and each is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+
+from holmes_hpc import cli
+from holmes_hpc.config.composition import load
+from holmes_hpc.records.run import RunDirectory
+
+SOMEBODY = 54321
+ROOT = os.getuid() == 0
+pytestmark = pytest.mark.skipif(not ROOT, reason="only root can give files away")
+
+
+class Code:
+    """A pickle of this makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def planted(path: Path) -> None:
+    """Give it, and what is in it, to somebody else."""
+    for place in (path, *path.rglob("*")):
+        os.chown(place, SOMEBODY, SOMEBODY, follow_symlinks=False)
+
+
+def run_of_somebody(path: Path, ran: Path) -> RunDirectory:
+    plan = plans.plan("ib-a", "roce-a")
+    run = RunDirectory.create(path, plan.to_yaml(), config=load(["launcher=local"]).to_dict(), overrides=[],
+                              plan_id=plan.id, slurm={"job_id": 7})
+    run.write_result({"state": "failed", "error": "x"})
+    (path / "submission").mkdir()
+    for name in ("7_submitted.pkl", "7_0_result.pkl"):
+        (path / "submission" / name).write_bytes(pickle.dumps(Code(ran)))
+    planted(path)
+    return run
+
+
+@pytest.mark.parametrize("what", ["run", "replaced run", "plan", "plan to submit", "site"])
+def test_no_code_runs_and_one_line_is_said(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran, place, says = tmp_path / "ran", tmp_path / "theirs", "belongs to user 54321"
+    if "run" in what:
+        run_of_somebody(place, ran)
+        words = ["resume", str(place)]
+        if what == "replaced run":  # the run is one's own, but somebody may put another one in its place
+            os.chown(place, 0, 0)
+            tmp_path.chmod(0o777)
+            says = "can be written by everybody"
+    else:
+        place.write_text(f"!!python/object/apply:os.mkdir [{ran}]\n")
+        words = {"plan": ["predict", str(place)], "plan to submit": ["submit", str(place), "--dry-run"],
+                 "site": ["plan", "model=gpt_tiny", "--site", str(place)]}[what]
+        says = str(place)
+        planted(place)
+    monkeypatch.setattr(sys, "argv", ["holmes", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().err.strip().splitlines()
+    tmp_path.chmod(0o755)
+    assert ended.value.code == 2 and says in told[-1] and not ran.exists()
+    assert not any("Traceback" in line for line in told)
