@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from holmes_hpc import console
-from holmes_hpc.config.composition import explained, resolve, with_folders
+from holmes_hpc.config.by_hydra import explained, resolve, with_folders
 from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing

@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
+from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_keys, with_steps
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
 from holmes_hpc.cli.sweep import sweep_status
-from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
 
@@ -58,7 +57,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         console.text(f"job {job.id}: {run.path}")
 
 
-@app.command(epilog=help_text("train", "data", "slurm"))
+@app.command(cls=with_keys("train", "data", "slurm"))
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
@@ -263,14 +262,16 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.results.page import write_page
-    from holmes_hpc.results.report import load_report
 
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
     for file in (html, trace):
         check_output(file)
-    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated, by)
+    paths = [name if Path(name).is_dir() else find_run(name).path for name in runs]
+    from holmes_hpc.results.page import write_page  # after what a mistyped name needs: pandas takes long
+    from holmes_hpc.results.report import load_report
+
+    made = load_report(paths, _simulated, by)
     for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)

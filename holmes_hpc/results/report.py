@@ -58,8 +58,8 @@ class Report:
         return compare.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one."""
-        return [] if self.single else headline.bars(self.comparison)
+        """(what, samples/s) of several runs' cells, for a chart on a terminal; none for one, or by loss."""
+        return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
@@ -175,7 +175,7 @@ def _what_it_was(run: dict[str, Any]) -> str:
     if tables.known(run["validation_loss"]):
         said.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
     if tables.known(run["nodes"]):
-        said.append(f"{run['nodes']} nodes, {run['ranks']} ranks")
+        said.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
     if tables.known(run["global_batch"]):
         said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
     said += [f"{name.replace('_', ' ')} {train[name]:g}" for name in HYPERPARAMETERS
