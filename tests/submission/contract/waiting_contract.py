@@ -76,9 +76,9 @@ def test_eight_ways_to_wait(limits: None, folder: Path) -> None:
             ("Resources", {"partition": "eth", "exclusive": True}),
             ("Priority", {"partition": "eth", "exclusive": True}),
             ("JobHeldAdmin", {"begin": "now+1hour"}), ("QOSMaxJobsPerUserLimit", {"qos": "one"}),
-            ("AssocGrpCpuLimit", {"account": "tight", "cpus_per_task": 2}), ("launch failed requeued held", {
-                "partition": "roce"}), ("Dependency", {"dependency": f"afterany:{full.job_id}"}),
-            ("BeginTime", {"begin": "now+1hour"})):
+            ("AssocGrpCpuLimit", {"account": "tight", "cpus_per_task": 2}),
+            ("launch failed requeued held", {"partition": "roce"}),
+            ("Dependency", {"dependency": f"afterany:{full.job_id}"}), ("BeginTime", {"begin": "now+1hour"})):
         began[reason] = waiting(folder, **{"partition": "ib", **words}), time.monotonic()  # type: ignore[arg-type]
     slurm("scontrol", "hold", began["JobHeldAdmin"][0].job_id)
     told: dict[str, float] = {}
