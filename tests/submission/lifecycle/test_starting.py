@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from holmes_hpc.cli import runs, start
-from holmes_hpc.config import composition
+from holmes_hpc.config import by_hydra
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
@@ -64,13 +64,13 @@ class Jobs:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    made, compose, alone = Jobs(1), composition._composed, threading.Lock()
+    made, compose, alone = Jobs(1), by_hydra.composed, threading.Lock()
 
     def composed(words: Any = ()) -> Any:
         with alone:  # Hydra composes once at a time in a process; in life these are processes
             return compose(words)
 
-    monkeypatch.setattr(composition, "_composed", composed)
+    monkeypatch.setattr(by_hydra, "composed", composed)
     monkeypatch.setattr(new_run, "git_commit", lambda: None)
     monkeypatch.setattr(start, "submit_run", made.submit)
     monkeypatch.setattr(runs, "submit_run", made.submit)
