@@ -93,6 +93,8 @@ class StateWatcher(core.InfoWatcher):
     `delay_s`: the longest pause between two queries that nobody forced.
     """
 
+    _last_status_check: float  # submitit's own
+
     def __init__(self, delay_s: int = 20) -> None:
         super().__init__(delay_s)
         self._expected: dict[str, Expected] = {}
