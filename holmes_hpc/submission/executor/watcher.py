@@ -97,6 +97,7 @@ class StateWatcher(core.InfoWatcher):
 
     def __init__(self, delay_s: int = 20) -> None:
         super().__init__(delay_s)
+        self._last_status_check: float = 0.0
         self._expected: dict[str, Expected] = {}
         self._states: dict[str, JobState] = {}
         self._ended_at: dict[str, float] = {}

@@ -103,12 +103,12 @@ class Audit:
             self._warm = True  # connections are made in the first step
             return []
         self._steps += 1
-        for rank, (ethernet, _, rdma, _, other, *known) in enumerate(rows):
+        for rank, (ethernet, _, rdma, _, other, *by_own) in enumerate(rows):
             node = self._nodes[rank]
             sums, owns = self._sums.setdefault(node, {}), self._own.setdefault(node, {})
             for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma), ("other", other)):
                 sums[kind] = sums.get(kind, 0.0) + sent
-            for kind, sent in zip(("ethernet", self._kinds[rank]), known, strict=True):
+            for kind, sent in zip(("ethernet", self._kinds[rank]), by_own, strict=True):
                 owns[kind] = owns.get(kind, 0.0) + sent * self._factors[node][kind]
         if self._steps < EVERY_STEPS:
             return []
