@@ -185,7 +185,7 @@ def predict(
 
         console.as_json(asdict(predicted))
         return
-    console.table(f"{given.model.name}: TP {given.parallel.tp}, PP {given.parallel.pp}, DP {given.parallel.dp}, "
+    console.table(f"{given.model.name}: {given.parallel.words}, "
                   f"{given.schedule.kind}", ("figure", "predicted"), [
         ("step time", f"{predicted.step_time_s:.4g} s"), *_interval(predicted.interval_s),
         ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),

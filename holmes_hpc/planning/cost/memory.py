@@ -184,7 +184,7 @@ def _posted(layout: Layout, stage: int) -> int:
         return 0
     if order.kind != "ahead":
         return 2
-    above, below = (order.window(s) if 0 <= s < stages - 1 else 0 for s in (stage - 1, stage))
+    above, below = (order.window_below(s) if 0 <= s < stages - 1 else 0 for s in (stage - 1, stage))
     return 2 * (above + below)
 
 

@@ -13,10 +13,12 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, activation_bytes, parameters, step_s, timing
 from holmes_hpc.planning.cost.uncertainty import interval_s
+from holmes_hpc.planning.cost.unequal import predict_unequal, timeline_unequal
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
 from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.planning.spec.widths import Widths
 
 
 def layer_array(plan: Plan) -> np.ndarray:
@@ -26,6 +28,8 @@ def layer_array(plan: Plan) -> np.ndarray:
 
 def predict(plan: Plan, costs: Costs) -> Predicted:
     """Predict one plan as it is."""
+    if isinstance(plan.parallel, Widths):
+        return predict_unequal(plan, costs)
     return predict_layout(Layout.of(plan, costs), layer_array(plan))
 
 
@@ -109,6 +113,8 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
 
     `kind`: forward, backward, send (a stage transfer, listed at its sender), grad_sync, param_sync.
     """
+    if isinstance(plan.parallel, Widths):
+        return timeline_unequal(plan, costs)
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     times = timing(layout, layers)
     return [event for replica in range(len(times.replicas)) for event in _events(layout, times, replica)]

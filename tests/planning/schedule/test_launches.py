@@ -68,7 +68,7 @@ def test_what_is_posted_and_held_fits_into_what_memory_was_counted_for(order: Or
                 held += 1 if launch.forward else -1
                 held -= order.transfer_to(stage, launch) is not None
             edges = [(stage - 1) % order.stages, stage]
-            room = sum(order.window(edge) * (2 if edge == order.stages - 1 else 1) for edge in edges)
+            room = sum(order.window_below(edge) * (2 if edge == order.stages - 1 else 1) for edge in edges)
             assert held <= order.depth(stage) + room + 2, (stage, launch)
 
 
