@@ -199,9 +199,9 @@ class Unequal:
         order, most = self.order, 0
         for replica in range(self.widths.dp_of(stage)):
             row = order.row(stage, replica)
-            ways = {(t.source, t.target): order.window(t) for m in order.own(row) for forward in (True, False)
-                    for t in (order.transfer_to(row, p := Pass(forward, m, 0)), order.transfer_from(row, p))
-                    if t is not None}
+            passes = [Pass(forward, m, 0) for m in order.own(row) for forward in (True, False)]
+            transfers = [of(row, p) for p in passes for of in (order.transfer_to, order.transfer_from)]
+            ways = {(t.source, t.target): order.window(t) for t in transfers if t is not None}
             most = max(most, sum(ways.values()))
         return most
 
