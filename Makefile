@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo lint unit quick test test-breaking test-trixie explore faults planner-regret test-nccl gpu-wheels gpu-proof bench-gpu evaluation clean
+.PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore faults planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing packages into $(VENV): some minutes; torch is the largest"
 	@while sleep 20; do echo "  still installing, $$(date +%T)"; done & ticking=$$!; trap "kill $$ticking" EXIT; \
-	  $(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[dev,tensorboard]'
+	  $(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[all]'
 	@touch $@
 
 demo: install ## set-up, the main job on the testbed, its report
@@ -60,7 +60,7 @@ test-nccl: ## NCCL's options and every group of seven plans, without a GPU: torc
 	  while sleep 20; do echo "  still installing, $$(date +%T)"; done & ticking=$$!; trap "kill $$ticking" EXIT; \
 	  test -x $(VENV_NCCL)/bin/python || $(PYTHON) -m venv $(VENV_NCCL); \
 	  $(VENV_NCCL)/bin/python -m pip install --progress-bar off 'torch===$(TORCH)'; \
-	  $(VENV_NCCL)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[dev]'; touch $(VENV_NCCL)/.installed; }
+	  $(VENV_NCCL)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[train,report,dev]'; touch $(VENV_NCCL)/.installed; }
 	$(VENV_NCCL)/bin/python -c 'import torch.distributed as d; assert d.is_nccl_available(), "no NCCL in this torch"'
 	$(VENV_NCCL)/bin/pytest -q -m nccl
 
@@ -82,24 +82,34 @@ planner-regret: install ## the planner's free choice against told ones on SITES 
 	@mkdir -p $(dir $(REGRET))
 	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)
 
-# A testbed, Slurm and Python of their own: those of Debian 13, fetched by debootstrap (some 7 GB, root).
+# Slurm and Python of Debian 13, fetched by debootstrap, and the Megatron-Core that goes with that Python (some 7 GB, root).
 BED_13 ?= /var/lib/holmes-trixie
-VENV_13 := $(VENV)-trixie
+VENV_CURRENT := $(VENV)-current
 
-test-trixie: install ## the tests on the testbed, those that break Slurm included, with Debian 13's Slurm and Python
+test-current: install ## all tests with today's Python, Megatron-Core and Debian 13's Slurm, and that both Megatron-Cores train alike
 	@set -e; export HOLMES_TESTBED=$(BED_13) HOLMES_TESTBED_RELEASE=trixie; \
 	  trap '$(BIN)/holmes testbed down' EXIT; $(BIN)/holmes testbed up --release trixie; \
 	  eval "$$($(BIN)/holmes testbed env)"; \
-	  if ! test -e $(VENV_13)/.installed || test pyproject.toml -nt $(VENV_13)/.installed; then \
-	    echo "installing packages into $(VENV_13): some minutes; torch is the largest"; \
-	    in-release /usr/bin/python3 -m venv $(VENV_13); \
-	    in-release $(VENV_13)/bin/python -m pip install -q -c constraints.txt -e '.[dev,tensorboard]'; \
-	    touch $(VENV_13)/.installed; \
+	  if ! test -e $(VENV_CURRENT)/.installed || test pyproject.toml -nt $(VENV_CURRENT)/.installed; then \
+	    echo "installing packages into $(VENV_CURRENT): some minutes; torch is the largest"; \
+	    in-release /usr/bin/python3 -m venv $(VENV_CURRENT); \
+	    in-release $(VENV_CURRENT)/bin/python -m pip install -q -c constraints.txt -e '.[train,report,dev,tensorboard]'; \
+	    touch $(VENV_CURRENT)/.installed; \
 	  fi; \
-	  in-release $(VENV_13)/bin/python -m pytest -q -m slurm --ignore tests/faults/test_nic_faults.py --durations=10
+	  $(BIN)/python tests/support/two_engines.py in-release $(VENV_CURRENT)/bin/python; \
+	  in-release $(VENV_CURRENT)/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking"; \
+	  in-release $(VENV_CURRENT)/bin/python -m pytest -q -m slurm --ignore tests/faults/test_nic_faults.py --durations=10
 
-evaluation: install ## the paper's evaluation on the testbed (PART=headline, pairs or full), into docs/evaluation.md
+test-slurm: install ## the tests on the testbed with another Slurm: SLURM=the prefix that its `make install` filled
+	@test -n "$(SLURM)" || { echo "test-slurm: give SLURM=PREFIX (holmes testbed up --slurm-source builds one)" >&2; exit 2; }
+	HOLMES_TESTBED_SLURM="$(SLURM)" $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slurm \
+	  --ignore tests/faults/test_nic_faults.py --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
+
+docs: install ## the documentation site, into build/site; a warning is an error
+	$(BIN)/mkdocs build -q
+
+evaluation: install ## the paper's evaluation on the testbed (PART=headline, pairs or full), into docs/evaluation-tables.md
 	PATH="$(abspath $(BIN)):$$PATH" bash benchmarks/evaluation.sh
 
 clean: ## remove what was built (not runs/)
-	rm -rf $(VENV) $(VENV_13) $(VENV_NCCL) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CURRENT) $(VENV_NCCL) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

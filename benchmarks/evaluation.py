@@ -1,18 +1,14 @@
 """The paper's evaluation, repeated on the testbed's shaped NICs with paced compute.
 
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
-    python benchmarks/evaluation.py [--part headline|pairs|full] [--runs DIR] [--minutes N]
+    python benchmarks/evaluation.py [--part headline|pairs|demo|full] [--runs DIR] [--minutes N]
 
 Runs the cells of a part one job at a time, repeat by repeat and within a repeat system beside system, so that what
 drifts in the machine meets all of them alike. Started again it goes on where it was; runs that did not complete are
 run again.
 Then (also with --minutes 0) the tables: throughput by NIC environment, hybrid against the mean of InfiniBand and RoCE,
 speed-up over plain Megatron-LM with its 95% interval, each prediction beside what was measured.
-
-Three regimes with targets, fixed beforehand: paper-like, light, heavy. The hop ratio is the one-way transfer time of
-one micro-batch's activations over Ethernet, over a stage's forward and backward computing for it. In each, every system
-has the same TP 1, PP 2 (3 on three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline. Beside
-them, once and without a target: 12 and 6 micro-batches, and no pacing.
+What is run: evaluation_cells.py.
 """
 
 from __future__ import annotations
@@ -27,14 +23,28 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from evaluation_cells import (
+    BOTH,
+    COMMON,
+    ENVIRONMENTS,
+    FREE,
+    LAYOUT,
+    NOT_SLOWER,
+    PACED,
+    PAIRED,
+    PAIRS,
+    REGIMES,
+    TARGETS,
+    Cell,
+    parts,
+)
 from matplotlib.figure import Figure
 
-from holmes_hpc.console import note, table
+from holmes_hpc.console import note, table, waiting
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.spec.plan import Plan
@@ -45,22 +55,8 @@ from holmes_hpc.results.compare import compare
 from holmes_hpc.results.figures import ablation, predicted_measured, scaling, svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, paired_ratios, percentage_errors, repeats_interval
 from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
-from holmes_hpc.testbed.topology import read
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
-MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
-LAYERS, SEQUENCE, ETHERNET_MBIT = 18, 16, read("evaluation").ethernet_mbit
-LAYOUT = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none")
-COMMON = (f"batch.sequence_length={SEQUENCE}", f"model.max_positions={SEQUENCE}", f"model.layers={LAYERS}",
-          "model.heads=2", "model.kv_heads=2", "model.swiglu=false", "model.vocab=128", f"train.steps={STEPS}",
-          "slurm.exclusive=true")
-PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forward, twice that backward"
-
-# Regime -> at least what hybrid is to be of the mean of InfiniBand and RoCE, and over Megatron-LM with overlap: 1.4
-# times, 1.7 in heavy, where Ethernet stands at half of InfiniBand or less.
-TARGETS = {"paper-like": (0.98, 1.4), "light": (0.99, None), "heavy": (None, 1.7)}
-PAIRED = ("paper-like", 4)  # where there are ten pairs
-NOT_SLOWER = 0.98  # in every environment: the lower end of the 95% interval of ten pairs' ratios
 
 READING = """\
 Predictions are the planner's for each run's plan, from declared rates and the pace alone: nothing was fitted to these
@@ -77,127 +73,6 @@ takes, which no published figure tells. Of systems on one fabric the table says 
 choice is in the table of every cell."""
 
 
-@dataclass(frozen=True)
-class Regime:
-    """How much communication there is: the model's width and the sequences of a micro-batch; micro-batches of a
-    pipeline; milliseconds of a layer's forward pass, None where it takes what it takes."""
-
-    name: str
-    hidden: int
-    micro_size: int
-    micro_batches: int = MICRO_BATCHES
-    pace_ms: float | None = PACE_MS
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        return (f"model.hidden={self.hidden}", f"model.ffn={4 * self.hidden}", f"model.name={self.name}",
-                f"train.pace_layer_ms={self.pace_ms or 'null'}")
-
-
-REGIMES = {r.name: r for r in (
-    Regime("paper-like", 48, 11), Regime("light", 24, 5), Regime("heavy", 60, 18),
-    Regime("paper-like-12", 48, 11, micro_batches=12), Regime("paper-like-6", 48, 11, micro_batches=6),
-    Regime("unpaced", 48, 11, pace_ms=None))}
-SYSTEMS: dict[str, tuple[str, ...]] = {
-    "holmes": (),
-    "Megatron-LM": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b",
-                    "train.overlap_grad_reduce=false", "train.overlap_param_gather=false"),
-    "Megatron-LM, overlap": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b"),
-    "proportional layers": ("plan.partition=proportional", "plan.schedule=1f1b"),
-    "without running ahead": ("plan.schedule=1f1b",),
-    "without uneven layers": ("plan.partition=uniform",),
-    "without own transports": ("plan.transport=single",),
-    "without overlap": ("train.overlap_grad_reduce=false", "train.overlap_param_gather=false"),
-}
-
-
-def nodes_of(environment: str, nodes: int) -> str:
-    """`plan.nodes` of an environment."""
-    if environment == "three":
-        return f"{{ib-a: {nodes // 3}, roce-a: {nodes // 3}, eth-a: {nodes // 3}}}"
-    fabrics = {"IB": ["ib-a"], "RoCE": ["roce-a"], "Ethernet": ["eth-a"], "hybrid": ["ib-a", "roce-a"],
-               "two IB": ["ib-a", "ib-b"]}[environment]
-    return "{" + ", ".join(f"{fabric}: {nodes // len(fabrics)}" for fabric in fabrics) + "}"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One setting; a run of it is named after it and its repeat."""
-
-    regime: str
-    environment: str
-    nodes: int
-    system: str
-
-    @property
-    def stages(self) -> int:
-        return 3 if self.environment == "three" else 2
-
-    @property
-    def micro_size(self) -> int:
-        """The same hop ratio with a third stage, which computes less."""
-        return round(REGIMES[self.regime].micro_size * 2 / self.stages)
-
-    @property
-    def overrides(self) -> list[str]:
-        mixed = self.environment in ("hybrid", "two IB", "three")
-        regime = REGIMES[self.regime]
-        batch = regime.micro_batches * self.micro_size * self.nodes // self.stages
-        layout = (f"plan.pp={self.stages}", f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", *LAYOUT)
-        return [*COMMON, *regime.overrides, f"batch.micro_size={self.micro_size}", f"batch.global_size={batch}",
-                f"plan.nodes={nodes_of(self.environment, self.nodes)}", *(layout if self.system != FREE else ()),
-                *SYSTEMS.get(self.system, ())]
-
-    @property
-    def hop_ratio(self) -> float:
-        """Of even stages; 4% of headers."""
-        regime = REGIMES[self.regime]
-        sent = 1.044 * 4 * regime.hidden * SEQUENCE * self.micro_size
-        return sent * 8 / (ETHERNET_MBIT * 1e6) / (3 * (regime.pace_ms or np.nan) / 1000 * LAYERS / self.stages)
-
-    def run_name(self, repeat: int) -> str:
-        words = (self.regime, self.environment, str(self.nodes), self.system, str(repeat))
-        return "-".join(words).lower().replace("'", "").replace(",", "").replace(" ", "-")
-
-
-FREE = "the planner's free choice"  # of all but nodes, batch and pace
-ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
-BOTH = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ by the schedule: the faster one is compared with
-MIXED = ("holmes", "proportional layers", "Megatron-LM, overlap")  # where stages can differ
-
-
-def grid(regime: str, nodes: int) -> Iterator[Cell]:
-    """The environments at one regime and number of nodes. The paper's rule is beside us where stages can differ."""
-    for environment in ENVIRONMENTS:
-        for system in BOTH if environment != "hybrid" else MIXED:
-            yield Cell(regime, environment, nodes, system)
-
-
-def parts() -> dict[str, list[tuple[int, Cell]]]:
-    """Part -> its (repeat, cell), in the order in which they are run: repeat by repeat."""
-    headline = [*grid("paper-like", 4), *grid("paper-like", 8)]
-    pairs = [Cell(PAIRED[0], environment, PAIRED[1], system) for environment in ENVIRONMENTS for system in BOTH]
-    settings = (("heavy", 4), ("light", 4), ("light", 8), ("paper-like", 6), ("light", 6))
-    wanted = [c for at in settings for c in grid(*at)]
-    targets = [c for c in wanted if c.environment != "Ethernet" or c.regime == "heavy"]  # what a target speaks of
-    targets += [Cell(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
-    others = [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
-              for system in MIXED]
-    others += [c for c in wanted if c not in targets]
-    others += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
-    for nodes in (4, 8):
-        others += [Cell("paper-like", "hybrid", nodes, system)
-                   for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))]
-    beside = [c for regime in ("paper-like-12", "paper-like-6", "unpaced") for c in grid(regime, 4)]
-    made = {"headline": _repeated(headline, REPEATS), "pairs": _repeated(pairs, PAIRS)}
-    rest = [*_repeated(targets, REPEATS), *made["pairs"], *_repeated(others, REPEATS), *_repeated(beside, 1)]
-    return {**made, "full": list(dict.fromkeys([*made["headline"], *rest]))}
-
-
-def _repeated(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
-    return [(repeat, cell) for repeat in range(repeats) for cell in cells]
-
-
 def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
     """One job, unless it is there complete. `at`: how far we are."""
     name = cell.run_name(repeat)
@@ -211,7 +86,8 @@ def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
     words = [HOLMES, "run", f"name={name}", *cell.overrides, f'+labels.system="{cell.system}"',
              f"+labels.session={repeat}"]
     env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    with waiting(f"{at} {name}", after_s=9.0):
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     said = "" if done.returncode == 0 else f": exit {done.returncode}, {done.stderr.strip().splitlines()[-1:]}"
     note(f"{at} {name}: {time.monotonic() - began:.0f} s{said}")
 
@@ -369,13 +245,13 @@ def main() -> None:
     parser.add_argument("--part", choices=list(parts()), default="headline")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evaluation")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
-    parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation.md")
+    parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation-tables.md")
     given = parser.parse_args()
     planned = parts()[given.part]
     given.runs.mkdir(parents=True, exist_ok=True)
     print(f"{len({cell for _, cell in planned})} cells, {len(planned)} runs; {' '.join(COMMON)}")
-    for regime in REGIMES.values():
-        print(f"{regime.name}: {' '.join(regime.overrides)}")
+    for name in dict.fromkeys(cell.regime for _, cell in planned):
+        print(f"{name}: {' '.join(REGIMES[name].overrides)}")
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} CPUs, load average {os.getloadavg()[0]:.1f}", flush=True)
     until = time.monotonic() + 60 * given.minutes
     for nth, (repeat, cell) in enumerate(planned, 1):
@@ -389,7 +265,7 @@ def main() -> None:
     if len(found) == 0:
         sys.exit(1)
     made = tables(found)
-    for t in made:
+    for t in made if given.part != "demo" else ():  # whose report is `holmes report`'s
         table(*t)
     if given.page:
         write_page(found, made, f"{given.part}, {len(found)} of its {len(planned)} runs", given.page)

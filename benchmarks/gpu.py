@@ -32,7 +32,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 DEFAULTS = ["model=gpt_small", "batch.global_size=32", "batch.micro_size=8", "batch.sequence_length=1024",
-            "train.dtype=bf16", "data.learnable=false"]
+            "train.dtype=bf16", "data=synthetic"]
 WARM_UP = 5  # steps
 Figures = tuple[float, int, float]  # seconds of a step, peak bytes, loss of step 1
 

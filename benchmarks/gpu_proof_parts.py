@@ -25,11 +25,11 @@ ROOT = HERE.parent
 TINY = ["model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128",
         "model.vocab=500", "batch.global_size=4", "batch.micro_size=1", "batch.sequence_length=64",
         "data.learnable=false"]
-SMALL = ["model=gpt_small", "batch.global_size=32", "batch.micro_size=8", "batch.sequence_length=1024",
-         "data.learnable=false", "train.dtype=bf16"]
-BILLION = ["model=gpt_small", "model.name=gpt_1b", "model.layers=20", "model.hidden=2048", "model.heads=16",
-           "model.kv_heads=16", "model.ffn=8192", "model.max_positions=2048", "batch.global_size=16",
-           "batch.micro_size=4", "batch.sequence_length=2048", "data.learnable=false", "train.dtype=bf16"]
+SMALL = ["model=gpt_small", "data=synthetic", "batch.global_size=32", "batch.micro_size=8",
+         "batch.sequence_length=1024", "train.dtype=bf16"]
+BILLION = ["model=gpt_small", "data=synthetic", "model.name=gpt_1b", "model.layers=20", "model.hidden=2048",
+           "model.heads=16", "model.kv_heads=16", "model.ffn=8192", "model.max_positions=2048", "batch.global_size=16",
+           "batch.micro_size=4", "batch.sequence_length=2048", "train.dtype=bf16"]
 Figures = dict[str, Any]
 
 

@@ -1,4 +1,5 @@
-"""How long the planner takes: the three sites with a limit, and the curve over nodes of a fabric.
+"""How long the planner takes, in seconds of CPU and of the clock: the sites with a limit (for two idle cores), and the
+curve over nodes of a fabric.
 
     python benchmarks/planner_speed.py [--curve]
 """
@@ -39,7 +40,7 @@ def measure(name: str, at: Site, model: ModelSpec, batch: Batch, limit_s: float 
     p = plan.parallel
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     limit = f" (limit {limit_s:g})" if limit_s else ""
-    print(f"{name:34} {seconds:6.2f} s (CPU {used:.2f}){limit:12}  peak {peak:.2f} GiB so far  "
+    print(f"{name:22} CPU {used:6.2f} s, clock {seconds:6.2f} s{limit:12}  peak {peak:.2f} GiB so far  "
           f"{plan.strategy} TP {p.tp} PP {p.pp} DP {p.dp} V {p.virtual_stages} micro {plan.batch.micro_size}"
           f" {plan.schedule.kind} {plan.recompute}; step {plan.predicted.step_time_s if plan.predicted else 0:.2f} s",
           flush=True)
@@ -53,7 +54,8 @@ def main() -> None:
     measure("64 nodes in 3 fabrics", site([24, 24, 16]), named("gpt_7_5b"), Batch(1536, 4, 2048), 1)
     measure("512 GPUs, mixed", site([16, 16, 16, 16]), named("gpt_39b"), Batch(1536, 1, 2048), 5)
     gpt3 = named("gpt3_175b")
-    measure("4 fabrics x 1024 nodes, 96 layers", site([1024] * 4), gpt3, Batch(6144, 1, 2048), 15)
+    measure("4,096 GPUs, 96 layers", site([128] * 4), gpt3, Batch(6144, 1, 2048), 10)
+    measure("16,384 GPUs, 96 layers", site([512] * 4), gpt3, Batch(6144, 1, 2048), 20)
     if arguments.curve:
         print("nodes of each of 4 fabrics:")
         for nodes in (16, 32, 64, 128, 256, 512, 1024):

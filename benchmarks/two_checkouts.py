@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from evaluation import REGIMES, Cell
+from evaluation_cells import REGIMES, Cell
 
 from holmes_hpc.results.statistics import repeats_interval
 

@@ -1,11 +1,16 @@
-"""How the command line prints: tables 100 columns wide, messages on stderr, JSON on stdout. Plain text when not a
-terminal."""
+"""How the command line prints: tables as wide as the terminal (or $COLUMNS, or 100), messages on stderr, JSON on
+stdout. Plain text when not a terminal. Logs, records and names are other people's words: control characters in them are
+shown, never sent."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import json
 import math
+import os
+import re
 import sys
 import threading
 import time
@@ -17,7 +22,17 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
+NARROWEST = 30
+LEGIBLE = 16  # a column of prose is not made narrower while it can stand below
 NONE = "–"  # in a cell of a table: no value
+# What a terminal obeys or hides: control characters of both sets but tab and newline, marks that turn the direction of
+# writing, and bytes that are no text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with what a terminal would obey written out: an escape is ``\\x1b``."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class _Console(Console):
@@ -25,28 +40,78 @@ class _Console(Console):
         raise BrokenPipeError  # as of any other stream; rich's own ends the program with 1
 
 
-def _console(stderr: bool = False) -> Console:
+def speak_plainly() -> None:
+    """Let a terminal or a pipe that knows only ASCII get something like each character, and no program end for it."""
+    codecs.register_error("plain", _like)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
+
+
+def _like(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_LIKE.get(c, "?") for c in error.object[error.start:error.end]), error.end
+
+
+_LIKE = {"–": "-", "—": "-", "…": "...", "×": "x", "µ": "u", "’": "'", "→": "->", "±": "+-"}
+
+
+def width(stderr: bool = False) -> int:
+    """Columns to print in: $COLUMNS where it is a number, the terminal's, or 100 where there is none."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdigit() and int(said) >= NARROWEST:
+        return int(said)
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else WIDTH
-    return _Console(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=False)
+    with contextlib.suppress(OSError, ValueError):
+        if stream.isatty():
+            return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns)
+    return WIDTH
+
+
+def _console(stderr: bool = False) -> Console:
+    return _Console(stderr=stderr, width=width(stderr), highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "",
           *, stderr: bool = False) -> None:
-    """Print rows as a table; numbers are right-aligned, long cells fold."""
-    rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    out = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left",
-                box=None, pad_edge=False, header_style="bold")
+    """Print rows as a table; numbers are right-aligned, long cells fold between words. Columns for which there is no
+    room come below, each row again named by the first."""
+    rows = [["" if cell is None else visible(str(cell)) for cell in row] for row in rows]
+    columns, title, caption = [visible(name) for name in columns], visible(title), visible(caption)
     console = _console(stderr)
-    widths = _widths([columns, *rows], console.width - 2 * (len(columns) - 1))
-    for index, name in enumerate(columns):
-        cells = [row[index] for row in rows if row[index]]
-        numeric = bool(cells) and all(c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x")
-                                      .isdigit() for c in cells if c.strip())
-        out.add_column(name, justify="right" if numeric else "left", overflow="fold", width=widths[index])
-    for row in rows:
-        out.add_row(*row)
-    console.print(out)
+    if title:
+        console.print(title, style="italic")
+    for block in _blocks([columns, *rows], console.width):
+        out = Table(box=None, pad_edge=False, header_style="bold")
+        widths = _widths([[row[i] for i in block] for row in [columns, *rows]], console.width - 2 * (len(block) - 1))
+        for index, room in zip(block, widths, strict=True):
+            cells = [row[index] for row in rows if row[index]]
+            numeric = bool(cells) and all(c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x")
+                                          .isdigit() for c in cells if c.strip())
+            out.add_column(columns[index], justify="right" if numeric else "left", overflow="fold", width=room)
+        for row in rows:
+            out.add_row(*(row[i] for i in block))
+        console.print(out)
+    if caption:
+        console.print(caption, style="dim italic")
+
+
+def _blocks(rows: Sequence[Sequence[str]], room: int) -> list[list[int]]:
+    """The columns that stand side by side without a broken word, and without a column of single words, block by block;
+    the first is in all of them."""
+    least = [min(max(map(cell_len, column)), max(LEGIBLE, *map(_longest_word, column)))
+             for column in zip(*rows, strict=True)]
+    blocks = [[0]]
+    for index in range(1, len(least)):
+        if sum(least[i] + 2 for i in blocks[-1]) + least[index] > room and len(blocks[-1]) > 1:
+            blocks.append([0])
+        blocks[-1].append(index)
+    return blocks
+
+
+def _longest_word(cell: str) -> int:
+    return max(map(cell_len, cell.split()), default=0)
 
 
 def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
@@ -54,7 +119,7 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
     they are, or cannot."""
     cells = list(zip(*rows, strict=True))
     widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in cells]
-    least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in cells]
+    least = [max(map(_longest_word, column)) for column in cells]
     if sum(widths) <= room or sum(least) > room:
         return [None] * len(cells)
     while sum(widths) > room:
@@ -63,19 +128,44 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
     return list(widths)
 
 
+def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
+    """Print named values of 0 and above as bars from 0 on, as long as the room allows; nothing for no values."""
+    if not values:
+        return
+    console = _console()
+    mark = "█" if "utf" in (console.encoding or "").lower() else "#"
+    told = [f"{value:.3g}" for _, value in values]
+    names = max(cell_len(visible(name)) for name, _ in values)
+    room = console.width - max(map(len, told)) - 2
+    above = names > room // 2  # no room beside such names: each on a line of its own
+    room -= 0 if above else names + 2
+    most = max(value for _, value in values) or 1.0
+    console.print(f"\n{title}", soft_wrap=True)
+    for (name, value), said in zip(values, told, strict=True):
+        name = visible(name)
+        lead = f"{name}\n" if above else f"{name}{' ' * (names - cell_len(name) + 2)}"
+        console.print(f"{lead}{mark * max(1, round(room * value / most))} {said}", soft_wrap=True)
+
+
 def text(message: str = "") -> None:
     """Print lines to stdout as they are."""
-    _console().print(message, soft_wrap=True)
+    _console().print(visible(message), soft_wrap=True)
 
 
 def paragraph(message: str) -> None:
     """Print prose to stdout, wrapped between words."""
-    _console().print(message)
+    _console().print(visible(message))
 
 
 def note(message: str) -> None:
     """Progress and remarks: stderr, one line."""
-    _console(stderr=True).print(message, soft_wrap=True)
+    _console(stderr=True).print(visible(message), soft_wrap=True)
+
+
+def problem(message: object) -> None:
+    """What went wrong, in one line: stderr, after the program's name."""
+    sys.stderr.write(f"holmes: {visible(str(message))}\n")
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -111,8 +201,10 @@ class Progress:
 
 
 def as_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
-    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False, default=str) + "\n")
+    """Print one JSON document on stdout; what a terminal would obey is escaped as JSON does, so it stays the same."""
+    plain = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
+    written = json.dumps(document, indent=1, ensure_ascii=plain, default=str)
+    sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
 
 
 def data_size(count: float | None) -> str:

@@ -17,14 +17,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from holmes_hpc import console
 from holmes_hpc.config.composition import explained, resolve
 from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.extras import missing
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.trust import careful_umask
+from holmes_hpc.submission.lifecycle.engine import check_engine
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.sweeps.launcher import Planned
@@ -33,19 +38,24 @@ from holmes_hpc.submission.sweeps.launcher import Planned
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
     the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
+    check_engine()
+    careful_umask()
     settings, unrecorded = recorded(config)
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
     # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
     # how many queues a GPU has (training/rank/cuda.py)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
+    try:
+        from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
 
-    with cpu.without_compiler():
-        if settings.train.measure:
-            from holmes_hpc.training.calibration.measure import measure as task
-        else:
-            from holmes_hpc.training.loop import train as task
+        with cpu.without_compiler():
+            if settings.train.measure:
+                from holmes_hpc.training.calibration.measure import measure as task
+            else:
+                from holmes_hpc.training.loop import train as task
+    except ModuleNotFoundError as e:
+        raise missing(e) from e
     return task(settings, unrecorded)
 
 
@@ -65,8 +75,7 @@ def _local_plan(config: Configuration) -> Configuration:
     plan = make_plan(config, local_site(size, config.train.device))
     config = replace(config, plan_file=str(Path(config.run_dir) / "plan.yaml"))
     if rank == 0:
-        words = hydra.core.hydra_config.HydraConfig.get().overrides.task
-        new_run(config, plan, list(words))
+        new_run(config, plan, list(HydraConfig.get().overrides.task))
     return config
 
 
@@ -86,10 +95,11 @@ def _run_and_record(config: Configuration) -> float | None:
 def app(cfg: DictConfig) -> float | None:
     """What Hydra calls. The final loss comes back, for sweepers that optimise it."""
     try:
-        config = resolve(cfg)
+        config = resolve(cfg, HydraConfig.get().overrides.task)
         if not config.plan_file:
+            config = config.with_data()
             if not config.run_dir and _rank()[1] == 1:
-                config = replace(config, run_dir=hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
+                config = replace(config, run_dir=HydraConfig.get().runtime.output_dir)
             return _run_and_record(_local_plan(config))
         return run_rank(config.to_dict()).get("loss")
     except HolmesError as e:
@@ -103,6 +113,7 @@ def plan_job(cfg: DictConfig, where: str) -> Planned:
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     on = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, on)
+    config = replace(config, model=plan.model, batch=plan.batch).with_data()
     return Planned(plan, config.to_dict(), run_rank, config.slurm, facts(config, plan))
 
 
@@ -113,6 +124,7 @@ app.plan_job = plan_job  # type: ignore[attr-defined]
 
 
 def main() -> None:
+    careful_umask()
     rank = _rank()[0]
     words = [a for a in sys.argv[1:] if "=" in a]
     run_dir = next((a.split("=", 1)[1] for a in words if a.startswith("run_dir=")), None)
@@ -130,7 +142,7 @@ def main() -> None:
 
 
 def _end(error: HolmesError) -> NoReturn:
-    print(f"holmes: {error}", file=sys.stderr, flush=True)
+    console.problem(error)
     sys.exit(error.exit_code)
 
 

@@ -1,6 +1,7 @@
 """The `holmes` command as people type it: exit codes, one line for bad input, JSON that parses."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,81 @@ def local(*more: str) -> list[str]:
     return ["launcher=local", "plan.pp=2", "plan.dp=2", *more]
 
 
+def test_data_are_looked_at_before_anything_is_planned(holmes, tmp_path):
+    """Of another vocabulary, too short, without their group, or not there: one line each, and no run directory.
+    Megatron, whose import takes seconds, is not loaded for it."""
+    prefix = tmp_path / "text"
+    (tmp_path / "a.txt").write_text("all work and no play " * 2000)
+    assert holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(prefix))[0] == 0
+    data = ("data=indexed", f"data.prefix={prefix}")
+    refused(holmes("run", *local(*data, "model.vocab=100")), "text.bin", "token id", "vocabulary of 100")
+    refused(holmes("run", *local(*data, "batch.global_size=1024")), "training part has", "a step takes 1024")
+    refused(holmes("run", *local(f"data.prefix={prefix}")), "data.kind is not given", "add data=indexed")
+    refused(holmes("run", *local("checkpoint=/nope/step-3")), "checkpoint is '/nope/step-3', which is not there")
+    assert not list((tmp_path / "runs").glob("*"))
+    code = "import sys; from holmes_hpc.training.data import prefix; sys.exit('megatron' in str(sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_data_are_not_overwritten_unasked(holmes, tmp_path):
+    (tmp_path / "texts" / "below").mkdir(parents=True)
+    for name in ("texts/a.txt", "texts/below/b.txt", "texts/.hidden", "c.txt"):
+        (tmp_path / name).write_text(f"the text of {name}")
+    prefix = str(tmp_path / "d")
+    code, out, _ = holmes("data", "prepare", str(tmp_path / "texts"), "-o", prefix)
+    assert code == 0 and out.startswith("2 documents of 2 files")
+    refused(holmes("data", "prepare", str(tmp_path / "c.txt"), "-o", prefix), "d.idx", "2 documents", "--force")
+    assert holmes("data", "prepare", str(tmp_path / "texts"), "-o", prefix)[0] == 0  # the same again: nothing to do
+    assert holmes("data", "prepare", str(tmp_path / "c.txt"), "-o", prefix, "--force")[1].startswith("1 documents")
+    (tmp_path / "empty").mkdir()
+    refused(holmes("data", "prepare", str(tmp_path / "empty"), "-o", prefix), "no file in this folder")
+
+
+def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(holmes, tmp_path, capsys):
+    from holmes_hpc.cli import start
+
+    target = tmp_path / "plan.yaml"
+    assert holmes("plan", *local(), "-o", str(target))[0] == 0
+    run = RunDirectory.create(tmp_path / "runs" / "mine", plan_text=target.read_text())
+    start._make_room(run)
+    assert not run.path.exists()
+    run = RunDirectory.create(run.path, plan_text=target.read_text())
+    (run.path / "notes.txt").write_text("somebody's")
+    start._make_room(run)
+    assert run.exists()
+    (run.path / "notes.txt").unlink()
+    run.append_metrics({"step": 1, "loss": 1.0})
+    start._make_room(run)
+    assert run.exists()
+    capsys.readouterr()
+    refused(holmes("rm", "mine"), "--yes")
+    code, out, _ = holmes("rm", "mine", "--yes")
+    assert code == 0 and "removed: " in out and not run.path.exists()
+    refused(holmes("rm", "mine", "--yes"), "no such run")
+
+
+def test_tables_break_no_words_whatever_the_width(holmes, monkeypatch):
+    for width in (40, 60, 80, 100, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, _ = holmes("models")
+        assert code == 0 and max(map(len, out.splitlines())) <= width, width
+        words = set(out.split())
+        assert {"gpt3_175b", "12288", "128,256", "1,536", "vocabulary"} <= words, width
+    assert out.splitlines()[1].split() == ["gpt_tiny", "8", "256", "8", "8", "640", "257", "16", "64"]
+
+
+def test_an_ascii_terminal_gets_ascii(tmp_path):
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "holmes_hpc", "predict", "größe…–"], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "gr??e...-" in done.stderr
+
+
+def test_small_doors(holmes):
+    assert holmes("-V")[1].startswith("holmes_hpc ") and "Usage" in holmes("plan", "-h")[1]
+    assert json.loads(holmes("batches", "--json")[1])["llama2_7b"]["tokens"] == 4 << 20
+
+
 def test_missing_and_truncated_data_leave_nothing(holmes, tmp_path):
     prefix = tmp_path / "text"
     refused(holmes("run", *local("data=indexed", f"data.prefix={prefix}")), "text.idx")
@@ -150,8 +226,8 @@ def test_unknown_verbs_and_options(holmes):
 
 def test_every_verb_shows_an_example(holmes):
     for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "calibrate", "submit", "run", "resume",
-                 "status", "logs", "cancel", "report", "export", "data prepare", "sweep status", "sweep collect",
-                 "testbed up", "testbed status", "testbed exec", "testbed down"):
+                 "status", "logs", "cancel", "rm", "report", "export", "models", "batches", "data prepare",
+                 "sweep status", "sweep collect", "testbed up", "testbed status", "testbed exec", "testbed down"):
         code, out, _ = holmes(*verb.split(), "--help")
         assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb
 
@@ -163,8 +239,8 @@ def test_configuration_names_what_is_missing():
 
 def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     layout = ["predict", "--site", str(site), "--layers", "30", "--hidden", "3072", "--heads", "32", "--tp", "1",
-              "--pp", "2", "--dp", "32", "--micro-batch", "4", "--global-batch", "768", "--layers-per-stage", "16,14",
-              "--recompute", "full"]
+              "--pp", "2", "--dp", "32", "--micro-batch", "4", "--global-batch", "768", "--sequence", "2048",
+              "--layers-per-stage", "16,14", "--recompute", "full"]
     code, out, _ = holmes(*layout, "--json", "--trace", str(tmp_path / "trace.json"))
     assert code == 0
     own = json.loads(out)
@@ -174,14 +250,59 @@ def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     refused(holmes("predict"), "PLAN", "--site")
     refused(holmes("predict", "--site", str(site), "--layers", "30"), "--global-batch")
+    refused(holmes("predict", "--site", str(site), "--layers", "30", "--global-batch", "8"), "--sequence")
+
+
+def test_predict_takes_what_plan_chose_by_default(holmes, site):
+    """The plan's layout, predicted without a batch, a schedule and a recomputation, is the plan's own prediction."""
+    code, out, _ = holmes("plan", "model=llama2_7b", "plan.pp=2", "--site", str(site), "--json")
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["batch"] == {"global_size": 1024, "micro_size": 1, "sequence_length": 4096}
+    sizes = {f"--{name}": str(plan["parallel"][name]) for name in ("tp", "pp", "dp")}
+    layers = ",".join(str(s["layers"]) for s in plan["stages"])
+    code, out, _ = holmes("predict", "--site", str(site), "--model", "llama2_7b",
+                          *(word for pair in sizes.items() for word in pair), "--layers-per-stage", layers, "--json")
+    assert code == 0
+    assert json.loads(out)["step_time_s"] == pytest.approx(plan["predicted"]["step_time_s"], rel=0.03)
+
+
+def test_a_plan_says_its_tokens_and_how_long_a_budget_takes(holmes, site):
+    words = ("plan", "model=llama2_7b", "plan.pp=2", "plan.tp=1", "--site", str(site))
+    code, out, _ = holmes(*words, "--tokens", "2e12")
+    text = " ".join(out.split())
+    assert code == 0 and "1024 sequences of 4096 tokens" in text and "Tokens: 4,194,304 a step" in text
+    assert "476,838 steps, 2e+12 tokens, take" in text and "days" in text
+    found = json.loads(holmes(*words, "--steps", "100", "--json")[1])
+    assert found["throughput"]["tokens"] == 100 * 4194304
+    assert found["throughput"]["days"] == pytest.approx(100 * found["predicted"]["step_time_s"] / 86400)
+    assert "tokens" not in json.loads(holmes(*words, "--json")[1])["throughput"]  # nobody asked for 20 steps
+    refused(holmes(*words, "--tokens", "2e12", "--steps", "3"), "--steps and --tokens")
+    refused(holmes(*words, "--tokens", "-1"), "--tokens", "above 0")
+
+
+def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
+    refused(holmes("run", "model=gpt_small", "launcher=local"), "no data are given for gpt_small", "data=synthetic")
+    plan = tmp_path / "plan.yaml"
+    assert holmes("plan", "model=gpt_3_6b", "plan.pp=2", "plan.tp=1", "--site", str(site), "-o", str(plan))[0] == 0
+    refused(holmes("submit", str(plan), "--dry-run", f"site_file={site}"), "no data are given for gpt_3_6b")
+    words = ("submit", str(plan), f"site_file={site}", "data=synthetic", "name=a b", "+labels.note='$x \"y'")
+    code, out, _ = holmes(*words, "--dry-run", "--template", str(tmp_path / "job.sbatch"))
+    assert code == 0 and out.startswith("#!/bin/bash\n") and out == (tmp_path / "job.sbatch").read_text()
+    assert "#SBATCH hetjob" in out and "set -- site_file=" in out and "data=synthetic" in out and f'{plan}}}"' in out
+    assert 'run="${RUN:-' in out and "/a b}" in out
+    shellcheck = subprocess.run([Path(sys.executable).with_name("shellcheck"), "-"], input=out, text=True,
+                                capture_output=True, check=False)
+    assert shellcheck.returncode == 0, shellcheck.stdout
+    assert json.loads(holmes(*words, "--dry-run", "--json")[1])["script"] == out
 
 
 def test_predict_searches_for_nothing(holmes, site):
     """Layers not given are even, also where the planner would not have them so; what does not fit is predicted."""
     layout = ["predict", "--site", str(site), "--model", "gpt_3_6b", "--pp", "2", "--dp", "32", "--micro-batch", "4",
-              "--global-batch", "768", "--recompute", "full"]
+              "--global-batch", "768", "--recompute", "full", "--schedule", "1f1b"]
     given, even, uneven = (json.loads(holmes(*layout, "--json", *more)[1])["step_time_s"] for more in (
-        (), ("--layers-per-stage", "15,15", "--schedule", "1f1b"), ("--layers-per-stage", "20,10")))
+        (), ("--layers-per-stage", "15,15"), ("--layers-per-stage", "20,10")))
     assert given == even < uneven
     large = [word if word != "gpt_3_6b" else "gpt_39b" for word in layout]
     code, out, _ = holmes(*large)
@@ -201,7 +322,9 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     low, high = plain["interval_s"]
     assert low < plain["step_time_s"] < high
     for more in (("--attention", "unfused", "--dropout", "0.1"), ("--fused-norm", "no", "--ffn", "20480"),
-                 ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"), ("--sharding", "full")):
+                 ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"), ("--sharding", "full"),
+                 ("--head-dim", "128"), ("--recompute", "selective", "--recompute-parts", "scores,ffn"),
+                 ("--recompute", "full", "--recompute-layers", "2")):
         assert predicted(*more)["step_time_s"] > plain["step_time_s"], more
     for more in (("--gpu", "h100"), ("--grad-dtype", "bf16", "--kv-heads", "8")):
         assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
@@ -211,7 +334,9 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
                        (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"), (("--gpu", "abacus"), "unknown GPU 'abacus'"),
                        (("--sharding", "half"), "unknown sharding"), (("--kv-heads", "7"), "7 kv_heads"),
                        (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
-                       (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped")):
+                       (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped"),
+                       (("--recompute", "none", "--recompute-layers", "2"), "recomputation is none"),
+                       (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'")):
         refused(holmes(*layout, *more), said)
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
@@ -275,7 +400,7 @@ def test_layers_of_another_number_of_stages_are_refused(holmes, site):
 
 def test_an_unknown_option_of_a_group_is_told_the_known_ones(holmes, site):
     code, _, err = holmes("plan", "--site", str(site), "data=nope")
-    assert code == 2 and err == "holmes: overrides: no data 'nope'; known are: indexed, synthetic\n"
+    assert code == 2 and err == "holmes: overrides: no data 'nope'; known are: default, indexed, synthetic\n"
 
 
 def test_a_named_model_takes_another_vocabulary(holmes, site):

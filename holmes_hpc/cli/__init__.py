@@ -10,22 +10,27 @@ from typing import Annotated, NoReturn
 import typer
 
 from holmes_hpc import __version__, console
-from holmes_hpc.cli import data, planning, runs, site, sweep, testbed
+from holmes_hpc.cli import data, known, planning, runs, site, sweep, testbed
 from holmes_hpc.cli.app import app
+from holmes_hpc.commit import git_commit
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.extras import missing
+from holmes_hpc.records.trust import careful_umask
 
 __all__ = ["app", "main"]
 
 # each module hung its verbs on `app`; these have verbs of their own
 for _name, _module in (("testbed", testbed), ("data", data), ("sweep", sweep)):
     app.add_typer(_module.group, name=_name)
-_ = (planning, runs, site)
+_ = (known, planning, runs, site)
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers bring along
 
 
 def main() -> None:
     """Run the command line; every error of ours is one line on stderr and its exit code."""
+    console.speak_plainly()
+    careful_umask()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of packages that it can do without
     try:
         code = app(standalone_mode=False)
@@ -35,13 +40,17 @@ def main() -> None:
             _nobody_reads()
         raise
     except HolmesError as e:
-        sys.stderr.write(f"holmes: {e}\n")
+        console.problem(e)
         sys.exit(e.exit_code)
+    except ModuleNotFoundError as e:
+        refused = missing(e)
+        sys.stderr.write(f"holmes: {refused}\n")
+        sys.exit(refused.exit_code)
     except OSError as e:
         if isinstance(e, BrokenPipeError):
             _nobody_reads()
         where = f"{e.filename}: " if e.filename else ""
-        sys.stderr.write(f"holmes: {where}{e.strerror or e}; see to it and try again\n")
+        console.problem(f"{where}{e.strerror or e}; see to it and try again")
         sys.exit(1)
     except typer.Exit as e:
         sys.exit(e.exit_code)
@@ -50,10 +59,10 @@ def main() -> None:
             sys.stdout.write(f"{e}\n")
             sys.exit(0)
         command = getattr(getattr(e, "ctx", None), "command_path", "holmes")
-        sys.stderr.write(f"holmes: {' '.join(str(e).split())}; see `{command} --help`\n")
+        console.problem(f"{' '.join(str(e).split())}; see `{command} --help`")
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("holmes: interrupted\n")
+        console.problem("interrupted")
         sys.exit(130)
 
 
@@ -64,7 +73,8 @@ def _nobody_reads() -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(version: Annotated[bool, typer.Option("--version", "-V", help="Version and commit.")] = False) -> None:
     if version:
-        console.text(f"holmes_hpc {__version__}")
+        commit = git_commit()
+        console.text(f"holmes_hpc {__version__}" + (f" (commit {commit})" if commit else ""))
         raise typer.Exit

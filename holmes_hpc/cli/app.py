@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.fabric.site import Site
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=HELP,
                   help="Train one large model over clusters that do not share a fast network.")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]

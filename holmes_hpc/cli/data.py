@@ -21,8 +21,12 @@ def data_prepare(
         json_key: Annotated[str, typer.Option(help="Where a JSONL line has its text.")] = "text",
         workers: Annotated[int | None, typer.Option(help="Processes; without: one a core.")] = None,
         stdlib: Annotated[bool, typer.Option("--stdlib", help="Python's own sources, for trying.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Replace other data at PREFIX.")] = False,
         json: Json = False) -> None:
-    """Text or JSONL, also compressed, to Megatron's indexed data set. Example: holmes data prepare a.jsonl.gz -o d/a"""
+    """Text or JSONL, also compressed, of files and folders, to Megatron's indexed data set.
+
+    Example: holmes data prepare a.jsonl.gz texts/ -o d/a
+    """
     from holmes_hpc.training.data import prepare
 
     if not output:
@@ -30,9 +34,9 @@ def data_prepare(
     if bool(files) == stdlib:
         raise ConfigError("nothing to read" if not files else "FILES and --stdlib", where="data prepare",
                           hint="give FILES, or --stdlib")
-    made = (prepare.demo_corpus(output, progress=console.Progress()) if stdlib else
+    made = (prepare.demo_corpus(output, progress=console.Progress(), force=force) if stdlib else
             prepare.prepare(files or [], output, tokenizer=tokenizer, workers=workers, json_key=json_key,
-                            progress=console.Progress()))
+                            progress=console.Progress(), force=force))
     if json:
         console.as_json(made.to_dict())
     else:

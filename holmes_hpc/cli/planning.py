@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,19 +25,23 @@ from holmes_hpc.cli.app import (
 )
 from holmes_hpc.cli.start import earliest_ends, show_ends, start
 from holmes_hpc.config.document import help_text
+from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.config.model import ModelSpec
+    from holmes_hpc.config.model import Batch, ModelSpec
+    from holmes_hpc.fabric.site import Site
     from holmes_hpc.planning.cost.corrections import Corrections
+    from holmes_hpc.planning.cost.costs import Costs
+    from holmes_hpc.planning.spec.plan import Plan
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
                "plan.schedule=1f1b")
 
 
-YesNo = Annotated[str, typer.Option(metavar="yes|no")]
+Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes on beside computing.")]
 
 
 @app.command(epilog=help_text("plan", "batch"))
@@ -45,6 +50,8 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
          earliest: Earliest = False, steps: Steps = None,
          seconds: Annotated[float | None, typer.Option(
              metavar="S", help="Search that long at most; the plan says how much better one could still be.")] = None,
+         tokens: Annotated[float | None, typer.Option(
+             metavar="T", help="How long that many tokens take, 2e12 for instance.")] = None,
          learn: Annotated[str | None, typer.Option(
              metavar="RUNS", help="Correct computing and networks by the runs in this directory.")] = None,
          json: Json = False) -> None:
@@ -53,11 +60,15 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
     from holmes_hpc.planning.cost.corrections import NONE
+    from holmes_hpc.planning.narrative import explain, throughput
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import make_plan
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(with_steps(overrides, steps), site)
+    if tokens is not None:
+        config = config.with_train(steps=_steps_for(tokens, config, steps))
+    asked = config.train.steps if tokens is not None or any("train.steps=" in o for o in overrides or []) else steps
     check_output(output)
     if learn is not None and config.plan_file:
         raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
@@ -78,14 +89,13 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 
         slowest = stage_transfer_cost(chosen, costs)
         console.as_json({**chosen.to_dict(), "hop": slowest.to_dict() if slowest else None,
+                         "throughput": throughput(chosen, asked),
                          **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
         return
     if ends:
         show_ends(ends, config.train.steps)
         console.text()
-    from holmes_hpc.planning.narrative import explain
-
-    for line in explain(chosen, costs):
+    for line in explain(chosen, costs, asked):
         console.text(line)
     if output:
         console.note(f"written: {output}")
@@ -93,31 +103,45 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 
 @app.command()
 def predict(
-        plan_path: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+        plan_path: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False,
+                                                        help="A file of `holmes plan -o`.")] = None,
         site: SiteFile = None,
-        tp: int = 1, pp: int = 1, dp: int = 1,
-        micro_batch: int = 1, global_batch: Annotated[int | None, typer.Option()] = None,
-        layers_per_stage: Annotated[str | None, typer.Option(help="26,22")] = None,
+        tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
+        pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+        dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
+        micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [the model's own]")] = None,
+        global_batch: Annotated[int | None, typer.Option(help="Sequences of a step. [the model's own]")] = None,
+        layers_per_stage: Annotated[str | None, typer.Option(help="26,22; without: as equal as can be.")] = None,
         virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
-        recompute: Annotated[str, typer.Option(help="none, selective or full")] = "none",
-        schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: Megatron-Core's")] = "auto",
-        sequence_parallel: bool = False, distributed_optimizer: bool = True,
+        recompute: Annotated[str, typer.Option(help="none, selective or full; auto: as `plan` would choose")] = "auto",
+        recompute_parts: Annotated[str | None, typer.Option(
+            help="What selective recomputation computes again: scores,norms,ffn. [scores]")] = None,
+        recompute_layers: Annotated[int | None, typer.Option(
+            help="Layers of each stage that full recomputation computes again. [all]")] = None,
+        schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: as `plan` would choose",
+                                              )] = "auto",
+        sequence_parallel: Annotated[bool, typer.Option(help="Activations split over the TP ranks.")] = False,
+        distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
         transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
         model: Annotated[str | None, typer.Option(help="A named model.")] = None,
-        layers: int | None = None, hidden: int | None = None, heads: int | None = None, vocab: int | None = None,
-        sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
-        gpus_per_node: int | None = None,
+        layers: Annotated[int | None, typer.Option(help="Of a model without a name, or instead of its own.")] = None,
+        hidden: Annotated[int | None, typer.Option(help="Width, likewise.")] = None,
+        heads: Annotated[int | None, typer.Option(help="Attention heads, likewise.")] = None,
+        vocab: Annotated[int | None, typer.Option(help="Token ids, likewise. [51200 without a name]")] = None,
+        sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. [the model's own]")] = None,
+        gpus_per_node: Annotated[int | None, typer.Option(help="Ranks on a node. [all its GPUs]")] = None,
         nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
         attention: Annotated[str | None, typer.Option(
             help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused. [as the site"
                  " says, or flash]")] = None,
         fused_norm: Annotated[str | None, typer.Option(metavar="yes|no", help="[as the site says, or yes]")] = None,
-        overlap_grad_reduce: YesNo = "yes", overlap_param_gather: YesNo = "yes",
+        overlap_grad_reduce: Overlap = "yes", overlap_param_gather: Overlap = "yes",
         dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
         grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
         dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
         ffn: Annotated[int | None, typer.Option(help="Width of the FFN, instead of the model's.")] = None,
         kv_heads: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
+        head_dim: Annotated[int | None, typer.Option(help="Width of a head, instead of hidden / heads.")] = None,
         sharding: Annotated[str | None, typer.Option(
             help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]",
         )] = None,
@@ -131,13 +155,13 @@ def predict(
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
-    from holmes_hpc.config.model import Batch
     from holmes_hpc.config.plan_options import PlanOptions
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
+    from holmes_hpc.planning.narrative import throughput
     from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import given_layout, with_gpu, with_software
     from holmes_hpc.planning.request import site as site_of
+    from holmes_hpc.planning.request import with_gpu, with_software
     from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.schema import make
 
@@ -148,26 +172,27 @@ def predict(
         **({"dtype": dtype} if dtype else {}))
     if (plan_path is None) == (site is None):
         raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
-    said = {"sharding": "full"} if sharding == "full" else {}
+    said: dict[str, Any] = {"sharding": "full"} if sharding == "full" else {}
     software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
     if plan_path is not None:
-        for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("dropout", dropout),
-                            ("sharding", sharding)):
+        for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("head-dim", head_dim),
+                            ("dropout", dropout), ("sharding", sharding)):
             if value is not None:
                 raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
         given = replace(given, site=with_software(given.site, *software))
+        said |= _recomputed(given.recompute, recompute_parts, recompute_layers)
         costs = costs_of(config, given, said, gradients)
     else:
-        if global_batch is None:
-            raise ConfigError("no batch", where="predict", hint="give --global-batch")
         if sharding is not None:
             distributed_optimizer = _sharded(sharding)
+        said |= _recomputed(recompute, recompute_parts, recompute_layers)
+        batch = _batch(model, global_batch, micro_batch, sequence)
         config = replace(
-            config, batch=Batch(global_batch, micro_batch, sequence),
-            model=_model(model, sequence, layers=layers, hidden=hidden, heads=heads, vocab=vocab, ffn=ffn,
-                         kv_heads=kv_heads, dropout=dropout),
+            config, batch=batch,
+            model=_model(model, batch.sequence_length, layers=layers, hidden=hidden, heads=heads, vocab=vocab, ffn=ffn,
+                         kv_heads=kv_heads, head_dim=head_dim, dropout=dropout),
             plan=make(PlanOptions, {
                 "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
                 "schedule": schedule, "sequence_parallel": sequence_parallel,
@@ -175,7 +200,7 @@ def predict(
                 "nodes": _nodes(nodes), "layers_per_stage": _numbers(layers_per_stage)}, "plan"))
         costs = costs_of(config, None, said, gradients)
         on = site_of(config)
-        given = given_layout(config, with_software(with_gpu(on, gpu) if gpu else on, *software), costs)
+        given = _chosen_layout(config, with_software(with_gpu(on, gpu) if gpu else on, *software), costs)
     predicted = predict_plan(given, costs)
     if trace is not None:
         Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
@@ -185,10 +210,14 @@ def predict(
 
         console.as_json(asdict(predicted))
         return
-    console.table(f"{given.model.name}: {given.parallel.words}, "
-                  f"{given.schedule.kind}", ("figure", "predicted"), [
+    rates = throughput(given)
+    console.table(f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
+                  f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
+                  f"{given.schedule.kind}, recompute {given.recompute}", ("figure", "predicted"), [
         ("step time", f"{predicted.step_time_s:.4g} s"), *_interval(predicted.interval_s),
         ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),
+        ("tokens a step", f"{rates['tokens_per_step']:,}"),
+        ("tokens/s", f"{given.batch.sequence_length * predicted.samples_per_s:,.0f}"),
         ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
         ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
         *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
@@ -213,7 +242,7 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     from holmes_hpc.submission.lifecycle.follow import follow
 
     check_output(output)
-    config = for_calibration(configuration([*CALIBRATION, *(overrides or [])], site))
+    config = for_calibration(configuration([*CALIBRATION, *(overrides or [])], site)).with_data()
     chosen = make_plan(config)
     record, job = start(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
@@ -240,6 +269,17 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     console.text(f"Its own steps took {steps['step_time_s']:.4g} s; from these figures they would take"
                  f" {steps['predicted_step_time_s']:.4g} s, {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part.")
     console.note(f"written: {output}")
+
+
+def _steps_for(tokens: float, config: Configuration, steps: int | None) -> int:
+    """The steps that see `tokens`."""
+    if steps is not None or not 0 < tokens < float("inf"):
+        raise ConfigError("--steps and --tokens" if steps is not None else f"{tokens} tokens", where="--tokens",
+                          hint="leave one of them out" if steps is not None else "give a number above 0, as 2e12")
+    from holmes_hpc.planning.spec.plan import Plan
+
+    batch = Plan.read(config.plan_file).batch if config.plan_file else config.batch
+    return math.ceil(tokens / batch.tokens)
 
 
 def _learned(config: Configuration, runs: str) -> Corrections:
@@ -277,10 +317,55 @@ def _model(name: str | None, sequence: int, **said: float | None) -> ModelSpec:
                             "max_positions": sequence, **given}, "model")
 
 
+def _batch(model: str | None, global_batch: int | None, micro_batch: int | None, sequence: int | None) -> Batch:
+    """The batch of --global-batch, --micro-batch and --sequence; what is not given, a named model brings."""
+    from holmes_hpc.config.composition import load
+    from holmes_hpc.config.model import Batch
+
+    if model is not None:
+        said = {"global_size": global_batch, "micro_size": micro_batch, "sequence_length": sequence}
+        return load([f"model={model}", *(f"batch.{k}={v}" for k, v in said.items() if v is not None)]).batch
+    if global_batch is None or sequence is None:
+        raise ConfigError("no batch is known for a model without a name", where="predict",
+                          hint="give --global-batch and --sequence")
+    return Batch(global_batch, micro_batch or 1, sequence)
+
+
+def _chosen_layout(config: Configuration, on: Site, costs: Costs) -> Plan:
+    """The layout that --tp, --pp, --dp, … give, with the schedule and the recomputation that `plan` would choose where
+    they are not given: of those that fit the shortest step, the plainer of equals."""
+    from holmes_hpc.planning.request import given_layout
+
+    plan = config.plan
+    own = "1f1b" if (plan.virtual_stages or 1) == 1 else "interleaved"
+    free = plan.schedule == "auto" and plan.transport == "holmes" and (plan.pp or 1) > 1
+    schedules = (own, "ahead") if free else (own if plan.schedule == "auto" else plan.schedule,)
+    made = [given_layout(replace(config, plan=replace(plan, recompute=again, schedule=schedule)), on, costs)
+            for again in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,)) for schedule in schedules]
+    fit = [p for p in made if not any(a.startswith("it does not fit") for a in p.assumptions)]
+    return min(fit, key=_step_time) if fit else made[-1]
+
+
+def _step_time(plan: Plan) -> float:
+    return plan.predicted.step_time_s if plan.predicted else math.inf
+
+
 def _yes(text: str, where: str) -> bool:
     if text not in ("yes", "no"):
         raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
     return text == "yes"
+
+
+def _recomputed(recompute: str, parts: str | None, layers: int | None) -> dict[str, Any]:
+    """Fields of Software for what is computed again; refused where there is no such recomputation."""
+    said: dict[str, Any] = {}
+    for name, value, kind in (("parts", parts and tuple(parts.split(",")), "selective"), ("layers", layers, "full")):
+        if value is not None:
+            if recompute != kind:
+                raise ConfigError(f"recomputation is {recompute}", where=f"--recompute-{name}",
+                                  hint=f"it is of --recompute {kind}")
+            said[f"recompute_{name}"] = value
+    return said
 
 
 def _bytes(dtype: str | None) -> int | None:

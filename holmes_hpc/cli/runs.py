@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,28 +13,42 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
-from holmes_hpc.cli.start import planned, start, submit_run
+from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
 from holmes_hpc.config.document import help_text
 from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.extras import missing
+
+RECENT_S = 86400.0  # a failure is told of in full for a day
 
 
 @app.command()
 def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.",
                                                            show_default=False)] = None,
            overrides: Overrides = None,
-           dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
+           dry_run: Annotated[bool, typer.Option(
+               "--dry-run", help="Print a batch script that sbatch can run as it is; submit nothing.")] = False,
+           template: Annotated[str | None, typer.Option(
+               metavar="FILE", help="Write that script here; submit nothing.")] = None,
            json: Json = False) -> None:
     """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
     if plan_path is None or ("=" in plan_path and not Path(plan_path).exists()):
         raise ConfigError("no plan", where="submit", hint="make one with `holmes plan … -o plan.yaml`, then "
                           "`holmes submit plan.yaml`; `holmes run` does both")
     chosen, config = planned(overrides, plan_file=plan_path)
-    if dry_run:
+    if dry_run or template:
         from holmes_hpc.submission.lifecycle.new_run import new_run_path
-        from holmes_hpc.submission.plan_job import script_for_plan
+        from holmes_hpc.submission.templates import script_for
 
-        run_dir = config.run_dir or str(new_run_path(config, chosen))
-        console.text(script_for_plan(chosen, run_dir, config.slurm))
+        check_output(template)
+        run_dir = str(new_run_path(config, chosen))
+        script = script_for(chosen, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)
+        if template:
+            Path(template).write_text(script, encoding="utf-8")
+            console.note(f"written: {template}")
+        if json:
+            console.as_json({"run": run_dir, "plan": chosen.id, "components": chosen.layout, "script": script})
+        elif dry_run:
+            sys.stdout.write(script)
         return
     run, job = start(chosen, config, overrides)
     if json:
@@ -57,7 +74,12 @@ def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest =
     if json:
         console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
     elif code == 0:
-        report([str(record.path)])
+        try:
+            report([str(record.path)])
+        except ModuleNotFoundError as e:
+            for figure, value in (result.get("final") or {}).items():
+                console.text(f"{figure}: {value}")
+            console.note(f"for tables: {missing(e)}")
     raise typer.Exit(code)
 
 
@@ -80,8 +102,10 @@ def resume(run: Run, overrides: Overrides = None,
     chosen, before = to_go_on.plan, record.read_run()
     if to_go_on.missing:
         console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
-    if not checkpoint_directory.complete(record.checkpoints):
-        console.note("no complete checkpoint: it begins again with step 1")
+    look_at_files(to_go_on.config)
+    found = checkpoint_directory.complete(record.checkpoints)
+    console.note(f"it goes on after step {found[0].step}, from {found[0].path}" if found else
+                 "no complete checkpoint: it begins again with step 1")
     kept = record.reopen(chosen.to_yaml() if plan_path else None)
     record.update_run(config=to_go_on.config.to_dict(), plan_id=chosen.id, components=chosen.layout,
                       overrides=[*before["overrides"], *(overrides or [])])
@@ -95,7 +119,40 @@ def resume(run: Run, overrides: Overrides = None,
             record.close_again(kept, before)
         raise
     console.note(f"job {job.id}: {record.path}")
-    raise typer.Exit(follow(record, job))
+    steps = len(record.metrics_bytes())
+    code = follow(record, job)
+    if code == 1 and overrides and not plan_path and len(record.metrics_bytes()) == steps:
+        record.update_run(config=before["config"], overrides=before["overrides"])
+        console.note("it made no step: the run's record has its configuration of before")
+    raise typer.Exit(code)
+
+
+@app.command("rm")
+def remove(runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories, names or job ids.")],
+           yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False, json: Json = False) -> None:
+    """Remove runs with all that they recorded, checkpoints too, after a question. Example: holmes rm my-run"""
+    from holmes_hpc.records.find import find_run
+    from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
+    from holmes_hpc.submission.lifecycle.status import run_statuses
+
+    with console.waiting("asking Slurm"):
+        found = run_statuses([find_run(name) for name in runs])
+    for one in found:
+        if not one.ended and one.state not in (NOT_SUBMITTED.lower(), UNKNOWN.lower(), "unreadable"):
+            raise ConfigError(f"it is {one.state}", where=one.path, hint="wait for its end, or `holmes cancel` it")
+    removed = []
+    for one in found:
+        made = f"{one.step} steps" if one.step else "no step"
+        if not yes and not sys.stdin.isatty():
+            raise ConfigError("no terminal to ask on", where="rm", hint="--yes answers")
+        if yes or typer.confirm(f"{one.path}: {one.state}, {made}: remove it?", err=True):
+            shutil.rmtree(Path(one.path).resolve())
+            removed.append(one.path)
+    if json:
+        console.as_json({"removed": removed})
+    else:
+        for path in removed:
+            console.text(f"removed: {path}")
 
 
 @app.command()
@@ -125,11 +182,12 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
 
     Example: holmes status 20260101-120000-gpt_tiny
     """
-    from holmes_hpc.records.find import find_run, run_directories, runs_root
+    from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
+    from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import run_statuses
 
-    found = [find_run(name) for name in runs] if runs else list(run_directories(runs_root()))
+    found = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
         return
@@ -138,13 +196,19 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     if json:
         console.as_json([s.to_dict() for s in all_of_them])
         return
-    console.table("", ("run", "job", "state", "step", "loss", "step time", "attempt"), [
-        (s.name, s.job_id, f"pending ({s.reason})" if s.state == "pending" and s.reason else s.state,
+    console.table("", ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"), [
+        (s.name, time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))), s.job_id,
+         f"pending ({s.reason})" if s.state == "pending" and s.reason else s.state,
          f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
         console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
-    for s in all_of_them:
+    failed = [s for s in all_of_them if s.error]
+    if not runs:  # nobody asked about those of long ago
+        failed = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
+        if others := sum(s.error is not None for s in all_of_them) - len(failed):
+            console.note(f"why {others} earlier run{'s' * (others > 1)} failed: `holmes status RUN`")
+    for s in failed:
         if s.error:
             rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
             console.text(f"\n{s.name}: {rank}{s.error}")
@@ -206,26 +270,30 @@ def cancel(run: Run, json: Json = False) -> None:
 def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
            trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
+           by: Annotated[str, typer.Option(help="Rank several by throughput or loss.")] = "throughput",
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
     from holmes_hpc.results.page import write_page
     from holmes_hpc.results.report import load_report
 
+    if by not in ("throughput", "loss"):
+        raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
     for file in (html, trace):
         check_output(file)
-    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated)
+    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated, by)
     for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)
             console.note(f"written: {file}")
-    if missing := made.missing():
-        console.note(missing)
+    if absent := made.missing():
+        console.note(absent)
     if json:
         console.as_json(made.to_dict())
         return
     for sentence in made.answer():
         console.paragraph(sentence)
+    console.bars("samples/s", made.bars())
     for title, columns, rows, caption in made.tables():
         console.text()
         console.table(title, columns, rows, caption)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
 from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import OWN_FILES
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.planning.cost.costs import Costs
     from holmes_hpc.planning.search.explore import Clock
     from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.submission.earliest import PlannedStart
     from holmes_hpc.submission.lifecycle.status import Job
 
@@ -30,12 +32,12 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides, site, **values)
-    if config.data.kind == "indexed":  # here, before anything is queued
-        with console.waiting("looking at the data"):
-            from holmes_hpc.training.data.indexed_dataset import Prefix, parse_blend
-
-            for prefix in parse_blend(config.data.prefix)[0]:
-                Prefix.open(prefix)
+    if config.plan_file:
+        check_overrides(overrides or [])
+        given = make_plan(config)
+        config = replace(config, model=given.model, batch=given.batch)
+    config = config.with_data()
+    look_at_files(config)
     if earliest:
         ends = earliest_ends(config)
         show_ends(ends, config.train.steps, stderr=True)
@@ -43,18 +45,30 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     on = None if config.plan_file else asked_site(config)
     chosen = make_plan(config, on, Clock(say=console.note))
     if config.plan_file:
-        check_overrides(overrides or [])
         check_site(chosen, asked_site(config))
-        config = replace(config, model=chosen.model, batch=chosen.batch)
     return chosen, config
+
+
+def look_at_files(config: Configuration) -> None:
+    """Refuse, before anything is planned or queued, files that are not there and data that do not fit the model."""
+    for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
+        if path is not None and not path.startswith("hf:") and not Path(path).exists():
+            raise ConfigError(f"{key} is {path!r}, which is not there", hint="give the path of one that exists")
+    if config.data.kind == "indexed":
+        from holmes_hpc.training.data.prefix import look_at
+
+        with console.waiting("looking at the data"):
+            look_at(config.data, config.model, config.batch, config.train.eval_interval > 0)
 
 
 def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
     """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
     has a job, or may have one, is kept, whatever happens here."""
     from holmes_hpc.submission.executor.submit import Unsure
-    from holmes_hpc.submission.lifecycle.new_run import new_run
+    from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
 
+    if config.name is not None or config.run_dir:
+        _make_room(RunDirectory(new_run_path(config, chosen)))
     record = new_run(config, chosen, overrides or [], True)
     try:
         return record, submit_run(chosen, record, config)
@@ -67,6 +81,20 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
         else:
             shutil.rmtree(record.path)
         raise
+
+
+def _make_room(record: RunDirectory) -> None:
+    """Take away a run that ended, or was never submitted, without having made a step: its name may be used again."""
+    from holmes_hpc.slurm.job_states import NOT_SUBMITTED
+    from holmes_hpc.submission.lifecycle.run_states import is_end
+    from holmes_hpc.submission.lifecycle.status import run_status
+
+    if not record.exists() or record.metrics_bytes() or any(record.checkpoints.glob("*")):
+        return
+    state = run_status(record).state
+    if (is_end(state) or state == NOT_SUBMITTED.lower()) and {p.name for p in record.path.iterdir()} <= OWN_FILES:
+        console.note(f"{record.name} made no step ({state}): it begins anew")
+        shutil.rmtree(record.path)
 
 
 def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job:

@@ -39,9 +39,11 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
         console.as_json(found)
         return
     figures = sorted({k for f in found if isinstance(f["final"], dict) for k in f["final"]})
+    same = [o for o in found[0]["overrides"] if all(o in f["overrides"] for f in found)] if len(found) > 1 else []
     console.table(directory, ("job", "overrides", "state", *figures), [
-        (f["num"], " ".join(f["overrides"]), f["state"],
-         *(_short(f["final"].get(k)) if isinstance(f["final"], dict) else "" for k in figures)) for f in found])
+        (f["num"], " ".join(o for o in f["overrides"] if o not in same), f["state"],
+         *(_short(f["final"].get(k)) if isinstance(f["final"], dict) else "" for k in figures)) for f in found],
+        caption=f"all with {' '.join(same)}" if same else "")
 
 
 def _short(value: object) -> str:

@@ -15,11 +15,14 @@ group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on
 @group.command("up")
 def testbed_up(topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
                release: Annotated[str | None, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = None,
+               slurm: Annotated[str | None, typer.Option(metavar="PREFIX", help="An installed Slurm's folder.")] = None,
+               slurm_source: Annotated[str | None, typer.Option(
+                   metavar="DIR|TARBALL", help="Slurm's source: built, once, and used.")] = None,
                ) -> None:
     """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
     from holmes_hpc.testbed import bed
 
-    bed.up(topology, release=release, progress=console.note)
+    bed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=console.note)
     console.note('up; your shell: eval "$(holmes testbed env)"')
 
 

@@ -15,7 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import BATCHES
 from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.schema import keys
 
 
 def load(overrides: Sequence[str] = ()) -> Configuration:
@@ -30,20 +33,22 @@ def _composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
     before = base.version_base  # of a Hydra application that this process may be: ours is not to change it
     try:
         with initialize_config_module("holmes_hpc.conf", version_base="1.3"):
-            return _resolved(compose("config", overrides=list(overrides)))
+            return _resolved(compose("config", overrides=list(overrides)), overrides)
     except (HydraException, OmegaConfBaseException) as e:
         raise explained(e) from e
     finally:
         base.version_base = before
 
 
-def resolve(config: DictConfig) -> Configuration:
-    """What Hydra composed, checked."""
-    return from_dict(_resolved(config))
+def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:
+    """What Hydra composed of `overrides`, checked."""
+    return from_dict(_resolved(config, overrides))
 
 
-def _resolved(config: DictConfig) -> dict[str, Any]:
+def _resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """Without Hydra's own part; a value that is still missing is an error."""
+    if any(OmegaConf.is_missing(config.batch, name) for name in keys(Batch)):
+        raise _no_batch(str(config.model.name), overrides)
     kept = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
     try:
         data = OmegaConf.to_container(kept, resolve=True, throw_on_missing=True)
@@ -51,6 +56,15 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(str(e).splitlines()[0], where="configuration", hint="give it as KEY=VALUE") from e
     assert isinstance(data, dict)
     return {str(k): v for k, v in data.items()}
+
+
+def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
+    """Why no batch was composed: the one that is named does not exist, or none is known for the model."""
+    named = [word.partition("=")[2] for word in overrides if word.startswith("batch=")]
+    if named and named[-1] not in BATCHES:
+        return ConfigError(f"no batch {named[-1]!r}", where="overrides", hint=nearest(named[-1], BATCHES))
+    return ConfigError(f"no batch is known for model {model}", where="batch",
+                       hint="give batch=NAME, or batch.global_size, batch.micro_size and batch.sequence_length")
 
 
 def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
@@ -72,7 +86,7 @@ def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
                 OmegaConf.update(made, key, one.value(), force_add=one.is_add() or known)
     except (HydraException, OmegaConfBaseException) as e:
         raise explained(HydraException(f"Could not override '{key}'") if "not in struct" in str(e) else e) from e
-    return resolve(made)
+    return resolve(made, overrides)
 
 
 def _literal(value: Any) -> Any:

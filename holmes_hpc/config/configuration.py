@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import FOR_TRYING
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.schema import REQUIRED, check, key, keys, make
 
 
@@ -60,6 +62,20 @@ class Configuration:
     def with_train(self, **changes: Any) -> Configuration:
         """A copy with other values in the group `train`."""
         return replace(self, train=replace(self.train, **changes))
+
+    def with_data(self) -> Configuration:
+        """A copy that says which tokens are trained on. Where nobody said, a model for trying takes random ones, with
+        which nothing is learned; ConfigError for any other."""
+        if self.data.prefix and self.data.kind != "indexed":
+            raise ConfigError(f"data.prefix is {self.data.prefix!r}, data.kind is {self.data.kind or 'not given'}",
+                              hint="add data=indexed, or leave data.prefix out")
+        if self.data.kind is not None:
+            return self
+        if self.model.hidden > FOR_TRYING and not self.train.measure:
+            raise ConfigError(f"no data are given for {self.model.name}", where="data",
+                              hint="give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
+                                   "data=synthetic for random tokens, which measure speed and teach nothing")
+        return replace(self, data=replace(self.data, kind="synthetic"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as run.yaml records it; :func:`from_dict` takes it back."""

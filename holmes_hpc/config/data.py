@@ -13,9 +13,10 @@ from holmes_hpc.schema import check, key
 class DataConfig:
     """Where samples come from."""
 
-    kind: Annotated[str, key("synthetic: seeded tokens made on the fly, for throughput, not for learning; indexed: "
-                             "Megatron's indexed data set, made by `holmes data prepare FILES -o PREFIX`",
-                             one_of=("synthetic", "indexed"))] = "synthetic"
+    kind: Annotated[str | None, key("synthetic: seeded tokens made on the fly, for throughput, not for learning; "
+                                    "indexed: Megatron's indexed data set, made by `holmes data prepare FILES -o "
+                                    "PREFIX`; null: nobody said, which only models for trying (hidden at most "
+                                    "512) and calibration take for synthetic", one_of=("synthetic", "indexed"))] = None
     seed: Annotated[int | None, key("of the order of samples; null: train.seed", ge=0, lt=1 << 32)] = 1234
     prefix: Annotated[str | tuple[str | float, ...] | None,
                       key("of an indexed data set: PREFIX, or a blend [0.7, a, 0.3, b]")] = None

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from holmes_hpc.config.configuration import GROUPS, Configuration
+from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.schema import REQUIRED, Key, allowed, keys
 
@@ -21,12 +22,14 @@ PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
 HEAD = "# Written from holmes_hpc/config/ by `python -m holmes_hpc.config.document`; change it there."
 WIDTH = 118
-DEFAULTS = {"model": "gpt_tiny", "batch": "tiny", "plan": "default", "data": "synthetic", "train": "default",
+# the batch of the model's name, where there is one: `batch` of config.yaml itself has no values
+DEFAULTS = {"model": "gpt_tiny", "optional batch": "${model}", "plan": "default", "data": "default", "train": "default",
             "slurm": "default", "launcher": "slurm"}
 # group -> option -> what it says other than the defaults
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plan": {"default": {}}, "train": {"default": {}}, "slurm": {"default": {}},
-    "data": {"synthetic": {}, "indexed": {"kind": "indexed", "prefix": "???", "split": "90,10"}},
+    "data": {"default": {}, "synthetic": {"kind": "synthetic"},
+             "indexed": {"kind": "indexed", "prefix": "???", "split": "90,10"}},
     "launcher": {"slurm": {}, "local": {"kind": "local"}}}
 _HYDRA = '''
 hydra:
@@ -65,7 +68,8 @@ def page() -> str:
                 parts.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         parts.append("")
     named = {"model": ", ".join(f"`{m}`" for m in MODELS), "batch": ", ".join(f"`{b}`" for b in BATCHES)}
-    return "\n".join([*parts, f"Named models: {named['model']}. Named batches: {named['batch']}.", ""])
+    return "\n".join([*parts, f"Named models: {named['model']}. Named batches: {named['batch']}. A model for which no "
+                      "batch is given takes the one of its own name.", ""])
 
 
 def help_text(*groups: str, width: int = 78) -> str:
@@ -80,7 +84,9 @@ def help_text(*groups: str, width: int = 78) -> str:
 
 def _top() -> str:
     lines = [HEAD, "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 plan.nodes.ib-a=2",
-             "defaults:", *(f"  - {group}: {option}" for group, option in DEFAULTS.items()), "  - _self_", ""]
+             "defaults:", "  - _self_", *(f"  - {group}: {option}" for group, option in DEFAULTS.items()), "",
+             "# a named model brings the batch of its own name; another one needs batch=NAME or these three",
+             "batch:", *(f"  {name}: ???" for name in keys(Batch)), ""]
     lines += [line for k in keys(Configuration).values() if k.name not in GROUPS for line in _line(k, k.default)]
     return "\n".join(lines) + "\n" + _HYDRA
 

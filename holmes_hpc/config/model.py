@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import check, key
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for sequences longer than the first ones trained on."""
+
+    factor: Annotated[float, key("by which slow frequencies are divided", ge=1)]
+    kind: Annotated[str, key("linear: all frequencies; llama3: those that turn less than low_frequency_turns times in "
+                             "original_positions, and in part those up to high_frequency_turns (arXiv 2407.21783)",
+                             one_of=("linear", "llama3"))] = "llama3"
+    low_frequency_turns: Annotated[float, key("of llama3: below, the whole factor", gt=0)] = 1.0
+    high_frequency_turns: Annotated[float, key("of llama3: above, no factor", gt=0)] = 4.0
+    original_positions: Annotated[int, key("of llama3: longest sequence trained on before", unit="tokens",
+                                           ge=1)] = 8192
+
+    def __post_init__(self) -> None:
+        check(self, "rope_scaling", PlanError)
+        if self.low_frequency_turns >= self.high_frequency_turns:
+            raise PlanError(f"low_frequency_turns is {self.low_frequency_turns}", where="rope_scaling",
+                            hint=f"use a number below high_frequency_turns, which is {self.high_frequency_turns}")
 
 
 @dataclass(frozen=True)
@@ -30,28 +50,58 @@ class ModelSpec:
     dropout: Annotated[float, key("of activations and attention", ge=0, lt=1)] = 0.0
     norm_eps: Annotated[float, key("epsilon of the norms", gt=0)] = 1e-5
     rope_base: Annotated[float, key("base of the rotary frequencies", gt=0)] = 10000.0
+    head_dim: Annotated[int | None, key("width of a head; null: hidden / heads", ge=1)] = None
+    qk_norm: Annotated[bool, key("queries and keys are normalised, each head by itself")] = False
+    qkv_bias: Annotated[bool, key("queries, keys and values have biases, whatever `bias` says of the rest")] = False
+    gelu_tanh: Annotated[bool, key("without swiglu: GELU by its tanh approximation, as GPT-2 was trained")] = False
+    rope_scaling: Annotated[RopeScaling | None, key("of the rotary frequencies, as Llama 3.1 has it: {factor: 8}, and "
+                                                    "kind, low_frequency_turns, high_frequency_turns, "
+                                                    "original_positions; null: none")] = None
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"
         check(self, where, PlanError)
-        if self.hidden % self.heads:
+        if self.head_dim is None and self.hidden % self.heads:
             raise PlanError(f"hidden {self.hidden} is not a multiple of {self.heads} heads", where=where,
-                            hint="choose heads that divide hidden")
+                            hint="choose heads that divide hidden, or give model.head_dim")
         if self.heads % self.kv_heads:
             raise PlanError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads", where=where,
                             hint="choose kv_heads that divide heads")
-        if self.rope and self.head_dim % 2:
-            raise PlanError(f"hidden {self.hidden} over {self.heads} heads is {self.head_dim}, odd", where=where,
+        if self.rope and self.head_width % 2:
+            raise PlanError(f"a head is {self.head_width} wide, an odd number", where=where,
                             hint="choose an even width of a head, as rotary embedding needs, or model.rope=false")
+        if self.rope_scaling is not None and not self.rope:
+            raise PlanError("rope_scaling of a model without rope", where=where, hint="leave model.rope_scaling out")
+        if self.gelu_tanh and self.swiglu:
+            raise PlanError("gelu_tanh of a model with swiglu", where=where, hint="leave model.gelu_tanh out")
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def head_width(self) -> int:
+        """Of a head's queries, keys or values."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads' queries, and of what attention hands on: `hidden`, but for heads of a width of their own."""
+        return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """Of all keys; values are as wide."""
+        return self.kv_heads * self.head_width
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data. A key that older versions do not know is there only where it says something."""
+        return {k: v for k, v in asdict(self).items() if k not in _LATER or v != _LATER[k]}
 
     def padded_vocab(self, tp: int) -> int:
         """Vocabulary rows after padding, as Megatron-LM pads: to a multiple of `vocab_multiple` * tp."""
         unit = self.vocab_multiple * tp
         return -(-self.vocab // unit) * unit
+
+
+_LATER = {f.name: f.default for f in fields(ModelSpec)
+          if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")}
 
 
 @dataclass(frozen=True)
@@ -64,6 +114,11 @@ class Batch:
 
     def __post_init__(self) -> None:
         check(self, "batch", PlanError, dotted=True)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_size * self.sequence_length
 
     def micro_batches(self, dp: int) -> int:
         """Micro-batches per pipeline and step."""

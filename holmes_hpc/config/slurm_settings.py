@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.schema import check, key
+from holmes_hpc.slurm.scontrol import minutes
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,6 @@ class SlurmSettings(ComponentSettings):
 
     def __post_init__(self) -> None:
         check(self, "slurm", dotted=True)
+        if isinstance(self.timeout_min, str) and not minutes(self.timeout_min):
+            raise ConfigError(f"slurm.timeout_min is {self.timeout_min!r}", hint="use minutes from 1, or a time as "
+                              "Slurm writes it: 1:30:00, 1-12:00:00")

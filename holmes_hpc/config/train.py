@@ -44,6 +44,9 @@ class TrainConfig:
     checkpoint_interval: Annotated[int, key("steps between checkpoints; 0: only at the end of an interrupted run",
                                             ge=0)] = 0
     checkpoint_keep: Annotated[int, key("newest checkpoints that are kept", ge=1)] = 2
+    checkpoint_dir: Annotated[str | None, key("put checkpoints into a folder of the run's name below this one, on "
+                                              "another file system that all nodes share; null: into the run "
+                                              "directory")] = None
     checkpoint_async: Annotated[bool, key("write checkpoints beside the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: when each micro-batch was computed and sent")] = False
     tensorboard: Annotated[bool, key("write metrics for TensorBoard too")] = False

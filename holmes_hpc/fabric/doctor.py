@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from holmes_hpc.errors import SiteError
@@ -15,6 +17,8 @@ from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, read_nodes
+from holmes_hpc.fabric.software import check_software, software
+from holmes_hpc.records.find import runs_root
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
 
@@ -120,6 +124,11 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
                                  "start a time service there (chrony); munge refuses credentials at 300 s", f.node))
         found += [Finding("warning", where, note, "see its cable and driver", f.node) for note in f.notes
                   if " is DOWN" in note or "runs at" in note]
+    if blind := [f.node for f in facts if f.missing]:
+        where = next(str(Path(f.missing).parent) for f in facts if f.missing)
+        found.append(Finding("error", f"nodes {compress(blind)}",
+                             f"do not see this machine's {where}, where runs are kept",
+                             "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR"))
     ipoib = [f.node for f in facts if f.ipoib]
     if ipoib and not env.get("NCCL_SOCKET_IFNAME"):
         names = sorted({name for f in facts for name in f.ipoib})
@@ -187,7 +196,20 @@ def diagnose(config: Config, nodes: Sequence[SiteNode], partitions: Sequence[Par
     found = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
     if not grouping.fabrics:
         found.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the lines above"))
+    found += check_software({f.node: f.software for f in facts if f.software}, software(),
+                            [n.name for n in nodes if n.gpus])
     return ordered(found + check_facts(facts, env) + refusals(env, {}, "", files=[]))
+
+
+@contextmanager
+def _marker() -> Iterator[Path | None]:
+    """A file where runs are kept, to see whether the nodes see it; None where nothing can be written."""
+    at = next(p for p in (runs_root().absolute(), *runs_root().absolute().parents) if p.is_dir())
+    try:
+        with tempfile.NamedTemporaryFile(dir=at, prefix=".holmes-shared-") as file:
+            yield Path(file.name)
+    except PermissionError:
+        yield None
 
 
 def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
@@ -195,5 +217,9 @@ def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[F
     jobs inherit is this process's own."""
     vocabulary = settings.vocabulary if settings else None
     nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
-    facts, silent = ask_nodes(nodes, vocabulary) if asking else ([], [])
+    facts: list[Facts] = []
+    silent: list[Finding] = []
+    if asking:
+        with _marker() as marker:
+            facts, silent = ask_nodes(nodes, vocabulary, marker)
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + silent)

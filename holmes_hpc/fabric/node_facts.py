@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from holmes_hpc.fabric.nccl import narrowed, refusals
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
 from holmes_hpc.fabric.probe import probe
+from holmes_hpc.fabric.software import software
 from holmes_hpc.slurm.commands import partial_output
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
@@ -33,7 +34,8 @@ WAIT_S = 10  # for idle nodes; a busy node is said to be so, not waited for
 class Facts:
     """One node, as it sees itself. `ethernet`: its Ethernet interface, address and network, or why there is none;
     `ipoib`: interfaces that NCCL would try first; `findings`: differences from `features` that Slurm shows, and what
-    would override NCCL's choices; `skew_s`: its clock less the asking machine's."""
+    would override NCCL's choices; `skew_s`: its clock less the asking machine's; `software`: versions; `missing`: a
+    file of the asking machine that it does not see."""
 
     node: str
     nic: NicType
@@ -46,6 +48,8 @@ class Facts:
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     skew_s: float = 0.0
+    software: Mapping[str, str] = field(default_factory=dict)
+    missing: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "nic": str(self.nic)}
@@ -81,9 +85,11 @@ def as_labelled(nics: NodeNics, features: Sequence[str], env: Mapping[str, str],
     return narrowed(nics, read_features(features, read_vocabulary(vocabulary)).names, env, node)
 
 
-def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[list[Facts], list[Finding]]:
+def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None,
+              shared: Path | None = None) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`; and a finding for those that were busy or gave no answer. Needs this Python on the nodes,
-    as training does. A node that fails or hangs takes no other's answer with it."""
+    as training does. A node that fails or hangs takes no other's answer with it. `shared`: a file that they
+    should see."""
     up = {p.name for p in read_partitions() if p.up}
     facts: list[Facts] = []
     silent: list[Finding] = []
@@ -102,7 +108,7 @@ def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None) -> tuple[lis
         if not idle:
             continue
         limit_s = limit(len(idle))
-        out, trouble = partial_output(*_srun(partition, idle, vocabulary), timeout_s=limit_s)
+        out, trouble = partial_output(*_srun(partition, idle, vocabulary, shared), timeout_s=limit_s)
         found = [f for f in map(_understand, out.splitlines()) if f is not None]
         facts += found
         missing = [n for n in idle if n.name not in {f.node for f in found}]
@@ -141,8 +147,9 @@ def _silent(level: str, nodes: Sequence[Node], why: str) -> Finding:
     return Finding(level, f"nodes {names}", why, "ask them with `holmes probe --check` on the node itself")
 
 
-def _srun(partition: str, nodes: Sequence[Node], vocabulary: str | None) -> list[str]:
-    own = ["--vocabulary", os.path.abspath(vocabulary)] if vocabulary else []
+def _srun(partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None = None) -> list[str]:
+    own = [word for option, path in (("--vocabulary", vocabulary), ("--shared", str(shared or ""))) if path
+           for word in (option, os.path.abspath(path))]
     names, count = compress(n.name for n in nodes), len(nodes)
     limit_s = limit(count)
     return ["srun", f"--partition={partition}", f"--nodelist={names}", f"--nodes={count}", f"--ntasks={count}",
@@ -180,10 +187,12 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
 
 def main(arguments: Sequence[str]) -> None:
     """Print this node's facts, one marked line of JSON."""
-    vocabulary = arguments[1] if len(arguments) == 2 and arguments[0] == "--vocabulary" else None
+    given = dict(zip(arguments[::2], arguments[1::2], strict=False))
+    vocabulary, shared = given.get("--vocabulary"), given.get("--shared", "")
     name = node_name()
     node = read_node(name)
     facts = facts_of(name, probe(), node.features if node else None, os.environ, vocabulary=vocabulary)
+    facts = replace(facts, software=software(), missing="" if not shared or Path(shared).exists() else shared)
     sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
 
 

@@ -1,5 +1,4 @@
-"""A site file: planning without a Slurm, or for hardware not bought yet (README: Hardware that this Slurm does not
-have)."""
+"""A site file: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
 from __future__ import annotations
 
@@ -15,12 +14,14 @@ from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
 
+ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # of 10, 25, 50 and 100 Gb/s
+MUCH = 1.5  # times as much as a data sheet says, or less than one of so many parts
 IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an older kind, in Gb/s
 # The most that a rate or a size of a machine can be: what is above was given in another unit.
 MOST = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "intra_node_gbps": 1e5, "peak_tflops": 1e5, "memory_gib": 4096,
         "gbps": 6400, "delay_ms": 1e4}
 NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
-_HINT = "see README: Hardware that this Slurm does not have"
+_HINT = "see docs/howto.md: Plan for hardware that this Slurm does not have"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def parse_site(data: Mapping[str, Any]) -> Site:
     for number, entry in enumerate(file.fabrics, 1):
         named = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
         where = f"fabric {entry['name']}" if named else f"fabric {number}"
+        if isinstance(entry, Mapping):
+            _refuse_other_words(entry.get("nic"), where)
         fabrics.append(make(Fabric, {**common, **entry} if isinstance(entry, Mapping) else entry, where, SiteError))
     for fabric in fabrics:
         _refuse_absurd(fabric, f"fabric {fabric.name}")
@@ -68,7 +71,15 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         if gpu.attention == "flash" and known is not None and known.name in NO_FLASH:
             raise SiteError(f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}",
                             hint="use sdpa or unfused")
-    return Site(file.name, tuple(fabrics), tuple(_in_bytes(fabrics)), file.links)
+    return Site(file.name, tuple(fabrics), tuple(_remarks(fabrics)), file.links)
+
+
+def _refuse_other_words(nic: Any, where: str) -> None:
+    """Raise SiteError for another word for a NIC type, such as a node's feature would be understood as."""
+    if isinstance(nic, str) and nic not in tuple(NicType):
+        meaning = read_vocabulary().meaning(nic)
+        if meaning is not None and meaning.nic is not None:
+            raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
 
 
 def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
@@ -81,15 +92,37 @@ def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
                             hint=f"give it in {unit}, at most {MOST[name]:g}")
 
 
-def _in_bytes(fabrics: Sequence[Fabric]) -> Iterator[str]:
-    """Rates that look like GB/s where Gb/s are meant: an eighth of what the GPU kind's data sheet says, or what no
-    InfiniBand has in Gb/s."""
+def _remarks(fabrics: Sequence[Fabric]) -> Iterator[str]:
+    """Figures that a GPU kind's data sheet does not have, and rates that look like GB/s where Gb/s are meant: what no
+    Ethernet and no InfiniBand has in Gb/s."""
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
         known = read_vocabulary().gpu(gpu.name)
-        if known is not None and abs(gpu.intra_node_gbps * 8 / known.intra_node_gbps - 1) < 0.02:
-            yield (f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
-                   f" {known.intra_node_gbps:g}")
+        if known is not None:
+            yield from _unlike(gpu, known)
     for fabric in fabrics:
         if fabric.nic is NicType.IB and fabric.rdma_gbps in IB_GBYTES:
             yield (f"rdma_gbps of {fabric.name} is {fabric.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
                    f" give Gb/s: {8 * fabric.rdma_gbps:g}")
+        if fabric.ethernet_gbps in ETHERNET_GBYTES:
+            yield (f"ethernet_gbps of {fabric.name} is {fabric.ethernet_gbps:g}, which no Ethernet has; if that is in"
+                   f" GB/s, give Gb/s: {8 * fabric.ethernet_gbps:g}")
+
+
+def _unlike(gpu: Gpu, known: Gpu) -> Iterator[str]:
+    """What of `gpu` is far from the data sheet of its kind, `known`. NVLink's are often said in GB/s, for one direction
+    or both together; peaks with sparsity twice the dense one."""
+    link = gpu.intra_node_gbps / known.intra_node_gbps
+    if any(abs(link * parts - 1) < 0.02 for parts in (8, 4)):
+        yield (f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
+               f" {known.intra_node_gbps:g}")
+    elif link > MUCH:
+        yield _says(gpu, "intra_node_gbps", known)
+    if not 1 / MUCH < gpu.peak_tflops / known.peak_tflops < MUCH:
+        yield _says(gpu, "peak_tflops", known) + (" dense" if gpu.peak_tflops > known.peak_tflops else "")
+    if gpu.memory_gib > MUCH * known.memory_gib:
+        yield _says(gpu, "memory_gib", known)
+
+
+def _says(gpu: Gpu, name: str, known: Gpu) -> str:
+    return (f"{name} of {gpu.name} is {getattr(gpu, name):g}; the data sheet of {known.name} says"
+            f" {getattr(known, name):g}")

@@ -11,7 +11,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.search.alternatives import PARTS
 from holmes_hpc.planning.search.best import best_plan
@@ -21,11 +21,12 @@ WIDTH = 100
 CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
 
-def explain(plan: Plan, costs: Costs) -> list[str]:
-    """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions."""
+def explain(plan: Plan, costs: Costs, steps: int | None = None) -> list[str]:
+    """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions; `steps`:
+    how long that many take."""
     lines = [*_headline(plan), "", *_drawing(plan)]
     if plan.predicted is not None:
-        lines += ["", *_step(plan, plan.predicted), *_stage_transfers(plan, costs), "",
+        lines += ["", *_step(plan, plan.predicted), *_budget(plan, steps), *_stage_transfers(plan, costs), "",
                   *_helps(plan, plan.predicted, costs)]
     if plan.alternatives:
         lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a)), *_too_close(plan)]
@@ -34,6 +35,34 @@ def explain(plan: Plan, costs: Costs) -> list[str]:
     if plan.assumptions:
         lines += ["", "Supposed:", *(line for a in plan.assumptions for line in _wrapped(f"- {a}", "  "))]
     return lines
+
+
+def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
+    """Tokens of a step, tokens a second as predicted (None without a prediction), and of `steps`: how many tokens they
+    see and how many days they take."""
+    tokens, predicted = plan.batch.tokens, plan.predicted
+    found: dict[str, Any] = {
+        "tokens_per_step": tokens, "tokens_per_s": tokens / predicted.step_time_s if predicted else None}
+    if steps is not None:
+        found |= {"steps": steps, "tokens": steps * tokens,
+                  "days": steps * predicted.step_time_s / 86400 if predicted else None}
+    return found
+
+
+def _budget(plan: Plan, steps: int | None) -> list[str]:
+    """How many tokens a step and a second are, and how long a budget takes."""
+    of = throughput(plan, steps)
+    text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
+    if steps is not None:
+        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {_duration(of['days'])}"
+    return _wrapped(text + ".")
+
+
+def _duration(days: float) -> str:
+    for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= 2 * size:
+            return f"{days / size:,.1f} {unit}"
+    return f"{days * 86400:.3g} s"
 
 
 def _headline(plan: Plan) -> list[str]:
@@ -75,8 +104,9 @@ def _stage(plan: Plan, stage: int) -> str:
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
     total = predicted.step_time_s
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PARTS), reverse=True)
-    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, "
-             f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU"]
+    tokens = predicted.samples_per_s * plan.batch.sequence_length
+    lines = _wrapped(f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:.4g} "
+                     f"tokens/s, {_per_kind(plan, predicted)}")
     lines += [f"  {PARTS[name]:<22} {s:9.3g} s  {s / total:4.0%}" for s, name in parts if s > 0]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
@@ -90,6 +120,15 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     return lines
 
 
+def _per_kind(plan: Plan, predicted: Predicted) -> str:
+    """Model TFLOP/s of a GPU: of each kind, where there are several, and what share of its peak that is."""
+    found = kind_tflops(plan, predicted.step_time_s)
+    each = ", ".join(f"{tflops:.3g}{f' of {gpu.name}' * (len(found) > 1)} ({tflops / gpu.peak_tflops:.0%} of the peak)"
+                     for gpu, tflops in found.items())
+    mean = f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU: " if len(found) > 1 else "model TFLOP/s a GPU: "
+    return mean + each
+
+
 def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
     """What the slowest transfer costs, and how much of it is hidden."""
     cost = stage_transfer_cost(plan, costs)
@@ -97,9 +136,10 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
         return []
     own = "1F1B" if plan.parallel.virtual_stages == 1 else "interleaved schedule"
     text = (f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
-            f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch; {cost.wire_s:.3g} s"
-            f" a step. {cost.hidden:.0%} of that is hidden: the step is {max(0.0, cost.exposed_s):.3g} s longer than "
-            "without transfers")
+            f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch. Those of a step, "
+            f"both ways added up though they go at once, are {cost.wire_s:.3g} s; {cost.hidden:.0%} of that is hidden "
+            f"beside computing and each other: the step is {max(0.0, cost.exposed_s):.3g} s longer than without "
+            "transfers")
     if plan.schedule.kind == "ahead":
         text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
     return _wrapped(text + ".")

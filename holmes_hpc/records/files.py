@@ -21,12 +21,15 @@ LOCK_WAIT_S = 30.0
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the quick one, where it is built
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
     """Replace `path` by `text`: a reader sees the old file or the new one. RunFailed when the disk is full; then the
-    old file stays and nothing else is left."""
+    old file stays and nothing else is left. `mode`: who may read it, less what the umask forbids."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()  # of a process of this number that was killed here
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -34,7 +37,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise _failed(path, e) from e
+        raise failed(path, e) from e
 
 
 def append_line(path: Path, line: str) -> None:
@@ -45,7 +48,7 @@ def append_line(path: Path, line: str) -> None:
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as e:
-        raise _failed(path, e) from e
+        raise failed(path, e) from e
     closed = False
     before = 0
     try:
@@ -59,7 +62,7 @@ def append_line(path: Path, line: str) -> None:
     except OSError as e:
         with contextlib.suppress(OSError):
             os.truncate(path, before)
-        raise _failed(path, e) from e
+        raise failed(path, e) from e
     finally:
         if not closed:
             with contextlib.suppress(OSError):
@@ -72,7 +75,7 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as e:
-        raise _failed(path, e) from e
+        raise failed(path, e) from e
     try:
         end = time.monotonic() + wait_s
         while True:
@@ -81,7 +84,7 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                 break
             except OSError as e:
                 if not isinstance(e, BlockingIOError):
-                    raise _failed(path, e) from e
+                    raise failed(path, e) from e
                 if time.monotonic() > end:
                     raise RecordError(f"another writer has held it for {wait_s:.0f} s", where=str(path),
                                       hint="find the process that hangs, or try again") from e
@@ -133,7 +136,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _failed(path: Path, error: OSError) -> RunFailed:
+def failed(path: Path, error: OSError) -> RunFailed:
+    """An error of the file system as one line."""
     full = error.errno in (28, 122)  # ENOSPC, EDQUOT
     hint = ("free some space, then `holmes resume` the run" if full
             else "make the run directory writable from this node")

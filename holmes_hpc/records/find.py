@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc import console
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import SKIPPED
+from holmes_hpc.records.trust import strangers
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -28,6 +30,15 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
 
 
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
+    """The run that `name` means, see :func:`_find`; a warning where others than this user may have written what it
+    says."""
+    found = _find(name, root)
+    if (who := strangers(found.path)) is not None:
+        console.note(f"warning: {found.path}: {who}; what the run says may be theirs")
+    return found
+
+
+def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
     """The run that `name` means: a run directory, the name of one, or the Slurm job id of its leader.
 
     Of several runs with one job id (a Slurm that was set up again counts from 1) the latest is meant; several runs of
@@ -50,6 +61,12 @@ def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None =
     close = difflib.get_close_matches(word, [run.name for run in runs], n=1)
     hint = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
     raise RecordError(f"no such run under {base}", where=word, hint=hint)
+
+
+def last_change(run: RunDirectory) -> float:
+    """Unix seconds of the last that is recorded of a run: its start, a step, its end."""
+    found = [run.run_path, run.metrics_path, run.result_path]
+    return max((path.stat().st_mtime for path in found if path.exists()), default=0.0)
 
 
 def job_ids(run: dict[str, Any]) -> set[int]:

@@ -5,6 +5,7 @@ holmes_hpc/records/schema.py says which files it has and what is in them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -106,8 +107,11 @@ class RunDirectory:
             raise RecordError("it already holds a run", where=str(run.path),
                               hint="`holmes resume` goes on with it; or give another directory")
         try:
-            for directory in (run.logs, run.trace, run.checkpoints, run.exits):
-                directory.mkdir(parents=True, exist_ok=True)
+            for directory in (run.path, run.logs, run.trace, run.checkpoints, run.exits):
+                if directory.is_symlink() and not directory.exists():
+                    raise RecordError(f"it is a link to {os.readlink(directory)}, which is not there",
+                                      where=str(directory), hint="remove it, or mount that file system")
+                directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         except OSError as e:
             raise RecordError(e.strerror or str(e), where=str(run.path),
                               hint="give a directory that can be made, on a file system all nodes share") from e
@@ -217,7 +221,7 @@ class RunDirectory:
 
     def write_exit(self, rank: int, state: str, error: str | None = None, host: str | None = None, **more: Any) -> None:
         """What rank `rank` itself knows of its end; `error` is one line. Ranks write this, never result.json."""
-        self.exits.mkdir(parents=True, exist_ok=True)
+        self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename,
                 "attempt": self.attempt, "time": time.time(), **more}
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
@@ -249,6 +253,9 @@ class RunDirectory:
             if old is not None and _authority(old) >= _authority(data):
                 return False
             write_whole(self.result_path, json.dumps(json.loads(to_json(data)), indent=1, ensure_ascii=False) + "\n")
+        for meeting in self.path.glob("rendezvous-*.json"):  # of ranks that were killed
+            with contextlib.suppress(OSError):
+                meeting.unlink()
         return True
 
     def reopen(self, plan_text: str | None = None) -> dict[Path, Path]:

@@ -25,6 +25,8 @@ from holmes_hpc.records.files import SAFE_LOADER
 
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
+OWN_FILES = {"run.yaml", "plan.yaml", "metrics.jsonl", "result.json", ".lock", "checkpoints", "logs", "trace", "exits",
+             "nics", "submission", "data"}  # of a run directory whose run has not made a step
 STATES = ("completed", "failed", "cancelled", "timeout", "preempted")  # of result.json
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 

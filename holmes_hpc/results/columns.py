@@ -78,6 +78,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "hardware_tflops_per_gpu": ("float64", "harmonic mean, with recomputation"),
     "first_loss": ("float64", "of the first step"),
     "loss": ("float64", "of the last step"),
+    "validation_loss": ("float64", "the last that was taken"),
     "grad_norm": ("float64", "of the last step"),
     **{part: ("float64", "median over steps of the mean over stages") for part in PARTS},
     "stage_breakdown": ("string", "JSON: [{part: median seconds} for each stage]"),

@@ -26,6 +26,7 @@ from holmes_hpc.results.tables import PART_NAMES, interval, known, number, pace,
 CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "transport", "overlap",
         "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp", "pp", "dp",
         "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
+LEARNED = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
 REDUNDANT = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
@@ -89,9 +90,10 @@ def _system(run: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def compare(runs: pd.DataFrame) -> Comparison:
-    """Group `runs` (of load_runs) into cells. A cell of one run has the interval of that run's steps, one of several
-    runs that of what varies between them (repeats_interval)."""
+def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
+    """Group `runs` (of load_runs) into cells, fastest first, or `by` loss: lowest first, of validation where all have
+    one. A cell of one run has the interval of that run's steps, one of several runs that of what varies between them
+    (repeats_interval)."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -104,10 +106,23 @@ def compare(runs: pd.DataFrame) -> Comparison:
         rows.append({**entries(group)[0][1], "cell": index, **_figures(group)})
     cells = pd.DataFrame(rows, columns=[*CELL, "cell", "repeats", "completed", "step_time_s", "step_time_low_s",
                                         "step_time_high_s", "samples_per_s", "samples_low", "samples_high",
-                                        "predicted_samples_per_s", "mape", *PARTS, "stage_breakdown",
-                                        "tx_bytes_per_step", "planned_bytes_per_step"])
-    cells = cells.sort_values("samples_per_s", ascending=False, kind="stable").set_index("cell")
+                                        "predicted_samples_per_s", "predicted_step_time_s", "mape", *PARTS,
+                                        "stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step", "names",
+                                        *LEARNED])
+    key = "samples_per_s" if by == "throughput" else loss_of(cells)
+    cells = cells.sort_values(key, ascending=by != "throughput", kind="stable").set_index("cell")
     return Comparison(_told_apart(with_shares(_with_speedups(cells, runs))), runs)
+
+
+def loss_of(cells: pd.DataFrame) -> str:
+    """The loss that cells are ranked by: that of validation where every one of them has it."""
+    return "validation_loss" if len(cells) and cells["validation_loss"].notna().all() else "loss"
+
+
+def _names(group: pd.DataFrame) -> str:
+    """The runs of a cell, a few by name."""
+    names = [str(name) for name in group["run"]]
+    return ", ".join(names if len(names) <= 3 else [*names[:2], f"+{len(names) - 2}"])
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
@@ -117,6 +132,8 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
             "step_time_low_s": time.low, "step_time_high_s": time.high,
             "samples_per_s": rate.median, "samples_low": rate.low, "samples_high": rate.high,
             "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
+            "predicted_step_time_s": float(group["predicted_step_time_s"].median()), "names": _names(group),
+            **{name: float(group[name].median()) for name in LEARNED},
             "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
             **{part: float(group[part].median()) for part in PARTS},
             **{name: middle[name] for name in ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")}}
@@ -226,6 +243,33 @@ def label(cell: Mapping[str, Any]) -> str:
                      if known(cell.get(name)) and cell[name])
 
 
+def labels(cells: pd.DataFrame) -> list[str]:
+    """What to call each of `cells` beside the others: its run, or how many, and in what it differs from them."""
+    parts = [name for name in ("environment", "placement", "system", "varied", "apart")
+             if cells[name].nunique(dropna=False) > 1]
+    made = [", ".join([*([str(c["names"])] if c["repeats"] == 1 else []),
+                       *(str(c[name]) for name in parts if known(c[name]) and c[name])]) or str(c["names"])
+            for _, c in entries(cells)]
+    return [text if made.count(text) == 1 else f"{text} ({c['names']})"
+            for text, (_, c) in zip(made, entries(cells), strict=True)]
+
+
+def ranking(comparison: Comparison) -> list[str]:
+    """Which setting has the lowest loss, and how far the next is."""
+    cells = comparison.cells
+    key = loss_of(cells)
+    cells = cells[cells[key].notna()]
+    if cells.empty:
+        return ["No run has a loss yet."]
+    names, values = labels(cells), cells[key].tolist()
+    said = [f"Lowest {key.replace('_', ' ')}: {names[0]} with {number(values[0], 4)}."]
+    if len(values) > 1:
+        said.append(f"Next: {names[1]} with {number(values[1], 4)}; last: {names[-1]} with {number(values[-1], 4)}.")
+    if comparison.runs["steps"].nunique() > 1:
+        said.append("They did not make equally many steps.")
+    return said
+
+
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """The fastest cell of the largest group that did the same work, and the cell it is compared with, if any; the
     former with `ratio`, how many times as fast it is. Runs that did not complete win only where none did."""
@@ -253,7 +297,13 @@ def answer(comparison: Comparison) -> list[str]:
     if found is None:
         return ["No run has figures yet."]
     best, base = found
-    said = [f"Fastest: {label(best)} with {number(best['samples_per_s'])} samples/s ({work(best)})."]
+    name = f" (run {best['names']})" if best["repeats"] == 1 and len(comparison.cells) > 1 else ""
+    others = comparison.cells[comparison.cells["samples_per_s"] > best["samples_per_s"]]
+    which = "Fastest" if others.empty else "Fastest of those that did the same work"
+    said = [f"{which}: {label(best)}{name} with {number(best['samples_per_s'])} samples/s ({work(best)})."]
+    if len(others):
+        unlike = "other work (model, sequence length, pace or number of nodes)"
+        said[0] += f" {len(others)} with more samples/s did {unlike}, or did not complete."
     if base is None:
         return said
     bounds = (f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from textwrap import shorten
+from itertools import takewhile
 from typing import Any
 
 import matplotlib
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from holmes_hpc.results.columns import PARTS
-from holmes_hpc.results.compare import SAME_WORK, entries, label, scaled
+from holmes_hpc.results.compare import SAME_WORK, entries, labels, scaled
 from holmes_hpc.results.tables import PART_NAMES, known, word
 
 # Okabe and Ito's colours: told apart by the colour-blind; their order also differs in lightness, for black and white.
@@ -29,6 +29,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 4.6  # inches
 MOST_BARS = 12  # bars of a figure
+LABEL = 52  # characters above a bar
 STYLE: Any = {
     "font.family": "sans-serif", "font.size": 11, "axes.titlesize": 11, "axes.titleweight": "bold",
     "legend.fontsize": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
@@ -67,6 +68,7 @@ def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], na
           bounds: Sequence[tuple[float, float]] = ()) -> None:
     """Horizontal bars from top to bottom, each under its label, so that long labels need no margin; `rows`: stacked
     parts."""
+    labels = distinct(labels)
     reaches = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if known(high)]
     most = max(reaches, default=1.0) or 1.0
     for at, (text, parts, end) in enumerate(zip(labels, rows, ends, strict=True)):
@@ -80,8 +82,7 @@ def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], na
             low, high = bounds[at]
             axes.errorbar(left, at, xerr=[[max(0, left - low)], [max(0, high - left)]], color="black", capsize=3)
             reach = max(left, high)
-        text = _plain(shorten(text, 52, placeholder=" …"))
-        axes.text(0, at - 0.32, text, va="bottom", ha="left", fontsize=10, in_layout=False)
+        axes.text(0, at - 0.32, _plain(text), va="bottom", ha="left", fontsize=10, in_layout=False)
         axes.text(reach + 0.02 * most, at, end, va="center", in_layout=False)
     axes.set(xlim=(0, 1.25 * most), ylim=(len(rows) - 0.5, -0.8), yticks=[])
     axes.spines["left"].set_visible(False)
@@ -89,6 +90,20 @@ def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], na
         patches = [Patch(facecolor=look["color"], hatch=look["hatch"], edgecolor="black", label=name)
                    for look, name in ((_look(i), name) for i, name in enumerate(names))]
         _legend(axes, patches, 2)
+
+
+def distinct(labels: Sequence[str], width: int = LABEL) -> list[str]:
+    """Labels of at most `width` characters, of which none was cut to what another one is: what all begin with goes
+    first, then the middle."""
+    long = [text for text in labels if len(text) > width]
+    if not long:
+        return list(labels)
+    alike = takewhile(lambda at: len({text[at:at + 1] for text in labels}) == 1, range(min(map(len, labels))))
+    shared = labels[0][:len(list(alike))] if len(labels) > 1 else ""
+    shared = shared[:max(shared.rfind(" "), shared.rfind(",")) + 1]
+    cut = [f"…{text[len(shared):]}" if shared else text for text in labels]
+    made = [text if len(text) <= width else f"{text[:width // 2]}…{text[-(width - width // 2 - 1):]}" for text in cut]
+    return [text if made.count(text) == 1 else f"{at + 1}: {text[:width - 5]}" for at, text in enumerate(made)]
 
 
 def _plain(name: object) -> str:
@@ -107,7 +122,7 @@ def throughput(cells: pd.DataFrame, most: int = MOST_BARS) -> Figure:
     `most`, which the title says where there are more."""
     rows = [c for _, c in entries(cells.head(most))]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
-    _bars(axes, [label(c) for c in rows], [[c["samples_per_s"]] for c in rows], ["samples/s"],
+    _bars(axes, labels(cells.head(most)), [[c["samples_per_s"]] for c in rows], ["samples/s"],
           [f"{c['samples_per_s']:.3g}" for c in rows], [(c["samples_low"], c["samples_high"]) for c in rows])
     left_out = fastest(cells, most)
     axes.set(xlabel="throughput, samples/s",
@@ -195,20 +210,34 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-def loss(steps: pd.DataFrame) -> Figure:
-    """Loss over wall time of every run in `steps`; a vertical line where a later attempt began."""
+def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | None = None) -> Figure:
+    """Loss of every run in `steps`, and its validation loss as markers; a vertical line where a later attempt began.
+    `by`: step, tokens (`tokens`: of a step, for each run) or time: each run's own since it began, waits between
+    attempts left out."""
     figure, axes = _axes(3.2 + (0.25 * steps["run"].nunique() if steps["run"].nunique() <= 8 else 0))
-    start = steps["time"].min() if len(steps) else 0.0
     for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
-        minutes = (run["time"] - start) / 60
-        colour = COLOURS[index % len(COLOURS)]
-        axes.plot(minutes, run["loss"], label=_plain(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
-        for at in minutes[run["attempt"].diff() > 0]:
-            axes.axvline(at, color=colour, linestyle=":", linewidth=1)
-    axes.set(xlabel="time, minutes", ylabel="loss, nats a token", title="Loss (dotted: restarts)")
+        at, colour = _progress(run, by, (tokens or {}).get(str(name), 1.0)), COLOURS[index % len(COLOURS)]
+        axes.plot(at, run["loss"], label=_plain(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
+        taken = run["validation_loss"].notna() if "validation_loss" in run else np.zeros(len(run), dtype=bool)
+        if taken.any():
+            axes.plot(at[taken], run["validation_loss"][taken], color=colour, linestyle="none", markersize=5,
+                      marker=MARKERS[index % len(MARKERS)], markerfacecolor="none", label="_validation")
+        for begun in at[run["attempt"].diff() > 0]:
+            axes.axvline(begun, color=colour, linestyle=":", linewidth=1)
+    axes.set(xlabel={"step": "step", "tokens": "tokens"}.get(by, "time of the run, minutes"),
+             ylabel="loss, nats a token", title="Loss (markers: validation; dotted: restarts)")
     if 1 < steps["run"].nunique() <= 8:
         _legend(axes)
     return figure
+
+
+def _progress(run: pd.DataFrame, by: str, tokens: float) -> pd.Series:
+    """Where a run's steps are on the axis."""
+    if by != "time":
+        return run["step"] * (tokens if by == "tokens" else 1.0)
+    passed = run["time"].diff().clip(lower=0)
+    waits = (run["attempt"].diff() > 0) & (passed > run["step_time_s"])  # in a queue, not in training
+    return passed.mask(waits, run["step_time_s"]).fillna(run["step_time_s"]).cumsum() / 60
 
 
 def step_times(steps: pd.DataFrame) -> Figure:

@@ -34,16 +34,21 @@ def page(report: Report) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    """Up to three (figure, what it is), shown large."""
+    """A few (figure, what it is), shown large."""
     found = compare.winner(report.comparison)
     if found is None:
         return []
     best, base = found
     facts = [(tables.number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]
+    if tables.known(best["tokens_per_s"]):
+        facts.append((tables.number(best["tokens_per_s"]), "tokens/s"))
+    if report.single:
+        facts += [(tables.number(best["loss"], 4), "loss of the last step"), (str(report.run["state"]), "state")]
     if base is not None:
         facts.append((f"{tables.number(best['ratio'])}x", f"as fast as {compare.label(base)}"))
     if tables.known(best["mape"]):
-        facts.append((f"{tables.number(best['mape'], 2)}%", "error of the predicted step time"))
+        facts.append((tables.percent(100 * (best["predicted_step_time_s"] / best["step_time_s"] - 1)),
+                      "predicted over measured step time"))
     return facts
 
 
@@ -68,15 +73,21 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
         pace = " / ".join(dict.fromkeys(tables.pace(c) for _, c in compare.entries(cells)))
         left_out = "; ".join(filter(None, [figures.fastest(cells), pace]))
         made.append((f"medians over runs, whiskers: 95% intervals; {left_out}", figures.throughput(cells)))
-        shown = compare.entries(cells.head(figures.MOST_BARS))
-        made.append((left_out, figures.breakdown([compare.label(c) for _, c in shown],
-                                                 [{part: c[part] for part in PARTS} for _, c in shown])))
+        head = cells.head(figures.MOST_BARS)
+        made.append((left_out, figures.breakdown(
+            compare.labels(head), [{part: c[part] for part in PARTS} for _, c in compare.entries(head)])))
         if compare.scaled(cells):
             made.append((pace, figures.scaling(cells)))
         if runs["predicted_step_time_s"].notna().any():
             made.append((pace, figures.predicted_measured(runs[runs["cell"] >= 0])))
     if report.steps["loss"].notna().any() and report.steps["run"].nunique() <= 8:
-        made.append(("by the time of each step's end", figures.loss(report.steps)))
+        a_step = {str(row["run"]): float(row["global_batch"]) * float(row["sequence_length"])
+                  for _, row in compare.entries(runs)
+                  if tables.known(row["global_batch"]) and tables.known(row["sequence_length"])}
+        by = "tokens" if len(set(a_step.values())) > 1 else "step"  # steps of different batches do not compare
+        made.append((f"by {by}s", figures.loss(report.steps, by, a_step)))
+        if report.steps["time"].notna().any():
+            made.append(("by each run's own time, without waits", figures.loss(report.steps, "time")))
     return made
 
 

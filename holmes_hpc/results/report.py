@@ -13,7 +13,7 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import compare, tables
+from holmes_hpc.results import compare, headline, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -22,13 +22,15 @@ from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
 Simulate = Callable[[Path], list[dict[str, Any]]]
+HYPERPARAMETERS = ("lr", "min_lr", "warmup_steps", "weight_decay", "seed")
 STEPS_OF = 8  # runs: of more no figure shows the steps
 
 
 @dataclass(frozen=True)
 class Report:
     """Runs as they were loaded; `steps` of a few only. Of the only run (empty for several): `plan`: the whole
-    plan.yaml; `trace`: one step's events, measured (see timeline.typical_step); `simulated`: the same, simulated."""
+    plan.yaml; `trace`: one step's events, measured (see timeline.typical_step); `simulated`: the same, simulated. `by`:
+    what settings are ranked by, throughput or loss."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -36,6 +38,7 @@ class Report:
     comparison: compare.Comparison
     trace: pd.DataFrame
     simulated: pd.DataFrame | None = None
+    by: str = "throughput"
 
     @property
     def single(self) -> bool:
@@ -48,11 +51,19 @@ class Report:
 
     def answer(self) -> list[str]:
         """Which placement, how much faster, why; for one run what it was and how it went. A few sentences."""
-        return _one_run_answer(self.run, self.plan) if self.single else compare.answer(self.comparison)
+        if self.single:
+            return _one_run_answer(self.run, self.plan)
+        if self.by == "throughput":
+            return [*headline.headline(self.comparison), *compare.answer(self.comparison)]
+        return compare.ranking(self.comparison)
+
+    def bars(self) -> list[tuple[str, float]]:
+        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one."""
+        return [] if self.single else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
-        return tables.one_run(self.run, self.plan) if self.single else sweep_tables(self.comparison)
+        return tables.one_run(self.run, self.plan) if self.single else sweep_tables(self.comparison, self.by)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for scripts: numbers in seconds and bytes, null where unknown."""
@@ -79,7 +90,8 @@ class Report:
         write_perfetto(RunDirectory(self.run["path"]), path)
 
 
-def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None) -> Report:
+def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None,
+                by: str = "throughput") -> Report:
     """The report of runs, or of all runs below directories (sweeps). RecordError when there is nothing to report.
 
     `simulate`: gives the simulated timeline of a run's plan.yaml (events with stage, kind, start_s, end_s); asked for
@@ -106,9 +118,9 @@ def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | No
                           hint="give run directories, their names, or directories that hold runs")
     runs = pd.concat(frames, ignore_index=True)
     whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
-    comparison = compare.compare(runs)
+    comparison = compare.compare(runs, by)
     if len(runs) > 1:
-        return Report(runs, whole, {}, comparison, pd.DataFrame())
+        return Report(runs, whole, {}, comparison, pd.DataFrame(), by=by)
     run = RunDirectory(str(runs["path"].iloc[0]))
     trace = typical_step(read_trace(run))
     simulated = pd.DataFrame(simulate(run.plan_path)) if simulate and len(trace) else None
@@ -134,11 +146,13 @@ def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     if not tables.known(run["steps"]) or not run["steps"]:
         return [f"{run['name']} is {run['state']}: no steps are recorded."]
-    said = [f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, a step takes "
-            f"{tables.number(run['step_time_s'])} s ({compare.work(run)})."]
+    said = [f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, "
+            f"{tables.number(run['tokens_per_s'])} tokens/s, a step takes {tables.number(run['step_time_s'])} s "
+            f"({compare.work(run)}).", _what_it_was(run)]
     if tables.known(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
-        said.append(f"Its plan predicted {tables.number(run['predicted_step_time_s'])} s ({tables.percent(error)}).")
+        said.append(f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
+                    f"({tables.percent(error)} of the measured).")
     parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
     if parts and run["step_time_s"]:
         top = sorted(parts, key=lambda part: -parts[part])[:2]
@@ -150,6 +164,24 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         shares = ", ".join(f"{count / total:.0%} went over {kind}" for kind, count in sent)
         said.append(f"Of the bytes sent, {shares}.")
     return said
+
+
+def _what_it_was(run: dict[str, Any]) -> str:
+    """State, steps, loss, nodes, batch and hyperparameters of a run, in a sentence."""
+    config = tables.unpacked(run, "config")
+    train = config.get("train") if isinstance(config.get("train"), dict) else {}
+    steps = f" of {train['steps']}" if train.get("steps") else ""
+    said = [f"{run['state']}, {tables.word(run['steps'])}{steps} steps, loss {tables.number(run['loss'], 4)}"]
+    if tables.known(run["validation_loss"]):
+        said.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
+    if tables.known(run["nodes"]):
+        said.append(f"{run['nodes']} nodes, {run['ranks']} ranks")
+    if tables.known(run["global_batch"]):
+        said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
+    said += [f"{name.replace('_', ' ')} {train[name]:g}" for name in HYPERPARAMETERS
+             if isinstance(train.get(name), int | float)]
+    text = ", ".join(said)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -15,16 +15,17 @@ from holmes_hpc.results.tables import PART_NAMES, Table, interval, known, number
 SHOWN = 40  # rows of a table in a terminal
 
 
-def sweep_tables(comparison: Comparison) -> list[Table]:
+def sweep_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
     """All of them, the most wanted first."""
-    made = [cell_table(comparison), breakdown_table(comparison),
+    made = [cell_table(comparison, by), breakdown_table(comparison),
             bytes_table(comparison)] if len(comparison.cells) else []
     ended = ended_table(comparison)
     return [*made, ended] if ended else made
 
 
-def cell_table(comparison: Comparison) -> Table:
-    """Throughput of every cell, its speed-up, the prediction beside it, and its shares where one can be told."""
+def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
+    """Throughput of every cell, its speed-up, the prediction beside it, its loss, and its shares where one can be told.
+    What is the same in all rows stands below."""
     cells = comparison.cells
     shares = {name: column for column, name in (("of_linear", "of linear"), ("of_mean", "of mean(IB, RoCE)"))
               if cells.head(SHOWN)[column].notna().any()}
@@ -32,22 +33,39 @@ def cell_table(comparison: Comparison) -> Table:
     rows = []
     for index, c in entries(cells.head(SHOWN)):
         base = numbers.get(int(c["baseline"]), NONE) if known(c["baseline"]) and c["baseline"] != index else NONE
-        error = 100 * (c["predicted_samples_per_s"] / c["samples_per_s"] - 1)
+        error = 100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1)
         bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
         system = ", ".join(filter(None, [str(c["system"]), c["varied"], c["apart"],
                                          "" if c["completed"] else "not completed"]))
         placed = f"{c['environment']}: {c['placement']}" if known(c["placement"]) else NONE
-        rows.append([numbers[index], system, placed, word(c["layers_per_stage"]), str(c["repeats"]),
-                     number(c["samples_per_s"]), number(c["step_time_s"]) + bounds, _times(c), base, percent(error),
+        rows.append([numbers[index], str(c["names"]), system, placed, word(c["layers_per_stage"]), str(c["repeats"]),
+                     number(c["samples_per_s"]), number(c["tokens_per_s"]), number(c["step_time_s"]) + bounds,
+                     _times(c), base, percent(error), number(c["loss"], 4), number(c["validation_loss"], 4),
                      *(f"{c[column]:.1%}" if known(c[column]) else NONE for column in shares.values())])
-    columns = ["#", "system", "environment: nodes", "layers", "runs", "samples/s", "step, s (95%)", "speed-up", "over",
-               "predicted", *shares]
+    columns = ["#", "run", "system", "environment: nodes", "layers", "runs", "samples/s", "tokens/s", "step, s (95%)",
+               "speed-up", "over", "predicted", "loss", "validation", *shares]
+    columns, rows, alike = _without_constants(columns, rows)
     said = {"of_linear": "; of linear: per node, of that on the fewest nodes",
             "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes"}
-    return Table("Settings by throughput", columns, rows,
-                 f"after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
-                 f"{_paces(cells)}; predicted: error of predicted samples/s"
+    return Table(f"Settings by {by}", columns, rows,
+                 f"{alike}after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
+                 f"{_paces(cells)}; predicted: predicted over measured step time, less 1"
                  f"{''.join(said[column] for column in shares.values())}{_not_shown(cells)}")
+
+
+def _without_constants(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
+    """The table without columns that say nothing, or the same of each setting; and the latter in words."""
+    drop, said = set(), []
+    for at, name in enumerate(columns):
+        values = {row[at] for row in rows}
+        if values == {NONE} and name in ("speed-up", "over", "predicted", "loss", "validation"):
+            drop.add(at)
+        elif len(rows) > 1 and len(values) == 1 and name in ("system", "environment: nodes", "layers", "runs"):
+            drop.add(at)
+            said.append(f"{name} {values.pop()}")
+    return ([name for at, name in enumerate(columns) if at not in drop],
+            [[cell for at, cell in enumerate(row) if at not in drop] for row in rows],
+            f"all: {', '.join(said)}; " if said else "")
 
 
 def _not_shown(cells: pd.DataFrame) -> str:
@@ -70,10 +88,11 @@ def breakdown_table(comparison: Comparison) -> Table:
     """Where a step goes in every cell, mean over stages."""
     whole = comparison.cells
     cells = whole.head(SHOWN)
-    rows = [[str(i), str(c["system"]), word(c["placement"]), number(c["step_time_s"]), *(number(c[p]) for p in PARTS)]
+    rows = [[str(i), str(c["names"]), str(c["system"]), word(c["placement"]), number(c["step_time_s"]),
+             *(number(c[p]) for p in PARTS)]
             for i, (_, c) in enumerate(entries(cells), 1)]
     return Table("Where a step goes: seconds, mean over stages",
-                 ["#", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows,
+                 ["#", "run", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)], rows,
                  f"medians; {_paces(cells)}{_not_shown(whole)}")
 
 
@@ -83,9 +102,10 @@ def bytes_table(comparison: Comparison) -> Table:
     cells = whole.head(SHOWN)
     sent = [unpacked(c, "tx_bytes_per_step") for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
-    rows = [[str(i), str(c["system"]), word(c["placement"]), *(data_size(entry.get(kind)) for kind in kinds)]
+    rows = [[str(i), str(c["names"]), str(c["system"]), word(c["placement"]),
+             *(data_size(entry.get(kind)) for kind in kinds)]
             for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]
-    return Table("Bytes sent per step, all nodes together, as counted", ["#", "system", "nodes", *kinds], rows,
+    return Table("Bytes sent per step, all nodes together, as counted", ["#", "run", "system", "nodes", *kinds], rows,
                  f"medians, headers included; {_paces(cells)}{_not_shown(whole)}")
 
 

@@ -92,22 +92,27 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None  # a process is not a device
     rows = [_figure("step time, s (median)", run["step_time_s"], (run["step_time_low_s"], run["step_time_high_s"]),
                     predicted.get("step_time_s")),
-            _figure("samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s")),
+            _figure("samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s"),
+                    told=True),
             _figure("tokens/s", run["tokens_per_s"]),
             _figure("model TFLOP/s per GPU", run["model_tflops_per_gpu"],
-                    predicted=predicted.get("model_tflops_per_gpu")),
+                    predicted=predicted.get("model_tflops_per_gpu"), told=True),
             _figure("hardware TFLOP/s per GPU", run["hardware_tflops_per_gpu"],
-                    predicted=predicted.get("hardware_tflops_per_gpu")),
+                    predicted=predicted.get("hardware_tflops_per_gpu"), told=True),
             _figure("peak memory, GiB (most of any rank)", _gib(run["peak_memory_bytes"]),
                     predicted=_gib(max(memory or [math.nan]))),
-            ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""]]
+            ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""],
+            *([["validation loss, the last", number(run["validation_loss"], 4), "", "", ""]]
+              if known(run["validation_loss"]) else [])]
     columns = ["figure", "measured", "95% interval", "predicted", "error of prediction"]
     return Table(f"Throughput of {run['name']}", columns, rows, basis(run))
 
 
-def _figure(name: str, value: Any, bounds: tuple[Any, Any] = (math.nan, math.nan), predicted: Any = None) -> list[str]:
+def _figure(name: str, value: Any, bounds: tuple[Any, Any] = (math.nan, math.nan), predicted: Any = None,
+            told: bool = False) -> list[str]:
+    """A row. `told`: its error is that of the step time, the one sign for all: above 0 is longer than measured."""
     error = float(percentage_errors([predicted], [value])[0]) if known(predicted) and known(value) else math.nan
-    return [name, number(value), interval(*bounds), number(predicted), percent(error)]
+    return [name, number(value), interval(*bounds), number(predicted), "" if told else percent(error)]
 
 
 def _gib(value: Any) -> float:

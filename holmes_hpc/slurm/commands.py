@@ -18,13 +18,15 @@ AWAY = ("Socket timed out", "Unable to contact slurm controller", "Connection re
         "Problem talking to the database", "Connection reset", "Transport endpoint", "Slurm temporarily unable",
         "Unable to connect", "Message receive failure")
 OUTPUT_WAIT_S = 30
+WITHOUT = "without Slurm: --site FILE plans, launcher=local runs here"
 # sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
 _COMPONENT_OPTIONS = ("PARTITION", "CONSTRAINT", "CLUSTER_CONSTRAINT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES",
                       "EXCLUSIVE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "ARRAY_INX", "CPUS_PER_GPU",
                       "DISTRIBUTION", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "JOB_NAME", "OPEN_MODE", "SIGNAL", "WAIT",
                       "OVERCOMMIT", "HINT", "CORE_SPEC", "THREAD_SPEC", "USE_MIN_NODES", "TEST_ONLY", "IGNORE_PBS",
                       "OUTPUT", "ERROR", "INPUT")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_WORKING_CLUSTER", "SLURM_CONF_SERVER")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_WORKING_CLUSTER", "SLURM_CONF_SERVER",
+         "SLURM_SACK_SOCKET")  # the last one: where auth/slurm gives credentials
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,23 @@ def _run(words: Sequence[str], timeout_s: float, **more: str) -> subprocess.Comp
                           start_new_session=True)  # a terminal's Ctrl-C goes to all that was started in it
 
 
+def _lost() -> str:
+    """What is wrong where SLURM_CONF names a file that is gone, as after `holmes testbed down`: Slurm's commands would
+    look for another one for half a minute."""
+    conf = os.environ.get("SLURM_CONF")
+    return f"SLURM_CONF names {conf}, which is not there" if conf and not os.path.exists(conf) else ""
+
+
 def slurm(*words: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
     """Run one of Slurm's commands; its failure is an answer, its absence a SubmissionError."""
+    if lost := _lost():
+        return Answer(1, "", lost)
     more = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
     try:
         done = _run(words, timeout_s, **more)
     except FileNotFoundError as e:
         raise SubmissionError(f"no {words[0]} on this machine", where="Slurm",
-                              hint="load Slurm's client commands, bring the testbed up, or use launcher=local") from e
+                              hint="load Slurm's client commands, or bring the testbed up; " + WITHOUT) from e
     except subprocess.TimeoutExpired:
         return Answer(124, "", f"{words[0]}: Socket timed out after {timeout_s:.0f} s")
     return Answer(done.returncode, done.stdout, done.stderr)
@@ -137,18 +148,20 @@ def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: floa
 def output(*words: str) -> str:
     """What one of Slurm's commands prints; a SiteError where there is no such command, or it fails or does not
     answer."""
+    if lost := _lost():
+        raise SiteError(lost, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + WITHOUT)
     try:
         done = _run(words, OUTPUT_WAIT_S)
     except FileNotFoundError as e:
         raise SiteError(f"no command {words[0]}", where="Slurm",
-                        hint="load Slurm's client commands; `holmes plan --site FILE` needs none") from e
+                        hint="load Slurm's client commands; " + WITHOUT) from e
     except subprocess.TimeoutExpired as e:
         raise SiteError(f"no answer to {' '.join(words)} in {OUTPUT_WAIT_S} s", where="Slurm",
-                        hint="see that slurmctld runs (scontrol ping)") from e
+                        hint="see that slurmctld runs (scontrol ping); " + WITHOUT) from e
     if done.returncode:
         text = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise SiteError(text, where=" ".join(words),
-                        hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right")
+                        hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT)
     return done.stdout
 
 

@@ -79,6 +79,7 @@ def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str,
     host = socket.gethostname()
     with uninterrupted():
         with deaf_to_ctrl_c():
+            os.environ.setdefault("SUBMITIT_LOG_LEVEL", "ERROR")  # its processes say nothing that the ranks do not
             job = executor.submit(task)
         pid = int(job.job_id)
         run.update_run(local={"pid": pid, "host": host, "started": started})

@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
+from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.errors import SubmissionError
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.environment import LEADER
+from holmes_hpc.submission.plan_job import plan_components
 
 RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # become variables of the script
 IB = ComponentRequest(2, 1, "ib", "nic_ib")
@@ -29,24 +35,66 @@ USAGE = """\
 """
 
 
+USAGE_OF_PLAN = """\
+# {plan}, as a batch script that needs nothing but sbatch:
+#
+#     sbatch FILE [KEY=VALUE of the configuration]...
+#
+# It takes PLAN, RUN (the run directory, on a file system that all nodes share) and PYTHON (with holmes_hpc, on every
+# node) from the environment, or these:
+"""
+
+
+def script_for(plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSettings, overrides: Sequence[str],
+               restarts: int = 0) -> str:
+    """The batch script of a plan for those who want nothing but sbatch; it makes its run directory itself, and Slurm
+    writes what the script says into the folder that sbatch is called in. Raises SubmissionError as submitting would."""
+    text = _script(plan_components(plan, settings), restarts=restarts, container=settings.container,
+                   overrides=overrides, timeout_min=settings.timeout_min, setup=settings.setup,
+                   distribution=settings.distribution)
+    for mark, variable, value in ((RUN, "$run", ""), (PLAN, "${PLAN:-%s}", str(plan_path.absolute())),
+                                  (PYTHON, "${PYTHON:-%s}", sys.executable)):
+        text = text.replace(mark, f'"{variable % _inside(value) if value else variable}"')
+    text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_inside(run_dir)}}}"')
+    first, rest = text.split("\n", 1)
+    return f"{first}\n{USAGE_OF_PLAN.format(plan=f'Plan {plan.id}')}{rest}"
+
+
+def _inside(value: str) -> str:
+    """A text as it stands between double quotes of a shell."""
+    if "}" in value or not value.isprintable():
+        raise SubmissionError(f"the path {value!r} holds a brace or a control character", where="template",
+                              hint="use another path")
+    return re.sub(r'([\\"$`])', r"\\\1", value)
+
+
 def _template(name: str, what: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0,
               container: str | None = None) -> str:
-    per_node = [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
-    job = JobRequest(
-        parts, name="holmes", timeout_min=60, output="holmes-%j.txt", rank_output=f"{RUN}/logs/rank-%t.txt",
-        step_errors=f"{RUN}/logs/srun.txt", requeue=True, environment=((LEADER, "%j"), *per_node),
-        container=container)
-    judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'
-    inner = "python3" if container else PYTHON
-    text = script_text(
-        job, f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
-        begin=["run=${RUN:-runs/$SLURM_JOB_ID}",
-               f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit'],
-        interrupted=[f"{judge} --so-far"], finish=[f"{judge}; status=$?"])
+    text = _script(parts, restarts=restarts, container=container)
     for mark, variable in ((RUN, '"$run"'), (PLAN, '"${PLAN:-plan.yaml}"'), (PYTHON, '"${PYTHON:-python3}"')):
         text = text.replace(mark, variable)
     first, rest = text.split("\n", 1)
     return f"{first}\n{USAGE.format(name=name, what=what)}{rest}"
+
+
+def _script(parts: tuple[ComponentRequest, ...], *, restarts: int, container: str | None, timeout_min: int | str = 60,
+            setup: Sequence[str] = (), distribution: str = "block:block", overrides: Sequence[str] = ()) -> str:
+    """The script with marks for run directory, plan and Python."""
+    per_node = [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
+    job = JobRequest(
+        parts, name="holmes", timeout_min=timeout_min, setup=tuple(setup), distribution=distribution,
+        output="holmes-%j.txt", rank_output=f"{RUN}/logs/rank-%t.txt",
+        step_errors=f"{RUN}/logs/srun.txt", requeue=True, environment=((LEADER, "%j"), *per_node),
+        container=container)
+    judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'
+    inner = "python3" if container else PYTHON
+    own = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # it says these
+    said = ["# shellcheck disable=SC2016 # words that stay as they are", f'set -- {words(own)} "$@"'] if own else []
+    return script_text(
+        job, f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
+        begin=[*said, "run=${RUN:-runs/$SLURM_JOB_ID}",
+               f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit'],
+        interrupted=[f"{judge} --so-far"], finish=[f"{judge}; status=$?"])
 
 
 def templates() -> dict[str, str]:
@@ -69,8 +117,8 @@ def templates() -> dict[str, str]:
     }
 
 
-def main(words: list[str]) -> int:
-    directory = Path(words[0] if words else "slurm")
+def main(arguments: list[str]) -> int:
+    directory = Path(arguments[0] if arguments else "slurm")
     for name, text in templates().items():
         (directory / name).write_text(text, encoding="utf-8")
         print(directory / name)

@@ -24,12 +24,12 @@ from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
 from holmes_hpc.ports import free_port
-from holmes_hpc.testbed import daemons, network, packages, processes, topology, userland
+from holmes_hpc.testbed import build, daemons, installed, network, packages, processes, topology, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, run, system_env
 from holmes_hpc.testbed.daemons import Bed
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
-from holmes_hpc.testbed.slurmconf import CLUSTER, Places
+from holmes_hpc.testbed.slurmconf import CLUSTER, MUNGE, Places
 from holmes_hpc.testbed.topology import Topology
 
 READY_S = 60
@@ -54,7 +54,7 @@ def _down_error() -> TestbedError:
 def _bed(directory: Path, record: Record) -> Bed:
     shape = topology.parse(record.topology, f"{directory / FILE}: topology")
     return Bed(Places(directory), Wiring(shape, record.prefix, record.subnet), record.ports, record.password,
-                   userland.root_of(directory, record.release))
+               userland.root_of(directory, record.release), Path(record.slurm) if record.slurm else None, record.auth)
 
 
 def _current() -> tuple[Path, Record, Bed]:
@@ -67,18 +67,24 @@ def _current() -> tuple[Path, Record, Bed]:
 
 # --- up ---------------------------------------------------------------------------------------------------------------
 
-def up(topology_path: str | Path | None = None, release: str | None = None,
-       progress: Callable[[str], None] = _quiet) -> None:
+def up(topology_path: str | Path | None = None, release: str | None = None, *, slurm: str | Path | None = None,
+       source: str | Path | None = None, progress: Callable[[str], None] = _quiet) -> None:
     """Bring the testbed up and wait until every node can run jobs; when it is up, see that it is whole.
 
     :param topology_path: a topology file, or the name of one under slurm/testbed/; None: what is up, or else `default`.
     :param release: the Debian release whose Slurm is used; None: that of what is up, or else the machine's own.
+    :param slurm: the prefix of another Slurm, installed by its `make install`; None: $HOLMES_TESTBED_SLURM, if set.
+    :param source: of a Slurm that is built first (once): a folder or a tarball.
     :param progress: is told, in a line each, what is being done.
     :raises TestbedError: one line; whatever had been made is undone.
     """
     if release is not None and release not in userland.RELEASES:
         raise TestbedError(f"unknown release {release!r}", where="testbed", hint=nearest(release, userland.RELEASES))
+    if sum(given is not None for given in (release, slurm, source)) > 1:
+        raise TestbedError("more than one Slurm", where="testbed", hint="give --release, --slurm or --slurm-source")
     _require_machine()
+    prefix = _prefix(slurm, source, progress) if release is None else ""
+    asked = (release or userland.NATIVE, prefix) if release or prefix else None
     wanted = None if topology_path is None else topology.find(topology_path)
     text = topology.find(wanted).read_text(encoding="utf-8")
     shape = topology.read(topology.find(wanted))
@@ -86,22 +92,22 @@ def up(topology_path: str | Path | None = None, release: str | None = None,
     with _terminable(), locked(directory, create=True) as made:
         record = Record.read(directory)
         if record is not None and record.ready:
-            if (release is not None and record.release != release) or (
-                    wanted is not None and record.topology != text):
+            if asked not in (None, (record.release, record.slurm)) or (wanted is not None and record.topology != text):
                 raise TestbedError(f"another one is up ({_bed(directory, record).wiring.topology.name}, "
-                                   f"{record.release})", where=f"testbed in {directory}", hint="holmes testbed down")
+                                   f"{record.slurm or record.release})", where=f"testbed in {directory}",
+                                   hint="holmes testbed down")
             if _repair(_bed(directory, record), progress):
                 return
             progress("the testbed is broken: making it anew")
         if record is None and os.listdir(directory):
             raise TestbedError("holds other files", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
-        kept = record.release if record is not None else None
         if record is not None:
+            asked = asked or (record.release, record.slurm)
             text, made = record.topology if wanted is None else text, record.made_directory
             shape = topology.parse(text, str(directory / FILE))
             _undo(directory, record, keep_directory=True)
         try:
-            _build(directory, shape, text, release or kept or userland.NATIVE, made, progress)
+            _build(directory, shape, text, *(asked or (userland.NATIVE, "")), made, progress)
         except BaseException:
             progress("undoing what was made")
             half = Record.read(directory)
@@ -110,6 +116,14 @@ def up(topology_path: str | Path | None = None, release: str | None = None,
             elif made:
                 directory.rmdir()
             raise
+
+
+def _prefix(slurm: str | Path | None, source: str | Path | None, progress: Callable[[str], None]) -> str:
+    """The prefix of the Slurm that is asked for; empty: none in particular."""
+    if source is not None:
+        return str(build.built(Path(source), progress))
+    given = slurm or os.environ.get("HOLMES_TESTBED_SLURM")
+    return str(Path(given).absolute()) if given else ""
 
 
 @contextlib.contextmanager
@@ -129,11 +143,15 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _build(directory: Path, shape: Topology, text: str, release: str, made: bool,
+def _build(directory: Path, shape: Topology, text: str, release: str, prefix: str, made: bool,
            progress: Callable[[str], None]) -> None:
-    packages.install({**packages.NODES, **(packages.SLURM if release == userland.NATIVE else packages.DEBOOTSTRAP)},
-                     progress)
-    record = _new_record(directory, shape, text, release, made)
+    auth, needed = MUNGE, packages.SLURM if release == userland.NATIVE else packages.DEBOOTSTRAP
+    if prefix:
+        version = installed.check(Path(prefix))
+        auth = installed.auth_of(Path(prefix), version)
+        needed = {**packages.DATABASE, **(packages.MUNGE if auth == MUNGE else {})}
+    packages.install({**packages.NODES, **needed}, progress)
+    record = _new_record(directory, shape, text, release, made).changed(slurm=prefix, auth=auth)
     record.write(directory)
     bed = _bed(directory, record)
     if bed.userland is not None:
@@ -146,7 +164,7 @@ def _build(directory: Path, shape: Topology, text: str, release: str, made: bool
         network.make(bed.wiring)
         database.result()
     progress("starting Slurm's daemons")
-    _start_servers(bed, processes.SERVERS)
+    _start_servers(bed, bed.servers)
     watch = daemons.start([daemons.slurmd(bed, node.name) for node in shape.nodes], bed, READY_S)
     _wait_for_nodes(bed, progress, watch)
     record.changed(ready=True).write(directory)
@@ -181,7 +199,7 @@ def _start_servers(bed: Bed, programs: Sequence[str]) -> None:
     """Start those of the servers, in the order in which they need each other."""
     makers = {"munged": daemons.munged, "mariadbd": daemons.mariadbd, "slurmdbd": daemons.slurmdbd,
               "slurmctld": daemons.slurmctld}
-    for program in processes.SERVERS:
+    for program in bed.servers:
         if program not in programs:
             continue
         if program == "slurmctld":
@@ -190,8 +208,9 @@ def _start_servers(bed: Bed, programs: Sequence[str]) -> None:
 
 
 def _register_cluster(bed: Bed) -> None:
-    if CLUSTER not in bed.slurm(["sacctmgr", "-nP", "show", "cluster", "format=cluster"]).split():
-        bed.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER])
+    """Before slurmctld starts, for it wants to be known."""
+    if CLUSTER not in bed.slurm(["sacctmgr", "-nP", "show", "cluster", "format=cluster"], by="slurmdbd").split():
+        bed.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER], by="slurmdbd")
 
 
 def _node_states(bed: Bed) -> dict[str, str]:
@@ -232,7 +251,7 @@ def _living(bed: Bed) -> dict[str, bool]:
     found = processes.find(bed.places.root, inodes)
     servers = {f.program for f in found}
     nodes = {inodes.get(f.namespace) for f in found if f.program == "slurmd"}
-    living = {program: program in servers for program in processes.SERVERS}
+    living = {program: program in servers for program in bed.servers}
     living.update({f"slurmd.{node.name}": bed.wiring.namespace(node.name) in nodes
                    for node in bed.wiring.topology.nodes})
     return living
@@ -267,7 +286,7 @@ def status() -> dict[str, Any]:
     living = _living(bed)
     states: dict[str, str] = {}
     version = ""
-    if living["munged"] and living["slurmctld"]:  # without them the clients try for half a minute
+    if living.get("munged", True) and living["slurmctld"]:  # without them the clients try for half a minute
         with contextlib.suppress(TestbedError):
             version = bed.slurm(["sinfo", "-V"]).strip()
             states = _node_states(bed)
@@ -276,7 +295,7 @@ def status() -> dict[str, Any]:
               "state": states.get(node.name, "unknown"),
               "nics": {nic.name: nic.mbit for nic in bed.wiring.nics(node)}} for node in shape.nodes]
     return {"up": record.ready and all(living.values()), "state_dir": str(directory), "topology": shape.name,
-            "release": record.release, "slurm": version, "daemons": living, "nodes": nodes}
+            "release": record.slurm or record.release, "slurm": version, "daemons": living, "nodes": nodes}
 
 
 def nodes() -> list[str]:
@@ -308,10 +327,10 @@ def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s:
 
 def _env(bed: Bed) -> dict[str, str]:
     made = {"HOLMES_TESTBED": str(bed.places.root), **bed.client_env}
-    if bed.userland is not None:
-        wrappers = str(bed.places.root / "bin")
-        rest = [part for part in os.environ.get("PATH", SYSTEM_PATH).split(":") if part != wrappers]
-        made["PATH"] = ":".join([wrappers, *rest])
+    own = installed.path_of(bed.prefix) if bed.prefix else str(bed.places.root / "bin")
+    if bed.prefix or bed.userland:
+        rest = os.environ.get("PATH", SYSTEM_PATH).split(":")
+        made["PATH"] = ":".join([own, *(part for part in rest if part not in own.split(":"))])
     return made
 
 

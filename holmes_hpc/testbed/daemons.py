@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -14,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import slurmconf, userland
-from holmes_hpc.testbed.commands import run, system_env
+from holmes_hpc.testbed import installed, slurmconf, userland
+from holmes_hpc.testbed.commands import SYSTEM_PATH, run, system_env
 from holmes_hpc.testbed.network import Wiring
-from holmes_hpc.testbed.processes import MARK
+from holmes_hpc.testbed.processes import MARK, SERVERS
 from holmes_hpc.testbed.slurmconf import Places
 
 # In a node: $0 is its name, $1 its hosts file; a hostname and an /etc/hosts of its own, then the command. By then
 # `ip netns exec` has made a private mount namespace, with a /sys that shows this namespace's NICs.
 ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+# auth/slurm's sockets have fixed places below /run ($0), which a testbed covers with a folder of its own ($1) for its
+# daemons and their jobs, so that it meets no other Slurm's.
+COVER = 'mkdir -p "$0" "$1" && mount --bind "$1" "$0" && shift && exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Bed:
     ports: dict[str, int]
     password: str
     userland: Path | None = None  # the root of another release's programs; None: the machine's own
+    prefix: Path | None = None  # where Slurm was installed by its `make install`; None: among the other programs
+    auth: str = slurmconf.MUNGE
 
     @property
     def mark(self) -> dict[str, str]:
@@ -43,18 +47,39 @@ class Bed:
     @property
     def client_env(self) -> dict[str, str]:
         """What Slurm's commands need to speak to this testbed."""
-        return {"SLURM_CONF": str(self.places.slurm_conf)}
+        return self.env_by("slurmctld")
 
-    def slurm(self, argv: Sequence[str], timeout_s: float = 30) -> str:
-        """The output of one of Slurm's commands."""
-        return run(userland.private(self.userland, argv), env=self.client_env, timeout_s=timeout_s)
+    def env_by(self, daemon: str) -> dict[str, str]:
+        """The same, with the credentials of auth/slurm asked of `daemon`."""
+        made = {"SLURM_CONF": str(self.places.slurm_conf)}
+        if self.prefix is not None:
+            made["PATH"] = f"{installed.path_of(self.prefix)}:{SYSTEM_PATH}"
+        if self.auth == slurmconf.SLURM:
+            made["SLURM_SACK_SOCKET"] = str(self.places.sack(daemon) / "sack.socket")
+        return made
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The daemons beside the nodes' own, in the order in which they need each other."""
+        return tuple(name for name in SERVERS if name != "munged" or self.auth == slurmconf.MUNGE)
+
+    def slurm(self, argv: Sequence[str], timeout_s: float = 30, by: str = "slurmctld") -> str:
+        """The output of one of Slurm's commands. `by`: see `env_by`."""
+        return run(userland.private(self.userland, argv), env=self.env_by(by), timeout_s=timeout_s)
 
 
 def within(bed: Bed, node: str, argv: Sequence[str]) -> list[str]:
     """`argv` as it runs on a node."""
-    inner = ["sh", "-c", ENTER, node, str(bed.places.hosts), *argv]
+    inner = ["sh", "-c", ENTER, node, str(bed.places.hosts), *_covered(bed, "slurm", node, argv)]
     return ["ip", "netns", "exec", bed.wiring.namespace(node), "unshare", "--uts",
             *userland.entering(bed.userland, inner)]
+
+
+def _covered(bed: Bed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
+    """`argv` with /run/`name` being a folder of the testbed, where auth/slurm is used: in a private mount namespace."""
+    if bed.auth == slurmconf.MUNGE:
+        return list(argv)
+    return ["sh", "-c", COVER, f"/run/{name}", str(bed.places.sack(daemon)), *argv]
 
 
 def cgroup_plugin(version: str) -> str:
@@ -63,26 +88,26 @@ def cgroup_plugin(version: str) -> str:
     A node sees a /sys of its own, without control groups, whatever the machine mounts. Older Slurms know `disabled` but
     do not start with it, nor with `cgroup/v2`; their v1 plugin touches nothing until something else asks it to.
     """
-    found = re.search(r"(\d+)\.(\d+)", version)
-    return "disabled" if found and (int(found[1]), int(found[2])) >= (23, 11) else "cgroup/v1"
+    return "disabled" if installed.release_of(version) >= (23, 11) else "cgroup/v1"
 
 
 def write_files(bed: Bed) -> None:
     """Configuration, keys and folders."""
     places = bed.places
-    plugin = cgroup_plugin(run(userland.private(bed.userland, ["slurmd", "-V"])))
+    plugin = cgroup_plugin(bed.slurm(["slurmd", "-V"]))
     for folder in (places.etc, places.run, places.log, places.spool, places.save):
         folder.mkdir(mode=0o755, exist_ok=True)
     for node in bed.wiring.topology.nodes:
         (places.spool / node.name).mkdir(mode=0o755, exist_ok=True)
-    places.slurm_conf.write_text(slurmconf.slurm_conf(places, bed.wiring, bed.ports), encoding="utf-8")
+    places.slurm_conf.write_text(slurmconf.slurm_conf(places, bed.wiring, bed.ports, bed.auth), encoding="utf-8")
     (places.etc / "cgroup.conf").write_text(slurmconf.cgroup_conf(plugin), encoding="utf-8")
     places.hosts.write_text(bed.wiring.hosts(), encoding="utf-8")
     _write_secret(places.etc / "slurmdbd.conf", 0o600, slurmconf.slurmdbd_conf(
-        places, bed.wiring, bed.ports, bed.password).encode())
+        places, bed.wiring, bed.ports, bed.password, bed.auth).encode())
     _write_secret(places.etc / "database.sql", 0o600, slurmconf.database_sql(bed.password).encode())
-    if not places.munge_key.exists():
-        _write_secret(places.munge_key, 0o400, secrets.token_bytes(128))
+    key, mode = (places.munge_key, 0o400) if bed.auth == slurmconf.MUNGE else (places.slurm_key, 0o600)
+    if not key.exists():
+        _write_secret(key, mode, secrets.token_bytes(128))
 
 
 def _write_secret(path: Path, mode: int, content: bytes) -> None:
@@ -144,12 +169,18 @@ def mariadbd(bed: Bed) -> Daemon:
 
 
 def slurmdbd(bed: Bed) -> Daemon:
-    return Daemon("slurmdbd", ("slurmdbd", "-D"), lambda: _listens(bed.wiring.gateway, bed.ports["slurmdbd"]))
+    return Daemon("slurmdbd", _server(bed, ["slurmdbd", "-D"]),
+                  lambda: _listens(bed.wiring.gateway, bed.ports["slurmdbd"]))
 
 
 def slurmctld(bed: Bed) -> Daemon:
-    return Daemon("slurmctld", ("slurmctld", "-D", "-f", str(bed.places.slurm_conf)),
+    return Daemon("slurmctld", _server(bed, ["slurmctld", "-D", "-f", str(bed.places.slurm_conf)]),
                   lambda: _listens(bed.wiring.gateway, bed.ports["slurmctld"]))
+
+
+def _server(bed: Bed, argv: Sequence[str]) -> tuple[str, ...]:
+    covered = _covered(bed, argv[0], argv[0], argv)
+    return tuple(covered if bed.auth == slurmconf.MUNGE else ["unshare", "--mount", *covered])
 
 
 def slurmd(bed: Bed, node: str) -> Daemon:

@@ -16,11 +16,14 @@ NODES = {
     "ip": ("iproute2",), "tc": ("iproute2",), "unshare": ("util-linux",), "mount": ("mount",),
     "hostname": ("hostname",),
 }
-SLURM = {
-    "munged": ("munge",), "mariadbd": ("mariadb-server-core", "mariadb-server"),
+DATABASE = {
+    "mariadbd": ("mariadb-server-core", "mariadb-server"),
     "mariadb-install-db": ("mariadb-server-core", "mariadb-server"),
     "my_print_defaults": ("mariadb-client-core", "mariadb-client"),  # mariadb-install-db calls it
-    "slurmdbd": ("slurmdbd",), "slurmctld": ("slurmctld",), "slurmd": ("slurmd",),
+}
+MUNGE = {"munged": ("munge",)}
+SLURM = {
+    **MUNGE, **DATABASE, "slurmdbd": ("slurmdbd",), "slurmctld": ("slurmctld",), "slurmd": ("slurmd",),
     "srun": ("slurm-client",), "sbatch": ("slurm-client",), "sinfo": ("slurm-client",), "sacct": ("slurm-client",),
 }
 POLICY = Path("/usr/sbin/policy-rc.d")
@@ -29,6 +32,15 @@ _DENY = "#!/bin/sh\n# holmes testbed: no service starts while packages are insta
 
 
 DEBOOTSTRAP = {"debootstrap": ("debootstrap",)}
+BUILD = {"gcc": ("gcc",), "make": ("make",), "pkg-config": ("pkgconf", "pkg-config"),
+         "mariadb_config": ("libmariadb-dev",),
+         "/usr/include/json-c/json.h": ("libjson-c-dev",), "/usr/include/jwt.h": ("libjwt-dev",),
+         "/usr/include/munge.h": ("libmunge-dev",), "/usr/include/http_parser.h": ("libhttp-parser-dev",)}
+
+
+def _there(name: str) -> bool:
+    """Whether a program is installed; of a path, whether that file is."""
+    return Path(name).exists() if name.startswith("/") else present(name)
 
 
 def _package(choices: Sequence[str]) -> str:
@@ -37,11 +49,12 @@ def _package(choices: Sequence[str]) -> str:
 
 
 def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], None]) -> None:
-    """Install what is missing of `programs` (with the packages that bring them); packages stay when the testbed goes.
+    """Install what is missing of `programs` (or files; with the packages that bring them); packages stay when the
+    testbed goes.
 
     :raises TestbedError: no apt, or apt failed; the line names the programs that are missing.
     """
-    lacking = [program for program in programs if not present(program)]
+    lacking = [program for program in programs if not _there(program)]
     if not lacking:
         return
     if not present("apt-get"):
@@ -56,7 +69,7 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
             _apt(["update"], progress)
             names = sorted({_package(programs[program]) for program in lacking})
             said = _apt(["install", "--no-install-recommends", *names], progress)
-    lacking = [program for program in programs if not present(program)]
+    lacking = [program for program in programs if not _there(program)]
     if said is not None or lacking:
         raise TestbedError(f"apt-get could not install {', '.join(names)}: {said or 'programs still missing'}",
                            where="testbed", hint=f"install {', '.join(names)} by hand")

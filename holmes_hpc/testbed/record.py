@@ -33,7 +33,8 @@ def state_dir() -> Path:
 
 @dataclass(frozen=True)
 class Record:
-    """One testbed. `ready` is false while it is being made or undone; `release` is that of its programs.
+    """One testbed. `ready` is false while it is being made or undone; `release` is that of its programs, `slurm` the
+    prefix of a Slurm of another place (empty: the release's own), `auth` what its daemons trust each other by.
 
     `prefix` starts the name of everything that the machine shares with others; `subnet` is a /16 in CIDR form.
     """
@@ -47,6 +48,8 @@ class Record:
     namespaces: tuple[str, ...]
     made_directory: bool
     run_netns: str
+    slurm: str = ""
+    auth: str = "munge"
     ready: bool = False
     version: int = VERSION
 

@@ -10,6 +10,7 @@ from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.topology import PRIORITY
 
 CLUSTER = "holmes"
+MUNGE, SLURM = "munge", "slurm"  # by what Slurm's daemons trust each other: AuthType, a testbed's `auth`
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,20 @@ class Places:
         return self.etc / "munge.key"
 
     @property
+    def slurm_key(self) -> Path:
+        return self.etc / "slurm.key"
+
+    @property
     def run(self) -> Path:
         return self.root / "run"
 
     @property
     def munge_socket(self) -> Path:
         return self.run / "munge.socket"
+
+    def sack(self, daemon: str) -> Path:
+        """Where a daemon lays the socket by which commands ask it for auth/slurm's credentials."""
+        return self.root / "sack" / daemon
 
     @property
     def database_socket(self) -> Path:
@@ -68,7 +77,16 @@ def machine() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int]) -> str:
+def _trust(places: Places, auth: str) -> dict[str, str]:
+    # A requeued job starts again after cred_expire; the default of 120 s makes recovery tests crawl.
+    if auth == SLURM:
+        return {"AuthType": "auth/slurm", "CredType": "cred/slurm", "AuthInfo": "cred_expire=5"}
+    return {"AuthType": "auth/munge", "AuthInfo": f"cred_expire=5,socket={places.munge_socket}",
+            # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
+            "AccountingStoragePass": str(places.munge_socket)}
+
+
+def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str = MUNGE) -> str:
     """slurm.conf. Nodes claim more CPUs than the machine has; one file serves all daemons and clients."""
     topology = wiring.topology
     settings = {
@@ -78,9 +96,7 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int]) -> str:
         "SlurmdPort": str(ports["slurmd"]),
         "SlurmUser": "root",
         "SlurmdUser": "root",
-        "AuthType": "auth/munge",
-        # A requeued job starts again after cred_expire; the default of 120 s makes recovery tests crawl.
-        "AuthInfo": f"cred_expire=5,socket={places.munge_socket}",
+        **_trust(places, auth),
         "StateSaveLocation": str(places.save),
         "SlurmdSpoolDir": f"{places.spool}/%n",
         "SlurmctldPidFile": f"{places.run}/slurmctld.pid",
@@ -106,8 +122,6 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int]) -> str:
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": wiring.gateway,
         "AccountingStoragePort": str(ports["slurmdbd"]),
-        # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
-        "AccountingStoragePass": str(places.munge_socket),
         "JobAcctGatherType": "jobacct_gather/none",
         "JobCompType": "jobcomp/none",
     }
@@ -134,11 +148,11 @@ def _partitions(wiring: Wiring) -> list[str]:
     return lines
 
 
-def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], password: str) -> str:
+def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:
     """slurmdbd.conf; it must lie beside slurm.conf and be readable by root only."""
     return "\n".join([
-        "AuthType=auth/munge",
-        f"AuthInfo=socket={places.munge_socket}",
+        f"AuthType=auth/{auth}",
+        *([f"AuthInfo=socket={places.munge_socket}"] if auth == MUNGE else []),
         f"DbdHost={machine()}",
         f"DbdAddr={wiring.gateway}",
         f"DbdPort={ports['slurmdbd']}",

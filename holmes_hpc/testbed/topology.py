@@ -13,7 +13,7 @@ import yaml
 from holmes_hpc.errors import TestbedError, nearest
 from holmes_hpc.schema import check, key, make
 
-FOLDER = Path(__file__).resolve().parents[2] / "slurm" / "testbed"
+FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
 NICS = ("ib", "roce", "ethernet")
 PREEMPT = ("off", "requeue", "cancel")
 MAX_NODES = 200  # one /24 per network

@@ -23,14 +23,14 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.build import build_datasets, described
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.metrics.loggers import Loggers
 from holmes_hpc.training.metrics.trace import Trace, TracedTimers
 from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
-from holmes_hpc.training.network import audit, nic_bytes
+from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank import launch
@@ -93,7 +93,7 @@ class Trainer:
                                      *work_of_stages(here.plan, bool(pace_layer_ms)))
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
                                 dtype=gpt.dtype_name(config.train.dtype, here.cuda))
-        train, plan = self.settings, here.plan
+        train, plan, self.data = self.settings, here.plan, config.data
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -125,7 +125,8 @@ class Trainer:
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
             here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
-            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control)
+            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control,
+            elsewhere=train.checkpoint_dir)
         chosen = config.checkpoint
         self.step = self.checkpoints.load(Path(chosen) if chosen else None)
         if chosen and here.attempt == 1 and self.step >= train.steps:
@@ -143,6 +144,7 @@ class Trainer:
         self.final: dict[str, Any] = {}
         self._gathering: metrics_line.Gathering | None = None
         self._audit: audit.Audit | None = None
+        self._slow_links: slow_links.SlowLinks | None = None
         self._alone = True  # nothing but the step's traffic since the step before
         self._said = 0.0
         self._saved_at = 0  # the step whose state was saved last
@@ -300,9 +302,11 @@ class Trainer:
                                      "header_factors": {k: round(v, 4) for k, v in factors.items()}})
         if not here.nodes[0].one_host:
             self._audit = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
+            self._slow_links = slow_links.of_plan(plan, here.nodes, factors, self.settings.dtype)
         for kind, factor in factors.items():
             say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
+        say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
         say(f"plan {plan.id}: {plan.strategy}, {plan.parallel.words}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
@@ -344,7 +348,10 @@ class Trainer:
         if self._audit is not None:
             for finding in self._audit.add(metrics_line.nic_rows(rows), self._alone):
                 say(str(finding))
-        for warning in self.stragglers.step(metrics_line.compute_by_rank(rows)):
+        if self._slow_links is not None and self._alone:
+            for finding in self._slow_links.step(metrics_line.part_by_rank(rows, "grad_sync_s")):
+                say(str(finding))
+        for warning in self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")):
             say(warning)
         every = self.settings.log_interval
         if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:

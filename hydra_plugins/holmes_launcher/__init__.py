@@ -1,17 +1,56 @@
-"""Registers the launchers holmes_slurm and holmes_local with Hydra (code: holmes_hpc.submission.sweeps.launcher)."""
+"""Registers the launchers holmes_slurm and holmes_local with Hydra (code: holmes_hpc.submission.sweeps.launcher).
+
+Hydra loads all plugins for every configuration that it composes: what a launcher needs is loaded when a sweep begins.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
 
-from holmes_hpc.submission.sweeps.launcher import LocalLauncher, SlurmLauncher
 from holmes_hpc.submission.sweeps.launcher_settings import LocalLauncherConf, SlurmLauncherConf
 
 
-class HolmesSlurmLauncher(SlurmLauncher):
+class _Late(Launcher):
+    """A launcher that becomes what it stands for when it is made."""
+
+    def __init__(self, **params: Any) -> None:
+        self._launcher = self.load()(**params)
+
+    @staticmethod
+    @abstractmethod
+    def load() -> type[Launcher]: ...
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._launcher.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        return self._launcher.launch(job_overrides, initial_job_idx)
+
+
+class HolmesSlurmLauncher(_Late):
     """hydra/launcher=holmes_slurm"""
 
+    @staticmethod
+    def load() -> type[Launcher]:
+        from holmes_hpc.submission.sweeps.launcher import SlurmLauncher
 
-class HolmesLocalLauncher(LocalLauncher):
+        return SlurmLauncher
+
+
+class HolmesLocalLauncher(_Late):
     """hydra/launcher=holmes_local"""
+
+    @staticmethod
+    def load() -> type[Launcher]:
+        from holmes_hpc.submission.sweeps.launcher import LocalLauncher
+
+        return LocalLauncher
 
 
 for _name, _node in (("holmes_slurm", SlurmLauncherConf()), ("holmes_local", LocalLauncherConf())):

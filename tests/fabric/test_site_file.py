@@ -120,6 +120,12 @@ def test_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("old", "new", "says"), [
     ("intra_node_gbps: 2400", "intra_node_gbps: 300", ["intra_node_gbps of a100-80gb is 300; if that is in GB/s"]),
     ("nic: ib, rdma_gbps: 200", "nic: ib, rdma_gbps: 25", ["no InfiniBand has; if that is in GB/s, give Gb/s: 200"]),
+    ("intra_node_gbps: 2400", "intra_node_gbps: 600", ["if that is in GB/s, give Gb/s: 2400"]),
+    ("intra_node_gbps: 2400", "intra_node_gbps: 9600", ["is 9600; the data sheet of a100-80gb says 2400"]),
+    ("peak_tflops: 312", "peak_tflops: 3120", ["peak_tflops of a100-80gb is 3120; the data sheet of"]),
+    ("peak_tflops: 312", "peak_tflops: 400", []),
+    ("memory_gib: 80", "memory_gib: 640", ["is 640; the data sheet of a100-80gb says 80"]),
+    ("ethernet_gbps: 10}", "ethernet_gbps: 1.25}", ["which no Ethernet has; if that is in GB/s, give Gb/s: 10"]),
     ("nic: roce, rdma_gbps: 200", "nic: roce, rdma_gbps: 25", []),
     ("a100-80gb", "own-kind", []),
 ])

@@ -37,7 +37,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setattr(scontrol, "output", answer)
     monkeypatch.setattr("holmes_hpc.fabric.label.output", answer)
     monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, vocabulary: (facts, []))
-    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes", lambda nodes, vocabulary: (facts, []))
+    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes", lambda nodes, vocabulary, shared: (facts, []))
     return asked
 
 

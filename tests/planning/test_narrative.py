@@ -14,6 +14,7 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.predict import kind_tflops
 from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import best_plan, given_plan
 
@@ -48,3 +49,17 @@ def test_the_headline_says_how_long_sequences_are() -> None:
     """A plan for a batch that nobody chose is seen for what it is."""
     plan = given_plan(MODEL, Batch(64, 1, 1024), SITE, PlanOptions(tp=1, pp=2, dp=8), Costs())
     assert "gpt_3_6b, 64 sequences of 1024 tokens a step" in " ".join(explain(plan, Costs()))
+
+
+def test_each_gpu_kind_has_its_own_tflops() -> None:
+    """Layers that no H100 has are not counted on it; all GPUs together do what the model needs."""
+    faster = replace(A100, name="h100-80gb", peak_tflops=989.0)
+    site = replace(SITE, fabrics=(SITE.fabrics[0], replace(SITE.fabrics[1], gpu=faster)))
+    plan = best_plan(MODEL, BATCH, site, PlanOptions(strategy="pipeline", tp=1, pp=2, dp=16), Costs())
+    assert plan.predicted is not None and len(plan.components) == 2
+    found = kind_tflops(plan, plan.predicted.step_time_s)
+    assert found[faster] > 1.5 * found[A100]
+    assert sum(found.values()) / 2 == pytest.approx(plan.predicted.model_tflops_per_gpu)
+    text = " ".join(explain(plan, Costs()))
+    tokens = plan.predicted.samples_per_s * BATCH.sequence_length
+    assert f"{tokens:.4g} tokens/s" in text and f"{found[faster]:.3g} of h100-80gb (" in text

@@ -139,7 +139,30 @@ def test_restarts_are_marked_in_the_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=6)
     run.append_metrics({"step": 5, "loss": 1.0, "time": 1.7e9 + 60, "attempt": 2})
     axes = figures.loss(load_report([run.path]).steps).axes[0]
-    assert [line.get_xdata()[0] for line in axes.get_lines()][1:] == [pytest.approx(1.0)]
+    assert [line.get_xdata()[0] for line in axes.get_lines()][1:] == [5.0]
+
+
+def test_labels_are_never_cut_to_the_same_text() -> None:
+    shared = "hybrid, ib-a:2 roce-a:2, holmes, a setting with a long name"
+    long = [f"{shared}, train.lr=0.{n} {'x' * 40} end {n}" for n in (1, 2)]
+    made = figures.distinct([*long, f"{shared}, short"])
+    assert len(set(made)) == 3 and max(map(len, made)) <= figures.LABEL and "end 2" in made[1]
+    same = figures.distinct(["a" * 30 + str(n) + "b" * 60 for n in range(3)])
+    assert len(set(same)) == 3 and max(map(len, same)) <= figures.LABEL
+    assert figures.distinct(["short", "b"]) == ["short", "b"]
+
+
+def test_the_time_of_a_loss_is_the_runs_own_without_its_waits(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=6)
+    run.append_metrics({"step": 7, "loss": 1.0, "validation_loss": 1.5, "step_time_s": 2.0, "time": 1.7e9 + 3600,
+                        "attempt": 2})
+    made = load_report([run.path])
+    minutes = figures.loss(made.steps, "time").axes[0].get_lines()[0].get_xdata()
+    assert 0 < minutes[0] < minutes[-1] < 1 and len(minutes) == 7
+    by_tokens = figures.loss(made.steps, "tokens", {str(made.runs["run"].iloc[0]): 64.0}).axes[0].get_lines()
+    assert list(by_tokens[0].get_xdata()[[0, -1]]) in ([0, 64 * 7], [64, 64 * 7])
+    assert list(by_tokens[1].get_ydata()) == [1.5]  # the validation's marker
+    assert made.runs["validation_loss"].iloc[0] == 1.5
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------

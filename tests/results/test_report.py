@@ -202,6 +202,37 @@ def test_what_changes_the_run_makes_another_setting(tmp_path: Path, override: st
     assert sorted(cells["varied"]) == ["", override] and list(cells["repeats"]) == [1, 1]
 
 
+def test_what_did_other_work_and_was_faster_is_said(tmp_path: Path) -> None:
+    for i, (hidden, seconds) in enumerate(((64, 2.0), (64, 2.2), (32, 1.0))):
+        run = make_run(tmp_path / f"run-{i}", hidden=hidden, step_time_s=seconds, seed=i)
+        run.update_run(overrides=[f"train.lr={i}"])
+    said = load_report([tmp_path]).answer()[0]
+    assert said.startswith("Fastest of those that did the same work: ") and "(run run-0)" in said
+    assert "1 with more samples/s did other work" in said
+
+
+def test_settings_are_ranked_by_loss_on_request(tmp_path: Path) -> None:
+    for i, steps in enumerate((20, 40, 30)):  # made-up losses fall with the steps
+        make_run(tmp_path / f"run-{i}", steps=steps, seed=i).update_run(overrides=[f"train.lr={i}"])
+    made = load_report([tmp_path], by="loss")
+    rows = cells_of(made, "Settings by loss")
+    assert [row["run"] for row in rows] == ["run-1", "run-2", "run-0"]
+    assert made.answer()[0].startswith("Lowest loss: run-1, train.lr=1 with 3.5")
+    assert "all: environment: nodes hybrid: ib-a:2 roce-a:2, layers 6,6" in made.tables()[0].caption
+    assert compare.labels(made.comparison.cells) == [f"run-{i}, train.lr={i}" for i in (1, 2, 0)]
+
+
+def test_errors_of_predictions_have_one_sign(tmp_path: Path) -> None:
+    for i, seconds in enumerate((1.0, 2.0)):
+        make_run(tmp_path / str(i), step_time_s=seconds, spread=0.0).update_run(overrides=[f"train.lr={i}"])
+    made = load_report([tmp_path])
+    assert [row["predicted"] for row in cells_of(made, "Settings by")] == ["-3.0%", "-3.0%"]
+    one = load_report([tmp_path / "0"])
+    rows = {row["figure"]: row["error of prediction"] for row in cells_of(one, "Throughput")}
+    assert rows["step time, s (median)"] == "-3.0%" and rows["samples/s (harmonic mean)"] == ""
+    assert any("(-3.0% of the measured)" in said for said in one.answer())
+
+
 def test_different_work_is_not_compared(tmp_path: Path) -> None:
     make_run(tmp_path / "a", step_time_s=1.0)
     make_run(tmp_path / "b", step_time_s=2.0, pace_layer_ms=None)

@@ -10,9 +10,18 @@ SHOW = ("sh", "-c", "echo ${SLURM_JOB_ID-none} ${SBATCH_PARTITION-none} ${SLURM_
 
 
 def test_every_command_runs_without_an_outer_jobs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SLURM_JOB_ID", "7"), ("SBATCH_PARTITION", "p"), ("SLURM_CONF", "/c")):
+    for name, value in (("SLURM_JOB_ID", "7"), ("SBATCH_PARTITION", "p"), ("SLURM_CONF", __file__)):
         monkeypatch.setenv(name, value)
-    assert output(*SHOW) == slurm(*SHOW).out == partial_output(*SHOW, timeout_s=5)[0] == "none none /c\n"
+    assert output(*SHOW) == slurm(*SHOW).out == partial_output(*SHOW, timeout_s=5)[0] == f"none none {__file__}\n"
+
+
+def test_a_configuration_of_slurm_that_is_gone_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `holmes testbed down`: Slurm's commands would wait half a minute."""
+    monkeypatch.setenv("SLURM_CONF", "/gone/slurm.conf")
+    with pytest.raises(SiteError, match=r"SLURM_CONF names /gone/slurm.conf, .*testbed up.*--site FILE"):
+        output("sleep", "60")
+    answer = slurm("sleep", "60")
+    assert not answer.ok and not answer.away and "/gone/slurm.conf" in answer.reason
 
 
 def test_a_missing_command_is_told_by_whoever_needs_it() -> None:

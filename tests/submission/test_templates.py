@@ -12,8 +12,10 @@ from pathlib import Path
 import plans
 import pytest
 
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.begin import begin
 from holmes_hpc.submission.templates import templates
 
 SLURM = Path(__file__).parents[2] / "slurm"
@@ -29,6 +31,24 @@ def test_the_files_are_what_the_executor_would_write() -> None:
 def test_shellcheck_is_content(name: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), SLURM / name], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.integration  # a record names the commit, which git tells
+def test_a_script_whose_components_are_not_the_plans_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plans.plan("ib-a", "roce-a")
+    plan.write(tmp_path / "plan.yaml")
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_HET_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"plan.yaml: the plan has 2 components, this job 3; .*--template FILE"):
+        begin(tmp_path / "run", tmp_path / "plan.yaml")
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    for index, part in enumerate(plan.components):
+        monkeypatch.setenv(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}", str(part.nodes + index))
+        monkeypatch.setenv(f"HOLMES_TASKS_PER_NODE_{index}", str(part.gpus_per_node))
+    with pytest.raises(ConfigError, match=r"component 1 \(roce-a\) .* 2 nodes x \d ranks, this job's is 3 x"):
+        begin(tmp_path / "run", tmp_path / "plan.yaml")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", str(plan.components[1].nodes))
+    assert begin(tmp_path / "run", tmp_path / "plan.yaml").exists()
 
 
 RANK = """\

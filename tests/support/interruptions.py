@@ -182,7 +182,7 @@ def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Calla
         until(lambda: not namespace(pid), "slurmctld's end")
         beds.up()
     elif fault.kind == "checkpoint disk full":
-        ballast = run.checkpoints.resolve().parent / "ballast"
+        ballast = run.path.parent / DISK / "ballast"
         with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(4096)):
                 pass
@@ -211,13 +211,11 @@ def interrupted(fault: Fault, root: Path, whole: dict[int, tuple[float, float]])
         with contextlib.suppress(Exception):
             cancel_run(RunDirectory(directory))
         shutil.rmtree(directory)
+    more = []
     if fault.kind == "checkpoint disk full":
-        disk = root / DISK / fault.name
-        shutil.rmtree(disk, ignore_errors=True)
-        disk.mkdir()
-        directory.mkdir()
-        (directory / "checkpoints").symlink_to(disk)
-    run = submit(directory, "train.max_restarts=1", f"train.checkpoint_async={fault.background}".lower())
+        shutil.rmtree(root / DISK / fault.name, ignore_errors=True)  # of the same driver
+        more = [f"train.checkpoint_dir={root / DISK}"]
+    run = submit(directory, "train.max_restarts=1", f"train.checkpoint_async={fault.background}".lower(), *more)
     node, hit_at, under_way, repair = hit(fault, run)
     if fault.kind == "node killed":
         until(lambda: _state_of(node).startswith("down"), f"Slurm's notice that {node} is down")

@@ -60,7 +60,8 @@ def prefix_of(place: Path) -> str:
 
 
 def slurm(*argv: str, timeout_s: float = 60) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/tmp")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/tmp",
+                          env={**os.environ, **beds.env()})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -234,6 +235,8 @@ def test_two_testbeds_stand_side_by_side(bed: Path, monkeypatch: pytest.MonkeyPa
 def test_up_starts_again_what_has_died(bed: Path, program: str) -> None:
     others = {name: pids(name, bed) for name in processes.DAEMONS if name != program}
     victims = pids(program, bed)
+    if not victims and program == "munged":
+        pytest.skip("the daemons of this Slurm trust a key")
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     while set(victims) & set(pids(program, bed)):  # a process of many threads takes a while to die

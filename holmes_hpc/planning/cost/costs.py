@@ -23,6 +23,7 @@ from holmes_hpc.fabric.site import Fabric, Gpu, Site
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric, interpolated
 from holmes_hpc.planning.cost.corrections import NONE, Corrections
 from holmes_hpc.planning.cost.flops import (
+    ffn_matrix,
     head_flops,
     head_parameters,
     layer_flops,
@@ -163,7 +164,10 @@ class Costs:
         measured = self._measured_s("layer", model, batch, tp, fabric, sequence_parallel)
         if measured is None and not gpu.is_cpu:
             return self._corrected(self._modelled(model, batch, tp, gpu, sequence_parallel, recompute)[0], gpu)
-        flops = layer_flops(model, tokens, sequence)
+        flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
+        if "norms" in software.recompute_parts and recompute == "selective":
+            raise ConfigError("norms are computed again, and what they take is not known where layers were measured, or"
+                              " on CPUs", where="software.recompute_parts", hint="leave norms out")
         if measured is not None:
             forward, backward = measured
             scores = forward * layer_score_flops(model, tokens, sequence) / flops
@@ -176,7 +180,9 @@ class Costs:
             talk = self._talk_s("layer", model, tokens, tp, fabric, sequence_parallel)
             forward += talk[0]
             backward += talk[1] + self._accumulate_s(layer_parameters(model, tp), gpu)
-        again = {"none": 0.0, "selective": scores, "full": forward}[recompute]
+        parts = {"scores": scores, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
+        selected = sum(parts.get(part, 0.0) for part in software.recompute_parts)
+        again = {"none": 0.0, "selective": selected, "full": forward}[recompute]
         return self._corrected((forward, backward + again), gpu)
 
     def embedding_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
@@ -354,8 +360,8 @@ class Costs:
         activation (read f or 2f, write f) and rotary or bias on q, k, v."""
         whole = model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes(gpu) if model.dropout
                                                                            else 0))
-        wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.kv_heads * model.head_dim
-        split = (wide + 2.0 * (model.hidden + keys)) / tp
+        wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
+        split = (wide + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
         return (self._memory_s(tokens * (whole + split) * self.weight_bytes(gpu), gpu)
                 + self._score_traffic_s(model, tokens, sequence, tp, gpu))
 

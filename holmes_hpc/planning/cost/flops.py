@@ -3,19 +3,22 @@
 Sources. Parameters and FLOPs: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM" (SC'21), section 5.1 and its appendix: a matrix of n parameters costs 2n FLOPs a token forward and 4n
 backward; attention scores and their product with the values cost 4*s*h a token and layer (the causal half is not
-subtracted). For GPT with f=4h this gives their 96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full recomputation.
-Grouped-query attention (Ainslie et al. 2023) has key and value matrices k/a as large; SwiGLU (Shazeer 2020) three FFN
-matrices instead of two.
+subtracted; with heads of a width of their own, heads * head_dim in the place of h). For GPT with f=4h this gives their
+96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full recomputation. Grouped-query attention (Ainslie et al. 2023) has key
+and value matrices k/a as large; SwiGLU (Shazeer 2020) three FFN matrices instead of two.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from holmes_hpc.config.model import Batch, ModelSpec
 
 
 def attention_matrix(m: ModelSpec) -> int:
-    """Weights of one layer's attention: query and output h x h, key and value h x (kv_heads * head_dim)."""
-    return 2 * m.hidden * m.hidden + 2 * m.hidden * m.kv_heads * m.head_dim
+    """Weights of one layer's attention: query and output h x (heads * head_dim), key and value h x (kv_heads *
+    head_dim)."""
+    return 2 * m.hidden * (m.query_width + m.key_width)
 
 
 def ffn_matrix(m: ModelSpec) -> int:
@@ -23,17 +26,19 @@ def ffn_matrix(m: ModelSpec) -> int:
     return (3 if m.swiglu else 2) * m.hidden * m.ffn
 
 
-def norm_parameters(m: ModelSpec) -> int:
-    """Of one normalisation: RMSNorm a scale, LayerNorm scale and shift."""
-    return m.hidden if m.rmsnorm else 2 * m.hidden
+def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
+    """Of one normalisation, of the hidden width unless told another: RMSNorm a scale, LayerNorm scale and shift."""
+    return (1 if m.rmsnorm else 2) * (width or m.hidden)
 
 
 def layer_parameters(m: ModelSpec, tp: int = 1) -> int:
     """Of one transformer layer on one of `tp` ranks; norms and the biases of row-parallel matrices are on every one."""
     split = attention_matrix(m) + ffn_matrix(m)
-    whole = 2 * norm_parameters(m)
+    whole = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
+    if m.bias or m.qkv_bias:
+        split += m.query_width + 2 * m.key_width
     if m.bias:
-        split += m.hidden + 2 * m.kv_heads * m.head_dim + (2 if m.swiglu else 1) * m.ffn
+        split += (2 if m.swiglu else 1) * m.ffn
         whole += 2 * m.hidden
     return split // tp + whole
 
@@ -61,7 +66,7 @@ def layer_matrix_flops(m: ModelSpec, tokens: int) -> float:
 
 def layer_score_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
     """Forward, one layer, scores and their product with the values: what selective recomputation does again."""
-    return 4.0 * tokens * sequence * m.hidden
+    return 4.0 * tokens * sequence * m.query_width
 
 
 def layer_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
@@ -87,10 +92,13 @@ def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
     return 3 * (model.layers * layer_flops(model, tokens, batch.sequence_length) + head_flops(model, tokens, tp))
 
 
-def hardware_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1, recompute: str = "none") -> float:
-    """:func:`model_flops_per_step` and what is computed again: with `full` every layer's forward, with `selective` its
-    attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
+def hardware_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1, recompute: str = "none",
+                            parts: Sequence[str] = ("scores",), layers: int | None = None) -> float:
+    """:func:`model_flops_per_step` and what is computed again: with `full` the forward of `layers` (None: of all), with
+    `selective` the `parts` of each, by default its attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
-    again = {"none": 0.0, "selective": layer_score_flops(model, tokens, batch.sequence_length),
-             "full": layer_flops(model, tokens, batch.sequence_length)}[recompute]
-    return model_flops_per_step(model, batch, tp) + model.layers * again
+    each = {"scores": layer_score_flops(model, tokens, batch.sequence_length), "norms": 0.0,
+            "ffn": 2.0 * tokens * ffn_matrix(model)}
+    again = {"none": 0.0, "selective": model.layers * sum(each[part] for part in parts),
+             "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.sequence_length)}
+    return model_flops_per_step(model, batch, tp) + again[recompute]

@@ -3,7 +3,7 @@
 Products: tiles of a fixed shape are handed to the GPU's multiprocessors in waves; the last wave takes as long as a full
 one, and a tile at the edge as long as a whole one (NVIDIA, "Matrix Multiplication Background User's Guide", 2023: tile
 and wave quantisation). Of several tile shapes the quickest is taken, as cuBLAS' heuristics do; smaller ones reuse less
-of what they load. Shares of the peak are data (gpu_kinds.yaml).
+of what they load. Shares of the peak are data (kernel_figures.yaml).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (6
 
 @dataclass(frozen=True)
 class Kind:
-    """What kernels reach on one kind of GPU (gpu_kinds.yaml). `known` False: it has no table, and these are guesses."""
+    """What kernels reach on one kind of GPU (kernel_figures.yaml). `known` False: it has no table, and these are guesses."""
 
     name: str
     sms: Annotated[int, key("streaming multiprocessors", ge=1)]
@@ -43,8 +43,8 @@ class Kind:
 
 @cache
 def kinds() -> tuple[Kind, ...]:
-    """All kinds of gpu_kinds.yaml, those of the longest names first."""
-    path = Path(__file__).with_name("gpu_kinds.yaml")
+    """All kinds of kernel_figures.yaml, those of the longest names first."""
+    path = Path(__file__).with_name("kernel_figures.yaml")
     made = [make(Kind, row, f"{path.name}: kinds") for row in read_yaml(path)["kinds"]]
     return tuple(sorted(made, key=lambda k: -len(k.name)))
 

@@ -63,7 +63,7 @@ class Work:
     def products(self) -> Seconds:
         """The layer's: query, key and value in one, output, up (with the gate), down."""
         m, tp = self.model, self.tp
-        shapes = (((m.hidden + 2 * m.kv_heads * m.head_dim) // tp, m.hidden), (m.hidden, m.hidden // tp),
+        shapes = (((m.query_width + 2 * m.key_width) // tp, m.hidden), (m.hidden, m.query_width // tp),
                   ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden), (m.hidden, m.ffn // tp))
         each = [self.product(*shape) for shape in shapes]
         return sum(f for f, _ in each), sum(b for _, b in each)
@@ -73,13 +73,13 @@ class Work:
         m, d, heads = self.model, self.device, self.model.heads / self.tp
         blocks = self.micro_size * heads
         if self.software.flash:
-            return d.flash_s(blocks, self.sequence, m.head_dim, self.attention == "flash1")
+            return d.flash_s(blocks, self.sequence, m.head_width, self.attention == "flash1")
         pairs = blocks * self.sequence * self.sequence
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # written, softmax in and out, read
         if self.attention == "unfused":
             passes = d.stack.unfused * (passes + 4.0 * d.element + 12)  # scaled, masked; softmax in fp32
         moved = d.streamed_s(pairs * passes)
-        computed = 2 * d.scores_s(pairs, m.head_dim)
+        computed = 2 * d.scores_s(pairs, m.head_width)
         return computed + moved, 2 * (computed + moved)
 
     def moved(self) -> Seconds:
@@ -88,15 +88,35 @@ class Work:
         and keys."""
         m, d, s = self.model, self.device, self.software
         loose = not s.fused_elementwise
-        norm = 2.0 * d.element + (0 if s.fused_norm else 32)  # not fused: half a dozen passes in fp32
         residual = 3 + (1 / d.element + (2 if loose else 0) if m.dropout else 0) + (2 if loose and m.bias else 0)
-        whole = 2 * m.hidden * (norm + residual * d.element) / (self.tp if self.sequence_parallel else 1)
+        whole = 2 * m.hidden * (self.norm_bytes + residual * d.element) / (self.tp if self.sequence_parallel else 1)
         wide = (5.0 if loose else 3.0) if m.swiglu else 2.0 + (2 if loose and m.bias else 0)
-        turned = m.hidden + m.kv_heads * m.head_dim
+        turned = m.query_width + m.key_width
         split = wide * m.ffn + turned * ((5.0 if loose else 2.0) if m.rope else 2.0)
+        split += turned * self.norm_bytes / d.element if m.qk_norm else 0
         bytes_each = (whole + split * d.element / self.tp) * (d.stack.loose if loose else 1)
         forward = d.moved_s(self.tokens * bytes_each)
         return forward, 2 * forward
+
+    def again(self) -> float:
+        """Forward, of the parts that selective recomputation computes again: scores; norms; the FFN with its activation
+        and, under TP, its collective."""
+        m, d, s, seconds = self.model, self.device, self.software, 0.0
+        if "scores" in s.recompute_parts:
+            seconds += self.scores()[0]
+        if "norms" in s.recompute_parts:
+            seconds += d.moved_s(self.tokens * 2 * m.hidden * self.norm_bytes
+                                 / (self.tp if self.sequence_parallel else 1))
+        if "ffn" in s.recompute_parts:
+            up, down = ((2 if m.swiglu else 1) * m.ffn // self.tp, m.hidden), (m.hidden, m.ffn // self.tp)
+            seconds += self.product(*up)[0] + self.product(*down)[0] + self.reduction()
+            seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * m.ffn * d.element / self.tp)
+        return seconds
+
+    @property
+    def norm_bytes(self) -> float:
+        """Moved by a norm, for each token and hidden unit; not fused: half a dozen passes in fp32."""
+        return 2.0 * self.device.element + (0 if self.software.fused_norm else 32)
 
     def reduction(self) -> float:
         return reduction_s(self.device, self.model, self.tokens, self.tp, self.sequence_parallel)
@@ -120,7 +140,7 @@ class Work:
         forward = sum(f for f, _ in parts) + count * stack.gap_s
         backward = sum(b for _, b in parts) + 2 * count * stack.gap_s
         backward += self.accumulated(layer_parameters(self.model, self.tp))
-        again = {"none": 0.0, "selective": self.scores()[0], "full": forward}[recompute]
+        again = {"none": 0.0, "selective": self.again(), "full": forward}[recompute]
         launched = count * stack.launch_s
         more = {"none": 2, "selective": 2, "full": 3}[recompute]
         return max(forward, launched), max(backward + again, more * launched)

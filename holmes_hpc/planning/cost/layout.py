@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
@@ -44,9 +46,23 @@ class Layout:
     bucket_bytes: int = 40_000_000
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
     _rates: dict[tuple[str, str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
+    memo: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
+
+    def varied(self, schedule: Schedule | None = None, bucket_bytes: int | None = None, recompute: str | None = None,
+               virtual_stages: int | None = None) -> Layout:
+        """With another schedule, bucket size, recomputation or number of virtual stages: where the ranks are stays, so
+        that what was worked out of their networks does too (`memo`)."""
+        made = copy(self)  # nothing to check: a search makes thousands
+        if virtual_stages is not None and virtual_stages != self.parallel.virtual_stages:
+            object.__setattr__(made, "parallel", replace(self.parallel, virtual_stages=virtual_stages))
+        for name, value in (("schedule", schedule), ("bucket_bytes", bucket_bytes), ("recompute", recompute)):
+            if value is not None:
+                object.__setattr__(made, name, value)
+        made.__dict__.pop("order", None)  # the only thing worked out that these change
+        return made
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
@@ -59,14 +75,7 @@ class Layout:
         p = self.parallel
         micro_batches = self.batch.micro_batches(p.dp)
         return Order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
-                     self.costs.software.overlap_transfers, self.one_way)
-
-    @property
-    def one_way(self) -> bool:
-        """Gloo sends a message once the receiver has said that it is ready, over the connection of the two ranks: what
-        says so waits there behind a message of the other direction (benchmarks/one_connection.py). Edges have
-        connections of their own for each direction."""
-        return self.transport_mode == "single" and any(self.fabric(c).gpu.is_cpu for c in self.components)
+                     self.costs.software.overlap_transfers)
 
     @property
     def hierarchical(self) -> bool:

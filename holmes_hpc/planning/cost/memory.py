@@ -8,6 +8,7 @@ sharded over a data-parallel run by the distributed optimizer (Rajbhandari et al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -19,7 +20,8 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.timing import by_stage, parameters
+from holmes_hpc.planning.cost.timing import parameters, recomputed
+from holmes_hpc.planning.cost.traffic import by_stage
 from holmes_hpc.planning.schedule.orders import Order
 from holmes_hpc.planning.spec.plan import Component
 
@@ -44,43 +46,47 @@ class StageMemory:
 
 def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int, element: int, sequence_parallel: bool,
                            recompute: str, fused: bool, flash: bool, loose_norm: bool = False, loose: bool = False,
-                           fp32_scores: bool = False) -> tuple[float, float]:
+                           fp32_scores: bool = False, parts: Sequence[str] = ("scores",)) -> tuple[float, float]:
     """(held from forward to backward, needed beside it while the layer's backward pass runs) of one layer and
     micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
 
     Not `fused` is what Megatron-Core's own modules keep on a CPU, tensor by tensor as autograd saves them
     (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `flash`: of scores only a number a row is
     kept. `loose_norm`, `loose`, `fp32_scores`: on a GPU, what autograd saves of norms computed in fp32, of
-    rotary positions and gates, operation by operation, and of a softmax in fp32.
+    rotary positions and gates, operation by operation, and of a softmax in fp32. `parts`: what selective recomputation
+    computes again, which keeps what goes into them: of the FFN and norms all but their input.
     """
-    m, h = model, model.hidden
-    keys = 2 * m.kv_heads * m.head_dim
+    m, h, queries, keys = model, model.hidden, model.query_width, 2 * model.key_width
     norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
     mask = 1 if fused else element  # a dropout mask's element
     whole = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
     if flash:
-        attention = h + keys + (h + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
+        attention = queries + keys + (queries + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
     elif m.kv_heads < m.heads:
-        attention = 3 * h + (0 if m.rope else h + keys)  # rotated q; k and v repeated for every head
+        attention = 3 * queries + (0 if m.rope else queries + keys)  # rotated q; k and v repeated for every head
     else:
-        attention = 3 * h + (2 * h if m.rope else 0)
+        attention = 3 * queries + (2 * queries if m.rope else 0)
+    attention += (norm - 1) * (queries + keys // 2) if m.qk_norm else 0
     wide = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
     if loose_norm:
         whole += 2 * 8 * h  # input and normalised input in fp32
     if loose and fused:
         wide += m.ffn if m.swiglu else 0
-        attention += 2 * (h + keys // 2) if m.rope else 0  # both halves of a rotation's products
+        attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of a rotation's products
     dropped = element + mask if m.dropout else 0
     wider = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropped + wider))  # fused: a number for each row
-    everything = tokens * (whole / (tp if sequence_parallel else 1) + ((attention + h + wide) * element + scores) / tp)
+    everything = tokens * (whole / (tp if sequence_parallel else 1)
+                           + ((attention + queries + wide) * element + scores) / tp)
     everything += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
     gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + wider))) / tp
     kept = tokens * h * element / (tp if sequence_parallel else 1)
     if recompute == "full":
         return kept, everything + gradients
     if recompute == "selective":
-        return everything - tokens * scores / tp, max(tokens * scores / tp, gradients)
+        norms = 2 * ((norm - 1) * h * element + (8 * h if loose_norm else 0)) / (tp if sequence_parallel else 1)
+        again = tokens * sum({"scores": scores / tp, "norms": norms, "ffn": wide * element / tp}[p] for p in parts)
+        return everything - again, max(again, gradients)
     return everything, gradients
 
 
@@ -101,23 +107,28 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
         gpu = layout.fabric(component).gpu
         return (costs.weight_bytes(gpu), costs.gradient_size(gpu), moment_bytes(costs, gpu),
                 0 if gpu.is_cpu else CUDA_BYTES,
-                *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute))
+                *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute),
+                _activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, "none")[0])
 
-    element, gradient, moments, outside, kept, more = by_stage(stages, of).T
+    key = "memory", replica, layout.recompute
+    if key not in layout.memo:
+        layout.memo[key] = by_stage(stages, of).T
+    element, gradient, moments, outside, kept, more, whole = layout.memo[key]
     weights, gradients = count * element, count * gradient
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two layers' whole at a time
-        whole = 2 * layer_parameters(m, p.tp) * element
+        two = 2 * layer_parameters(m, p.tp) * element
         gradients = gradients / layout.run
         if costs.software.sharding == "full":
-            weights, gathered = weights / layout.run, np.minimum(weights, whole) + np.zeros_like(count)
+            weights, gathered = weights / layout.run, np.minimum(weights, two) + np.zeros_like(count)
 
+    again = recomputed(layout, layers) if layout.recompute == "full" else layers
+    held = again * kept[:, None] + (layers - again) * whole[:, None]  # of a pass of each chunk
     if (layers == layers[:, :, :1]).all():  # as many in every chunk: it does not matter which chunk's passes are held
-        held = layers[:, :, 0] * np.array([layout.order.depth(s) for s in range(p.pp)]) * kept
+        held = held[:, :, 0] * np.array([layout.order.depth(s) for s in range(p.pp)])
     else:
-        held = kept * np.stack([(layers[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)],
-                               axis=1)
+        held = np.stack([(held[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1)
     beside = np.zeros_like(count) + more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
@@ -146,7 +157,7 @@ def _activation_bytes(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp
         model, batch.micro_size * batch.sequence_length, batch.sequence_length, tp, costs.weight_bytes(gpu),
         sequence_parallel, recompute, does.flash and not gpu.is_cpu, does.flash and not (gpu.is_cpu and model.dropout),
         not (does.fused_norm or gpu.is_cpu), not (does.fused_elementwise or gpu.is_cpu),
-        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4)
+        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4, does.recompute_parts)
 
 
 def most_layers(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,

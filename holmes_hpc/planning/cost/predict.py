@@ -7,15 +7,23 @@ from typing import Any
 
 import numpy as np
 
+from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
+from holmes_hpc.planning.cost.flops import (
+    hardware_flops_per_step,
+    head_flops,
+    layer_flops,
+    model_flops_per_step,
+)
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.timing import Timing, activation_bytes, parameters, step_s, timing
+from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
+from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.cost.unequal import predict_unequal, timeline_unequal
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
+from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
 from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.planning.spec.widths import Widths
@@ -41,10 +49,28 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     return Predicted(
         step_time_s=seconds, samples_per_s=batch.global_size / seconds,
         model_tflops_per_gpu=model_flops_per_step(model, batch, p.tp) / per_gpu,
-        hardware_tflops_per_gpu=hardware_flops_per_step(model, batch, p.tp, layout.recompute) / per_gpu,
+        hardware_tflops_per_gpu=hardware_flops_per_step(
+            model, batch, p.tp, layout.recompute, layout.costs.software.recompute_parts,
+            int(recomputed(layout, layers).sum())) / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
         nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds),
         interval_s=interval_s(layout, seconds))
+
+
+def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
+    """Model TFLOP/s of one GPU of each kind: what its stages' layers, and on the last the head, need in a step of
+    `seconds`, over all GPUs of that kind."""
+    p, model, batch = plan.parallel, plan.model, plan.batch
+    tokens = batch.global_size * batch.sequence_length
+    layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.tp)
+    done, ranks = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
+    for component in plan.components:
+        gpu = plan.site.fabric(component.fabric).gpu
+        share = component.ranks / p.world_size if p.order != PIPELINE_ORDER else 1.0  # of the pipelines
+        for stage in component.stages:
+            done[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
+        ranks[gpu] += component.ranks
+    return {gpu: flops / ranks[gpu] / seconds / 1e12 for gpu, flops in done.items()}
 
 
 def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, float]:

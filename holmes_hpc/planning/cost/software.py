@@ -10,6 +10,7 @@ from holmes_hpc.fabric.site import ATTENTION, FUSED_ATTENTION
 from holmes_hpc.schema import check, key
 
 SHARDING = ("none", "optimizer", "gradients", "full")
+RECOMPUTED = ("scores", "norms", "ffn")  # parts of a layer that selective recomputation may compute again
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Software:
     by itself). `sharding`: what data-parallel ranks share out; none and optimizer are what a plan says itself,
     gradients and full are FSDP's SHARD_GRAD_OP and FULL_SHARD. `scatter_transfers`: of what all TP ranks hold alike,
     each sends its part only, and they gather it after (Megatron-LM's scatter/gather optimisation of 2021).
+    `recompute_parts`, `recompute_layers`: of selective and of full recomputation (Megatron-Core's recompute_modules;
+    and recompute_num_layers by blocks: so many of each chunk, the others keep all).
     `backward_reductions`: 2 where the products that share an input are one, more where gate or query are by themselves.
     """
 
@@ -37,8 +40,16 @@ class Software:
     backward_reductions: Annotated[int, key("all-reduces of a layer's backward pass under TP", ge=1)] = 2
     sharding: Annotated[str, key("what data-parallel ranks share out", one_of=SHARDING)] = "optimizer"
 
+    recompute_parts: Annotated[tuple[str, ...], key("what selective recomputation computes again")] = ("scores",)
+    recompute_layers: Annotated[int | None, key("layers of a stage's chunk that full recomputation computes again;"
+                                                " null: all", ge=0)] = None
+
     def __post_init__(self) -> None:
         check(self, "software")
+        for part in self.recompute_parts:
+            if part not in RECOMPUTED:
+                raise ConfigError(f"unknown part {part!r} to recompute", where="software.recompute_parts",
+                                  hint=f"use some of {', '.join(RECOMPUTED)}")
         if self.sharding == "full" and not self.overlap:
             raise ConfigError("parameters are sharded and their traffic is not overlapped", where="software",
                               hint="FSDP prefetches; set overlap, or sharding=optimizer")

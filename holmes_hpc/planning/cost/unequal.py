@@ -21,7 +21,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.timing import Timing, activation_bytes, collective_s, parameters, timing
+from holmes_hpc.planning.cost.timing import Timing, parameters, timing
+from holmes_hpc.planning.cost.traffic import activation_bytes, collective
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.schedule.orders import Pass, StageTransfer
 from holmes_hpc.planning.schedule.routed import RoutedOrder
@@ -166,8 +167,8 @@ class Unequal:
         for stage in (0, self.widths.pp - 1):
             view = self.views[stage]
             component = view.replicas[0][stage]
-            times.append(float(collective_s(view, component, transport, len(ranks), nodes, "reduce_scatter", 2.0,
-                                            np.array(self._embedding_bytes(stage)), 1.0)))
+            byte, call = collective(view, component, transport, len(ranks), nodes, "reduce_scatter", 2.0, 1.0)
+            times.append(float(self._embedding_bytes(stage) * byte + call))
         return max(times)
 
     def _embedding_bytes(self, stage: int) -> float:

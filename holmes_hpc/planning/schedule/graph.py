@@ -140,9 +140,6 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
                         arcs.append((node, latest[way]))
                     latest[way] = node
                     moved[node - n.transfers] = True
-                if n.order.one_way and n.order.kind == "1f1b":
-                    arcs += [(n.transfer(up), n.transfer(down)) for down in item.sends for up in item.receives
-                             if down.made.forward and down.target == up.source]
                 waits = [*sends, *receives] if item.waits is None else [n.transfer(h) for h in item.waits]
                 state = waits if item.waits is None else [*state, *waits]
             else:
@@ -243,24 +240,23 @@ def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
     by_source = np.argsort(before, kind="stable")
     targets = waits[by_source]
     starts = np.searchsorted(before[by_source], np.arange(count + 1))
-    left = np.bincount(waits, minlength=count)
-    level = np.zeros(count, dtype=int)
-    last_at = np.empty(count, dtype=int)
-    frontier, depth, seen = np.flatnonzero(left == 0), 0, 0
-    while len(frontier):
-        level[frontier] = depth
+    reached, begins = targets.tolist(), starts.tolist()  # levels are narrow: lists are quicker than an array for each
+    left, steps = np.bincount(waits, minlength=count).tolist(), [0] * count
+    frontier, depth, seen = [node for node in range(count) if not left[node]], 0, 0
+    while frontier:
         seen += len(frontier)
-        sizes = starts[frontier + 1] - starts[frontier]
-        offsets = np.repeat(starts[frontier] - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes)
-        reached = targets[offsets + np.arange(len(offsets))]
-        np.subtract.at(left, reached, 1)
-        free = reached[left[reached] == 0]
-        turn = np.arange(len(free))
-        last_at[free] = turn  # each node once: where it was named last
-        frontier = free[last_at[free] == turn]
         depth += 1
+        free = []
+        for node in frontier:
+            for target in reached[begins[node]:begins[node + 1]]:
+                left[target] -= 1
+                if not left[target]:
+                    steps[target] = depth
+                    free.append(target)
+        frontier = free
     if seen < count:
         return None
+    level = np.array(steps)
     ranked = np.argsort(level, kind="stable")
     place = np.empty(count, dtype=int)
     place[ranked] = np.arange(count)

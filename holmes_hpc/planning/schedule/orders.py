@@ -49,7 +49,7 @@ class Order:
 
     `kind`: 1f1b, interleaved, ahead. `in_flight`: per stage, passes whose activations it holds at most (only `ahead`
     reads it). `overlap`: do interleaved stages compute while they exchange (overlap_p2p_comm, here always so;
-    Megatron-LM of 2021 waited)? `one_way`: does what two stages of 1f1b send each other at once go one after the other?
+    Megatron-LM of 2021 waited)?
     """
 
     kind: str
@@ -58,7 +58,6 @@ class Order:
     chunks: int = 1
     in_flight: tuple[int, ...] = field(default=())
     overlap: bool = True
-    one_way: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "1f1b" and self.chunks > 1:

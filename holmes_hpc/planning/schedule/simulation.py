@@ -84,8 +84,7 @@ def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] =
     d, stages, m = durations, order.stages, order.micro_batches
     work = m * (d.forward + d.backward).sum(axis=2)
     if order.kind == "1f1b" and stages > 1:
-        meet = np.add if order.one_way else np.maximum
-        below = meet(d.down[:, :-1], d.up[:, 1:])
+        below = np.maximum(d.down[:, :-1], d.up[:, 1:])
         steady = np.maximum(0, m - (stages - 1 - np.arange(stages)) - 1)
         work[:, :-1] += steady[:-1] * below
         work[:, 1:] += steady[1:] * below

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -15,12 +16,16 @@ from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.alternatives import alternative
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
-from holmes_hpc.planning.search.explore import Clock, Explored, explored
+from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
+from holmes_hpc.planning.search.near_batch import WORTH, near_batch
 from holmes_hpc.planning.search.space import Space
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
 BETTER = 24  # candidates made better at most
-NEAR = 1.05  # candidates slower than the best by more than this are not made better
+NEAR = 1.05  # candidates slower than the best by no more than this are made better
+FAR = 1.12  # and up to this those that a lower bound lets become the best: order, layers and depth gained up to 10%
+FEW_ORDERS = 3  # of the fabrics, tried of those
+ALIKE = 6  # of one kind that were made better, after which those that would have to gain twice as much are not
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
 SAID = 0.005  # a gap to the lower bound that a plan tells of
@@ -33,9 +38,27 @@ def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
 
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
-    site = costs.on(site)
-    candidates = search(model, batch, site, options, costs, clock or Clock())
-    return to_plan(candidates[0], site, candidates[1:])
+    site, clock = costs.on(site), clock or Clock()
+    best, *others = search(model, batch, site, options, costs, clock)
+    if not clock.is_over():
+        best = _beside_a_near_batch(best, model, batch, site, options, costs, clock)
+    return to_plan(best, site, others)
+
+
+def _beside_a_near_batch(best: Candidate, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
+                         costs: Costs, clock: Clock) -> Candidate:
+    """`best`, which says so where a global batch near the one asked for is much better."""
+    near = near_batch(model, batch, site, options, costs, best.placement)
+    if near is None:
+        return best
+    try:
+        other = search(model, near, site, options, costs, clock)[0]
+    except PlanError:
+        return best
+    more = near.global_size / other.seconds / (batch.global_size / best.seconds) - 1
+    return best if more < WORTH else replace(best, notes=(
+        *best.notes, f"a global batch of {batch.global_size} leaves few ways to share it out: batch.global_size="
+                     f"{near.global_size} would give {more:.0%} more samples/s"))
 
 
 def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
@@ -90,15 +113,20 @@ def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
 
 def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candidate]:
     """The candidates with those near the best made better, from best to worst."""
-    candidates, improved = found.candidates, list[Candidate]()
-    for candidate in candidates:
-        slower = candidate.seconds > NEAR * candidates[0].seconds
-        if improved and (slower or clock.is_over() or len(improved) == BETTER):
-            break
-        improved.append(evaluator.better(candidate))
+    improved, rest, first = list[Candidate](), list[Candidate](), found.candidates[0].seconds
+    gains: dict[object, list[float]] = {}  # by strategy and number of fabrics: how much shorter steps became
+    for candidate in found.candidates:
+        least = min((c.seconds for c in improved), default=inf)
+        known = gains.setdefault((candidate.placement.strategy, len(candidate.placement.blocks)), [])
+        far = candidate.seconds > FAR * first or (candidate.seconds > NEAR * first and candidate.bound >= least)
+        hopeless = len(known) >= ALIKE and candidate.seconds * (1 - 2 * max(known) - GAP) > least
+        if improved and (far or hopeless or clock.is_over() or len(improved) == BETTER):
+            rest.append(candidate)
+            continue
+        improved.append(evaluator.better(candidate, None if candidate.seconds <= NEAR * first else FEW_ORDERS))
+        known.append(1 - improved[-1].seconds / candidate.seconds)
         clock.tell(f"planning: layers and depth of {len(improved)} ways chosen, the best takes"
                    f" {min(c.seconds for c in improved):.4g} s a step")
-    rest = candidates[len(improved):]
     improved.sort(key=Candidate.key)
     gap = 1 - found.promised / improved[0].seconds
     if gap > SAID and clock.is_over():

@@ -16,7 +16,8 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, most_layers
-from holmes_hpc.planning.cost.timing import least_s, step_s, timing, transfers_s
+from holmes_hpc.planning.cost.timing import least_s, step_s, timing
+from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
@@ -67,6 +68,7 @@ class Evaluator:
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
+        self._last: tuple[Placement, Layout] | None = None  # many ways of one placement are asked for in turn
 
     def ways(self, placement: Placement, most_s: float = inf) -> Iterator[Candidate]:
         """Every number of virtual stages that is estimated to take `most_s` seconds a step at most, each with the least
@@ -122,6 +124,13 @@ class Evaluator:
 
     def layout(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Layout:
         """The layout with as many passes in flight as Megatron-Core's own schedule has."""
+        if self._last is None or self._last[0] is not placement:
+            self._last = placement, self._layout(placement)
+        made = self._last[1]
+        depths = in_flight(placement.pp, made.batch.micro_batches(placement.dp), chunks)
+        return made.varied(Schedule(kind, depths), recompute=recompute, virtual_stages=chunks)
+
+    def _layout(self, placement: Placement) -> Layout:
         o, pp = self.options, placement.pp
         hierarchical = placement.strategy == "hierarchical-dp"
         components, at = [], 0
@@ -136,12 +145,12 @@ class Evaluator:
         if o.sequence_parallel and not divides:
             raise PlanError(f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}", where="plan",
                             hint="leave plan.sequence_parallel out")
-        parallel = Parallel(placement.tp, pp, placement.dp, order=order, virtual_stages=chunks,
-                            optimizer_instances=placement.instances, distributed_optimizer=o.distributed_optimizer,
+        parallel = Parallel(placement.tp, pp, placement.dp, order=order, optimizer_instances=placement.instances,
+                            distributed_optimizer=o.distributed_optimizer,
                             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False)
-        depths = in_flight(pp, batch.micro_batches(placement.dp), chunks)
-        return Layout(self.model, batch, parallel, recompute, Schedule(kind, depths), tuple(components), self.site,
-                       self.costs, o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)
+        schedule = Schedule("1f1b", in_flight(pp, batch.micro_batches(placement.dp)))
+        return Layout(self.model, batch, parallel, "none", schedule, tuple(components), self.site, self.costs,
+                      o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)
 
     def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Candidate | None:
         try:
@@ -166,7 +175,7 @@ class Evaluator:
         both = np.concatenate([np.repeat(layers, len(sizes), axis=0), others])
         bounds, whole = least_s(layout, both, np.append(sizes, layout.bucket_bytes))
         at = int(np.argmin(whole[:-1]))
-        return Candidate(placement, replace(layout, bucket_bytes=int(sizes[at])), layers,
+        return Candidate(placement, layout.varied(bucket_bytes=int(sizes[at])), layers,
                          float(min(bounds[at], bounds[-1])), full=full)
 
     def _told_layers(self, layout: Layout) -> np.ndarray:
@@ -230,14 +239,15 @@ class Evaluator:
         return candidate if most == max(wanted) else replace(candidate, notes=(
             f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",))
 
-    def better(self, candidate: Candidate) -> Candidate:
-        """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest."""
-        orders = [self._timed(candidate)]
-        for blocks in self._orders(candidate.placement):
-            s = candidate.layout
-            other = self._way(replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind,
-                              s.parallel.virtual_stages)
-            if other is not None and other.bound < min(o.seconds for o in orders):
+    def better(self, candidate: Candidate, orders_tried: int | None = None) -> Candidate:
+        """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest. Of
+        other orders those with the least bounds are simulated, `orders_tried` of them (None: all that could be
+        better)."""
+        orders, s = [self._timed(candidate)], candidate.layout
+        ways = (self._way(replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind,
+                          s.parallel.virtual_stages) for blocks in self._orders(candidate.placement))
+        for other in sorted(filter(None, ways), key=lambda o: o.bound)[:orders_tried]:
+            if other.bound < min(o.seconds for o in orders):
                 orders.append(self.simulated(other))
         orders.sort(key=lambda o: o.seconds)
         best = self._together(orders[0])
@@ -245,7 +255,7 @@ class Evaluator:
             other = self._together(order)
             best = other if other.seconds < best.seconds * (1 - 1e-6) else best
         for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
-            other = self._timed(replace(best, layout=replace(best.layout, bucket_bytes=size)))
+            other = self._timed(replace(best, layout=best.layout.varied(bucket_bytes=size)))
             best = other if other.seconds < best.seconds * (1 - 1e-4) else best
         return best
 
@@ -280,7 +290,7 @@ class Evaluator:
         chunks, p = s.parallel.virtual_stages, candidate.placement
         kind = "1f1b" if chunks == 1 else "interleaved"
         depths = in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(candidate, layout=replace(s, schedule=Schedule(kind, depths))))
+        other = self._timed(replace(candidate, layout=s.varied(Schedule(kind, depths))))
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
@@ -307,8 +317,8 @@ def deepened(layout: Layout, extra: list[int]) -> Layout:
     p = layout.parallel
     base, total = in_flight(p.pp, layout.order.micro_batches, p.virtual_stages), layout.order.micro_batches
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    made = replace(layout, schedule=Schedule("ahead", depths))
-    return replace(made, schedule=Schedule("ahead", tuple(made.order.depth(s) for s in range(p.pp))))
+    order = replace(layout.order, kind="ahead", in_flight=depths)
+    return layout.varied(Schedule("ahead", tuple(order.depth(s) for s in range(p.pp))))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:

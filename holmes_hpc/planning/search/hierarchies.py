@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import gcd
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import gcd, isinf
 from typing import Any
 
 import numpy as np
 
-from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.search.estimate import Estimate
 from holmes_hpc.planning.search.fabric_order import along
 from holmes_hpc.planning.search.limit import Limit
@@ -34,7 +34,7 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         pp = int(depths[at])
         units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
         most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
-        for counts, run in _splits(size, dp, most, units):
+        for counts, run in _splits(size, dp, most, units, partial(_too_slow, size, dp, pp, limit)):
             used = [f for f, n in enumerate(counts) if n]
             if size.linked and options.fabric_order is None:
                 used = along(1 / size.between, used, ring=True)
@@ -56,15 +56,26 @@ def _replica(size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: fl
     return Estimate(size.shares // dp, pp, tau, head, wire, 2 * wire * (pp - 1), 0.0, after, 1.0, chunks)
 
 
+def _too_slow(size: OneSize, dp: int, pp: int, limit: Limit, chosen: Sequence[int], names: frozenset[str]) -> bool:
+    """Whether computing alone makes pipelines of `pp` stages in the fabrics `chosen` longer than is allowed."""
+    most = limit.most(names)
+    if isinf(most):
+        return False
+    each, micro_batches = max(size.seconds[f] for f in chosen), size.shares // dp
+    tau = -(-size.layers // pp) * each
+    return micro_batches * (tau + size.head / pp) + (pp - 1) * tau / size.most_chunks(pp, micro_batches) > most
+
+
 def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int],
-            ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics."""
+            left_out: Callable[[Sequence[int], frozenset[str]], bool]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics that is
+    not `left_out`."""
     if size.fixed:
         if sum(most) == dp and all(most):
             yield tuple(most), gcd(*most)
         return
-    for chosen, _ in size.choices:
-        if len(chosen) < 2 or sum(most[f] for f in chosen) < dp:
+    for chosen, names in size.choices:
+        if len(chosen) < 2 or sum(most[f] for f in chosen) < dp or left_out(chosen, names):
             continue
         by_room = sorted(chosen, key=lambda f: (-most[f], f))
         for run in reversed(divisors(dp)):
@@ -87,9 +98,9 @@ def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int],
 def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Estimate:
     """Of pipelines in the fabrics `used`, with optimizer instances of `run` ranks."""
     per_stage = -(-size.layers // pp)
-    across = _across_s(size, tuple(used)) * per_stage / run
-    reduce, gather = size.known(size.sync_s, run, pp)
-    each = max(float(size.each[f]) for f in used)
+    across = size.around_s(tuple(used)) * per_stage / run
+    reduce, gather = size.known(size.sync_s, run, min(pp, size.whole_node))
+    each = max(size.seconds[f] for f in used)
     stages = min(pp, max(size.offers[f].per_node for f in used) // size.tp)  # of a node, which share its NIC
     backward = per_stage * 2 / 3 * each  # hides that much of the gradients' traffic
     reducing = max(0.0, per_stage * stages * max(float(reduce[f]) for f in used) + across - backward)
@@ -97,11 +108,3 @@ def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Est
     inside, _ = size.known(size.transfers_s, 1)  # of pipelines that are longer than a node
     wire = max((float(inside[f]) for f in used if pp * size.tp > size.offers[f].per_node), default=0.0)
     return _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp, each, wire, after)
-
-
-def _across_s(size: OneSize, used: tuple[int, ...]) -> float:
-    """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
-    gpu = size.offers[used[0]].fabric.gpu
-    moved = 2.0 * layer_parameters(size.model, size.tp) * size.costs.gradient_size(gpu)
-    return moved / min(min(size.ethernet[a], size.between[a, b]) * 1e9 / 8 / size.offers[a].per_node
-                       for a, b in zip(used, used[1:] + used[:1], strict=True))

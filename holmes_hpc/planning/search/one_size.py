@@ -32,6 +32,7 @@ class OneSize:
         recompute = "none" if options.recompute == "auto" else options.recompute
         gpus = [o.fabric.gpu for o in usable]
         self.each = np.array([sum(costs.layer_s(model, one, tp, o.fabric, parallel, recompute)) for o in usable])
+        self.seconds = [float(s) for s in self.each]  # a number by itself is quicker than an array's
         self.head = min(sum(costs.head_s(model, one, tp, o.fabric)) for o in usable)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
         fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
@@ -52,12 +53,30 @@ class OneSize:
         chosen = range(1, 1 + (1 if options.strategy == "one-fabric" else len(usable)))
         self.choices = [(c, frozenset(usable[f].fabric.name for f in c)) for size in chosen
                         for c in combinations(range(len(usable)), size)]  # of fabrics, and their names
+        self.whole_node = int(self.per_node.max()) // tp + 1  # blocks apart of which no two are on one node
+        self._speed = [float(ranks) / each for ranks, each in zip(self.ranks, self.seconds, strict=True)]
+        self._around: dict[tuple[int, ...], float] = {}
         self._known: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def least_s(self, dp: int) -> float:
         """Less than any step with so many data-parallel ranks."""
-        together = (self.ranks / (self.tp * dp * self.each)).sum()  # layers a second, of blocks of TP x DP GPUs
-        return float(self.shares / dp * max(self.each.min(), self.layers / together))
+        return self.least_on(dp, tuple(range(len(self.offers))))
+
+    def least_on(self, dp: int, chosen: tuple[int, ...]) -> float:
+        """Less than any step with so many data-parallel ranks on the fabrics `chosen`: by the layers a second of their
+        blocks of TP x DP GPUs, of which each has one at least."""
+        together = sum(self._speed[f] for f in chosen) / (self.tp * dp)
+        return self.shares / dp * max(min(self.seconds[f] for f in chosen), self.layers / together)
+
+    def around_s(self, used: tuple[int, ...]) -> float:
+        """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
+        if used not in self._around:
+            moved = 2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size(
+                self.offers[used[0]].fabric.gpu)
+            self._around[used] = moved / min(
+                min(self.ethernet[a], self.between[a, b]) * 1e9 / 8 / self.offers[a].per_node
+                for a, b in zip(used, used[1:] + used[:1], strict=True))
+        return self._around[used]
 
     def most_chunks(self, stages: int, micro_batches: int) -> int:
         """Virtual stages that pipelines of so many stages could have."""

@@ -29,6 +29,8 @@ FIRST = 2  # of each fabric alone, each pair, and all
 def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
     """Those of `size` with blocks that fill whole nodes, as far as `limit` allows them."""
     block, options, layers = size.tp * dp, size.options, size.layers
+    if all(size.least_on(dp, chosen) > limit.most(names) for chosen, names in size.choices):
+        return
     units = np.array([per // gcd(per, block) for per in size.per_node.tolist()])
     most = np.minimum(size.ranks // block, layers) // units * units
     if size.fixed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -14,6 +15,9 @@ from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.offers import divisors, offers
 from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.space import Space
+
+TRIED = 100  # placements whose memory is looked at
 
 
 def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
@@ -54,16 +58,92 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
                          " gpus_per_node")
 
 
+@dataclass(frozen=True)
+class Short:
+    """The placement that is short of the least memory: `short`, `need` bytes of `stage`; `short` at most 0 fits."""
+
+    short: float
+    need: float
+    stage: int
+    placement: Placement
+
+
 def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
-    """Raise PlanError with the least memory that any placement is short of."""
+    """Raise PlanError with the least memory that any placement is short of: of the keys that were given where leaving
+    them out helps, else of the site."""
+    o, model, batch = evaluator.options, evaluator.model, evaluator.batch
+    found, said = _shortest(evaluator, placements)
+    if found is None and said is not None:
+        raise said
+    if found is None or found.short <= 0:
+        said_so = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
+        raise PlanError(f"no placement can have {said_so}", where="plan",
+                        hint="virtual stages need as many layers in each stage and a multiple of PP micro-batches")
+    what = f"{model.name} fits nowhere here: at best ({_sizes(found)}, recompute {_recompute(o)}) {_lacks(found)}"
+    where, hint = "memory", ""
+    for left_out in _left_out(o):
+        freed = replace(o, **{name: FREE[name] for name in left_out})
+        other = _searched(evaluator, batch, evaluator.site, freed)
+        if other is not None and other.short <= 0:
+            where = ", ".join(f"plan.{name}" for name in left_out)
+            hint = f"leave {where} out: {_sizes(other)}, recompute {_recompute(freed)} fits"
+            break
+    else:
+        o = replace(o, **{name: FREE[name] for name in FREE})
+        free = _searched(evaluator, batch, evaluator.site, o) or found
+        hint = f"use GPUs of {free.need / 2**30 / SLACK:.0f} GiB" + "".join(
+            f", or {other}" for other in _what_fits(evaluator, o, free))
+    raise PlanError(what, where=where, hint=hint)
+
+
+# Keys of `plan` that can keep a model from fitting, and what leaves the choice to the planner.
+FREE: dict[str, Any] = {"max_memory_gib": None, "recompute": "auto", "layers_per_stage": None, "virtual_stages": None,
+                        "pp": None, "tp": None, "dp": None, "strategy": "auto", "nodes": None, "gpus_per_node": None}
+
+
+def _left_out(o: PlanOptions) -> Iterator[tuple[str, ...]]:
+    """Keys that were given: each by itself, then all."""
+    given = tuple(name for name, free in FREE.items() if getattr(o, name) != free)
+    yield from ((name,) for name in given)
+    if len(given) > 1:
+        yield given
+
+
+def _what_fits(evaluator: Evaluator, o: PlanOptions, short: Short) -> Iterator[str]:
+    """Changes of the batch and of the site under which the model fits: tried, not guessed."""
+    batch, site = evaluator.batch, evaluator.site
+    if batch.micro_size > 1:
+        found = _searched(evaluator, replace(batch, micro_size=1), site, o)
+        if found is not None and found.short <= 0:
+            yield "batch.micro_size=1"
+    first = int(-(-short.need // (short.need - short.short)))
+    for factor in (first, 2 * first):
+        more = replace(site, fabrics=tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.fabrics))
+        found = _searched(evaluator, batch, more, o)
+        if found is not None and found.short <= 0:
+            yield f"{factor} times as many nodes"
+            return
+
+
+def _searched(evaluator: Evaluator, batch: Batch, site: Site, o: PlanOptions) -> Short | None:
+    """The least that any placement under `o` is short of; None where there is none."""
+    unlimited = replace(o, max_memory_gib=float("inf"), search_micro_size=False)
+    try:
+        placements = Space(evaluator.model, batch, site, unlimited, evaluator.costs).placements()
+        return _shortest(Evaluator(evaluator.model, batch, site, o, evaluator.costs), placements)[0]
+    except PlanError:
+        return None
+
+
+def _shortest(evaluator: Evaluator, placements: list[Placement]) -> tuple[Short | None, PlanError | None]:
+    """(what any placement is short of least; why another could not be tried)."""
     o = evaluator.options
-    recompute = "full" if o.recompute == "auto" else o.recompute
-    best: tuple[float, float, int, Placement] | None = None
+    best: Short | None = None
     said: PlanError | None = None
-    for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:100]:
+    for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:TRIED]:
         kind = "interleaved" if (o.virtual_stages or 1) > 1 else "1f1b"
         try:
-            layout = evaluator.layout(placement, recompute, kind, o.virtual_stages or 1)
+            layout = evaluator.layout(placement, _recompute(o), kind, o.virtual_stages or 1)
             given, chunks = o.layers_per_stage, layout.parallel.virtual_stages
             layers = split.chunked(given, chunks) if given else split.uniform(layout)
             if layers.shape[1] != placement.pp:
@@ -74,22 +154,24 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
             continue
         short = need - room(layout, o.max_memory_gib)
         stage = int(short.argmax())
-        if best is None or short[stage] < best[0]:
-            best = float(short[stage]), float(need[stage]), stage, placement
-    if best is None and said is not None:
-        raise said
-    if best is None or best[0] <= 0:
-        said_so = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
-        raise PlanError(f"no placement can have {said_so}", where="plan",
-                        hint="layers_per_stage must sum up to the model's layers, and virtual stages need as many"
-                             " layers in each stage and a multiple of PP micro-batches")
-    short_bytes, need_bytes, stage, p = best
-    factor = -(-need_bytes // (need_bytes - short_bytes))
-    raise PlanError(f"{evaluator.model.name} fits nowhere here: at best (TP {p.tp}, PP {p.pp}, DP {p.dp}, recompute"
-                    f" {recompute}) stage {stage} needs {need_bytes / 2**30:.1f} GiB a GPU,"
-                    f" {short_bytes / 2**30:.1f} GiB more than there is", where="memory",
-                    hint=f"use GPUs of {need_bytes / 2**30 / SLACK:.0f} GiB, or about {factor:.0f} times as many nodes,"
-                         " or a smaller micro-batch")
+        if best is None or short[stage] < best.short:
+            best = Short(float(short[stage]), float(need[stage]), stage, placement)
+    return best, said
+
+
+def _recompute(o: PlanOptions) -> str:
+    """What keeps least."""
+    return "full" if o.recompute == "auto" else o.recompute
+
+
+def _sizes(found: Short) -> str:
+    p = found.placement
+    return f"TP {p.tp}, PP {p.pp}, DP {p.dp}"
+
+
+def _lacks(found: Short) -> str:
+    return (f"stage {found.stage} needs {found.need / 2**30:.1f} GiB a GPU, {found.short / 2**30:.1f} GiB more than"
+            " there is")
 
 
 def _some(values: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.hierarchies import hierarchies
@@ -21,6 +22,10 @@ class Space:
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
+        given = options.layers_per_stage
+        if given is not None and sum(given) != model.layers:
+            raise PlanError(f"layers_per_stage {list(given)} are {sum(given)} layers, {model.name} has {model.layers}",
+                            where="plan.layers_per_stage", hint=f"give numbers that sum up to {model.layers}")
         self.offers = offers(site, options)
         self.small = True  # after placements(): none was left out for its estimate
         self._sizes: list[OneSize] = []

@@ -258,6 +258,7 @@ class Plan:
                     f.name != "pace_layer_ms" or self.pace_layer_ms is not None):
                 value = getattr(self, f.name)
                 data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
+        data["model"] = self.model.to_dict()
         data["components"] = [asdict(c) for c in self.components]
         data["stages"] = [asdict(s) for s in self.stages]
         data["transports"] = [

@@ -137,12 +137,18 @@ def figures(steps: Steps) -> dict[str, Any]:
         **{name: harmonic_mean(steps.scalars[name][kept])
            for name in ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")},
         "first_loss": float(steps.scalars["loss"][0]), "loss": float(steps.scalars["loss"][-1]),
-        "grad_norm": float(steps.scalars["grad_norm"][-1]),
+        "validation_loss": _last(steps.scalars["validation_loss"]), "grad_norm": float(steps.scalars["grad_norm"][-1]),
         **{part: float(parts[i]) for i, part in enumerate(PARTS)},
         "stage_breakdown": to_json([dict(zip(PARTS, stage, strict=True)) for stage in by_stage.tolist()]),
         "tx_bytes_per_step": to_json(dict(zip(kinds, tx.tolist(), strict=True))),
         "rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True))),
         "peak_memory_bytes": steps.peak}
+
+
+def _last(values: Floats) -> float:
+    """The last number among the values; NaN where there is none."""
+    kept = values[~np.isnan(values)]
+    return float(kept[-1]) if len(kept) else math.nan
 
 
 def _medians(values: Floats) -> Floats:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from holmes_hpc.config.composition import check_overrides, load
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.finish import again
@@ -28,13 +28,32 @@ def begin(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequen
     run = RunDirectory(directory)
     if not run.exists():
         check_overrides(overrides)
-        words = [f"train.max_restarts={restarts}", *overrides]
-        new_run(replace(load(words), run_dir=str(directory)), Plan.read(plan_path), words)
+        words, plan = [f"train.max_restarts={restarts}", *overrides], Plan.read(plan_path)
+        _check_components(plan, str(plan_path))
+        config = replace(load(words), model=plan.model, batch=plan.batch, run_dir=str(directory))
+        new_run(config.with_data(), plan, words)
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if job_id.isdigit():
         run.update_run(slurm={"job_id": int(job_id), "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
                               "name": os.environ.get("SLURM_JOB_NAME", "")})
     return run
+
+
+def _check_components(plan: Plan, where: str) -> None:
+    """ConfigError where the job that this runs in is not the plan's: components, nodes, ranks a node."""
+    found = int(os.environ.get("SLURM_HET_SIZE") or 1)
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    hint = "write the script for this plan: `holmes submit PLAN --template FILE`"
+    if found != len(plan.components):
+        raise ConfigError(f"the plan has {len(plan.components)} components, this job {found}", where=where, hint=hint)
+    for index, part in enumerate(plan.components):
+        nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or (
+            os.environ.get("SLURM_JOB_NUM_NODES") if found == 1 else None)
+        ranks = os.environ.get(f"HOLMES_TASKS_PER_NODE_{index}")
+        if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
+            raise ConfigError(f"component {index} ({part.fabric}) of the plan is {part.nodes} nodes x"
+                              f" {part.gpus_per_node} ranks, this job's is {nodes} x {ranks}", where=where, hint=hint)
 
 
 def main(words: list[str]) -> int:

@@ -111,13 +111,15 @@ class Culprit:
     error: str | None = None
 
 
-def culprit(exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks: int = 0) -> Culprit:
+def culprit(exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks: int = 0,
+            hosts: Sequence[str] = ()) -> Culprit:
     """The rank whose end came first and is not the echo of another's.
 
     A rank killed by a signal leaves no exit record, and its peers' records are about lost connections. So, in this
     order: the earliest record of a failure that is no lost connection; a task that died by a signal; a node that
-    failed; a task that srun complains about and that left no record; one of `ranks` without any record or complaint;
-    the earliest record of a failure; srun's first complaint. What srun itself terminated is an echo.
+    failed; a task that srun complains about and that left no record; one of `ranks` without any record or complaint,
+    with what the earliest record of a failure says of it; that record; srun's first complaint. What srun itself
+    terminated is an echo. `hosts`: of every rank, as recorded.
     """
     spoke = {int(e["rank"]) for e in exits if "rank" in e}
     failed = [e for e in exits if e.get("state") == "failed"]
@@ -129,7 +131,9 @@ def culprit(exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks
         return Culprit(task, _node(complaint, task), what)
     mute = [rank for rank in range(ranks) if rank not in spoke]
     if mute and (failed or len(mute) < ranks):
-        return Culprit(mute[0], None, f"rank {mute[0]} ended without a word")
+        told = f"; rank {failed[0]['rank']} on {failed[0].get('host')}: {failed[0].get('error')}" if failed else ""
+        node = hosts[mute[0]] if mute[0] < len(hosts) else None
+        return Culprit(mute[0], node, f"rank {mute[0]} ended without a word{told}")
     for e in failed[:1]:
         return Culprit(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
     for complaint in srun[:1]:

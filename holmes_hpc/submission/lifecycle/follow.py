@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 
 from holmes_hpc import console
 from holmes_hpc.records.logs import GrowingFile
@@ -25,6 +26,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
     there is none. When the batch script could not write result.json, this does. `show` gets the lines of the rank's
     log.
     """
+    told: deque[str] = deque(maxlen=200)
     log = GrowingFile(run.log_path(rank), from_now=True)
     batch = GrowingFile(run.logs / "batch.txt", from_now=True)
     shown = JobState("")
@@ -37,6 +39,8 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
             if time.monotonic() - asked >= pause:
                 state = job.state("force")
                 asked, pause = time.monotonic(), min(pause * 1.5, slurm_every_s)
+                if state.source == "process":  # of this machine: asking costs nothing
+                    pause = poll_s
             if _told(state) != _told(shown):
                 _tell(job, state, shown)
                 if state.state != shown.state:
@@ -45,6 +49,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
             lines = list(log.lines())
             for line in lines:
                 show(line)
+            told.extend(lines)
             for line in batch.lines():
                 console.note(line)
             if lines:
@@ -77,13 +82,14 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
         result = record_end(run, state)
     for line in log.lines():
         show(line)
+        told.append(line)
     for line in batch.lines():
         console.note(line)
-    return tell_end(run, result)
+    return tell_end(run, result, told)
 
 
-def tell_end(run: RunDirectory, result: dict[str, object]) -> int:
-    """Say how the run ended; the exit code comes back."""
+def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str] = ()) -> int:
+    """Say how the run ended, and of its log's last lines those that were not `told` yet; the exit code comes back."""
     if result["state"] == "completed":
         console.note(f"{run.name}: completed")
         return 0
@@ -92,7 +98,10 @@ def tell_end(run: RunDirectory, result: dict[str, object]) -> int:
     console.note(f"{run.name}: {result['state']}: {blamed}{result.get('error') or ''}")
     tail = result.get("log_tail")
     for line in tail if isinstance(tail, list) else []:
-        console.note(f"  | {line}")
+        if line not in told:
+            console.note(f"  | {line}")
+    if run.metrics_bytes():
+        console.note(f"go on with `holmes resume {run.name}`")
     return 1
 
 

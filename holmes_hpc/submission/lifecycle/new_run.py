@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc.commit import git_commit
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.request import pace
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.engine import check_engine
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 
@@ -48,7 +48,9 @@ def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: 
 
 
 def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
-    """What a new run's record says besides configuration and plan: components, pace, versions, commit."""
+    """What a new run's record says besides configuration and plan: components, pace, versions, commit. ConfigError
+    where it could not train with what is installed."""
+    check_engine()
     return {"components": plan.layout, "pace_layer_ms": pace(config, plan), "versions": versions(),
             "git_commit": git_commit()}
 
@@ -63,17 +65,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-@functools.cache
-def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, `+` when changed; None where it is no checkout."""
-    def git(*words: str) -> str:
-        at = os.path.dirname(os.path.abspath(__file__))
-        return subprocess.run(["git", "-C", at, *words], capture_output=True, text=True, timeout=10, check=True).stdout
-
-    try:
-        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "-uno")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.strip() + ("+" if changed.strip() else "")

@@ -40,7 +40,8 @@ def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slu
             state = "cancelled" if signalled and not any(e.get("state") == "failed" for e in exits) else "failed"
     found = Culprit()
     if state == "failed":
-        found = culprit(exits, list(srun), _world(run))
+        hosts = run.read_run().get("hosts")
+        found = culprit(exits, list(srun), _world(run), [str(h) for h in hosts] if isinstance(hosts, list) else ())
         if found.rank is None and slurm is not None and slurm.ended and (
                 slurm.state != "FAILED" or slurm.source == "nobody"):
             found = Culprit(None, None, f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"

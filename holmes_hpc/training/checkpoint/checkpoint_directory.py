@@ -22,6 +22,7 @@ from typing import Any
 from holmes_hpc.errors import DataError, RunFailed
 
 DESCRIPTION = "holmes.json"
+STRUCTURE = ".metadata"  # where every piece of the state lies; PyTorch's
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -32,6 +33,33 @@ class Checkpoint:
     step: int
     path: Path
     about: Mapping[str, Any]
+
+
+def place(folder: Path, elsewhere: str | None) -> None:
+    """Before the first checkpoint of a run goes into `folder`: where `elsewhere` is given, make `folder` a link to a
+    folder of the run's name there. A run that has checkpoints keeps its place. RunFailed where the place is not there,
+    or is another run's."""
+    if folder.is_symlink():
+        if not folder.is_dir():
+            raise RunFailed(f"it is a link to {os.readlink(folder)}, which is not there", where=str(folder),
+                            hint="mount that file system on this node, or remove the link")
+        return
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if elsewhere is None or any(folder.iterdir()):
+            return
+    except OSError as e:
+        raise failed(folder, e) from e
+    target = Path(elsewhere).absolute() / folder.resolve().parent.name
+    try:
+        target.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if any(target.iterdir()):
+            raise RunFailed("other files are there", where=str(target),
+                            hint="give train.checkpoint_dir another folder, or the run another name")
+        folder.rmdir()
+        folder.symlink_to(target)
+    except OSError as e:
+        raise failed(target, e) from e
 
 
 def name_of(step: int) -> str:
@@ -46,19 +74,32 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
 def complete(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints in `folder`, the latest first."""
     found = []
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            match = _NAME.match(path.name)
-            if match and (about := _describe(path)) is not None:
-                found.append(Checkpoint(int(match[1]), path, about))
+    for step, path in _named(folder):
+        about = _describe(path)
+        if not isinstance(about, str):
+            found.append(Checkpoint(step, path, about))
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def passed_over(folder: Path) -> list[tuple[Path, str]]:
+    """What has a checkpoint's name in `folder` and is none, the latest first, each with what is wrong: half copied, or
+    its description is damaged."""
+    return [(path, about) for _, path in sorted(_named(folder), reverse=True)
+            if isinstance(about := _describe(path), str)]
+
+
+def _named(folder: Path) -> list[tuple[int, Path]]:
+    with contextlib.suppress(OSError):
+        return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    return []
 
 
 def at(path: Path) -> Checkpoint:
     """The checkpoint that is `path`. DataError when it is none, or not complete."""
     match, about = _NAME.match(path.resolve().name), _describe(path)
-    if match is None or about is None:
-        raise DataError("not a complete checkpoint", where=str(path),
+    if match is None or isinstance(about, str):
+        why = f" ({about})" if isinstance(about, str) else ""
+        raise DataError(f"not a complete checkpoint{why}", where=str(path),
                         hint="give a directory checkpoints/step-… of a run, with its holmes.json")
     return Checkpoint(int(match[1]), path, about)
 
@@ -74,12 +115,29 @@ def seen(path: Path, patience_s: float = 30) -> Checkpoint | None:
         time.sleep(0.2)
 
 
-def _describe(path: Path) -> dict[str, Any] | None:
+def _describe(path: Path) -> dict[str, Any] | str:
+    """What holmes.json says; in words why it is none that describes a checkpoint."""
     try:
         about = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return about if isinstance(about, dict) and isinstance(about.get("files"), dict) else None
+    except OSError as e:
+        return f"{DESCRIPTION}: {e.strerror}"
+    except (ValueError, RecursionError):
+        return f"{DESCRIPTION} is damaged"
+    if not isinstance(about, dict) or not all(isinstance(about.get(key, {}), dict) for key in ("model", "parallel")):
+        return f"{DESCRIPTION} is damaged"
+    files = about.get("files")
+    if not isinstance(files, dict) or not all(_is_file(name, said) for name, said in files.items()):
+        return f"{DESCRIPTION} names no files with their sizes and checksums"
+    if STRUCTURE not in files:
+        return f"{DESCRIPTION} does not name {STRUCTURE}"
+    return about
+
+
+def _is_file(name: str, said: Any) -> bool:
+    """Whether a file is named that can only lie in the checkpoint, with its size and its CRC-32."""
+    return (os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
+            and isinstance(said, list) and len(said) == 2 and all(type(number) is int and number >= 0
+                                                                  for number in said))
 
 
 def checksum(path: Path) -> tuple[int, int]:

@@ -92,7 +92,7 @@ def hugging_face_config(spec: ModelSpec, dtype: torch.dtype, eod: int | None = N
     if spec.rope:
         return {"model_type": "llama", **common, "hidden_size": spec.hidden, "intermediate_size": spec.ffn,
                 "num_hidden_layers": spec.layers, "num_attention_heads": spec.heads,
-                "num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim, "hidden_act": "silu",
+                "num_key_value_heads": spec.kv_heads, "head_dim": spec.head_width, "hidden_act": "silu",
                 "max_position_embeddings": spec.max_positions, "rms_norm_eps": spec.norm_eps,
                 "rope_theta": float(round(spec.rope_base)), "attention_bias": spec.bias, "mlp_bias": spec.bias,
                 "attention_dropout": spec.dropout}
@@ -148,14 +148,14 @@ def split_qkv(qkv: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, torch.T
     `qkv`: shape ((heads + 2 * kv_heads) * head_dim, ...); the weight or the bias of the layer.
     """
     each = spec.heads // spec.kv_heads
-    grouped = qkv.reshape(spec.kv_heads, each + 2, spec.head_dim, *qkv.shape[1:])
+    grouped = qkv.reshape(spec.kv_heads, each + 2, spec.head_width, *qkv.shape[1:])
     parts = (grouped[:, :each], grouped[:, each:each + 1], grouped[:, each + 1:])
     q, k, v = (p.reshape(-1, *qkv.shape[1:]).contiguous() for p in parts)
     return q, k, v
 
 
 def _llama(read: _Reader, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    h, width = spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    h, width = spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_width
     yield "model.embed_tokens.weight", read.take("embedding.word_embeddings.weight", spec.vocab, h, rows=spec.vocab)
     for i in range(spec.layers):
         ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -34,11 +34,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.widths import Widths
-from holmes_hpc.training.checkpoint import checkpoint_directory
-from holmes_hpc.training.model import random_states
+from holmes_hpc.schema import keys
+from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
+from holmes_hpc.training.model import megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
@@ -49,7 +51,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
 # A model's identity: what its weights' shapes and their use depend on.
 _IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
-             "vocab_multiple", "rope_base")
+             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
 
 
 class _Results:
@@ -76,15 +78,17 @@ class _Results:
 class Checkpoints:
     """Saves and loads one run's training state.
 
-    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors. All ranks call every method at
-    the same step.
+    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors; `elsewhere`: see
+    :func:`checkpoint_directory.place`. All ranks call every method at the same step.
     """
 
     def __init__(self, folder: Path, plan: Plan, models: Sequence[Any], optimizer: Any, *, attempt: int, keep: int,
-                 background: bool, group: Any) -> None:
+                 background: bool, group: Any, elsewhere: str | None = None) -> None:
         self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
         self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
         self._rank = dist.get_rank()
+        if self._rank == 0:
+            checkpoint_directory.place(folder, elsewhere)
         self._calls = AsyncCallsQueue()
         self._began = 0.0
         filesystem_async._results_queue = _Results()
@@ -112,9 +116,9 @@ class Checkpoints:
         about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
                  "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
         try:
-            request = dist_checkpointing.save(
-                self._state(is_loading=False), str(path), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                async_sharded_save=True, content_metadata=METADATA)
+            request = megatron_versions.save(
+                self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                METADATA)
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -204,6 +208,8 @@ class Checkpoints:
         said: list[Any] = [None, None]
         if self._rank == 0:
             checkpoint_directory.sweep(self.folder)
+            for path, why in checkpoint_directory.passed_over(self.folder):
+                say(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
             said[0] = [str(checkpoint.path) for checkpoint in checkpoint_directory.complete(self.folder)]
             if chosen is not None and not said[0]:
                 try:
@@ -225,6 +231,8 @@ class Checkpoints:
             while self._anywhere(looking is not None and not looking.done()):
                 time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
             own = looking.result() if looking is not None else f"not to be seen by rank {self._rank}"
+        if own is None and checkpoint is not None and self._rank == 0:
+            own = no_code.problem(checkpoint.path)
         said: list[Any] = [None] * size
         dist.all_gather_object(said, own, group=self._group)
         return next((text for text in said if text is not None), None)
@@ -232,15 +240,16 @@ class Checkpoints:
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
-        same_layout = (dict(checkpoint.about["parallel"]) == json.loads(json.dumps(asdict(self.plan.parallel)))
+        same_layout = (checkpoint.about.get("parallel") == json.loads(json.dumps(asdict(self.plan.parallel)))
                        and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = dist_checkpointing.load(state, str(checkpoint.path))
-        except (OSError, RuntimeError, KeyError, ValueError, *_ERRORS) as e:
-            raise DataError(f"cannot be loaded: {' '.join(str(e).split())[:300]}", where=str(checkpoint.path),
+            loaded = megatron_versions.load(state, checkpoint.path)
+        except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
+            raise DataError(f"cannot be loaded: {no_code.line_of(_inner_error(e))}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
         for index, model in enumerate(self.models):
+            no_code.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
             model.module.load_state_dict(loaded[f"model{index}"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         for inner in _distributed(self.optimizer):
@@ -275,10 +284,11 @@ class Checkpoints:
 
 def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
     """Raise DataError when a checkpoint is of another model than the plan's."""
-    saved, own = checkpoint.about.get("model", {}), asdict(plan.model)
+    own, at_first = asdict(plan.model), {k: d.default for k, d in keys(ModelSpec).items()}
+    saved = {**at_first, **checkpoint.about.get("model", {})}  # an older version's lacks the keys that came later
     for key in _IDENTITY:
-        if saved.get(key) != own[key]:
-            raise DataError(f"it is of a model with {key} {saved.get(key)}, the plan's has {own[key]}",
+        if saved[key] != own[key]:
+            raise DataError(f"it is of a model with {key} {saved[key]}, the plan's has {own[key]}",
                             where=str(checkpoint.path), hint="resume with a plan for the model that was trained")
 
 
@@ -353,12 +363,15 @@ def _end_with(parent: int) -> None:
             os._exit(1)
 
 
+def _inner_error(error: BaseException) -> Any:
+    """What a rank said, where torch put it into an error of its own."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
 def _as_failure(path: Path, error: BaseException) -> RunFailed:
     """Whatever went wrong while saving, as one line. Torch hides a full disk behind errors of its own."""
-    inner: Any = error
-    failures = getattr(error, "failures", None)
-    if failures:
-        inner = next(iter(failures.values()))[0]
+    inner = _inner_error(error)
     if isinstance(inner, OSError):
         return checkpoint_directory.failed(path, inner)
     with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from holmes_hpc.errors import DataError
+from holmes_hpc.training.checkpoint import no_code
 
 _KNOWN = "decoder.final_layernorm.weight"  # every GPTModel has it
 _LAYERS = "decoder.layers."
@@ -50,10 +51,10 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         self.directory = os.fspath(directory)
         try:
             self._reader = FileSystemReader(self.directory)
-            metadata = self._reader.read_metadata()
+            metadata = no_code.read_metadata(self.directory)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, ImportError) as e:
+        except (OSError, pickle.UnpicklingError, MemoryError) as e:
             raise DataError(f"not a checkpoint that can be read: {e}", where=self.directory,
                             hint="export an earlier checkpoint") from e
         prefixes = sorted((k.removesuffix(_KNOWN) for k in found if k.endswith(_KNOWN)), key=len)
@@ -86,14 +87,14 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         size, offsets = list(value.size), [0] * len(value.size)
         if layer is not None:
             size[0], offsets[0] = 1, layer
-        target = torch.empty(size, dtype=value.properties.dtype, device="cpu")
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
         items = create_read_items_for_chunk_list(key, value, [chunk])
-        if sum(math.prod(i.lengths) for i in items) != target.numel():
+        if sum(math.prod(i.lengths) for i in items) != math.prod(size):
             raise DataError(f"{name} lacks pieces", where=self.directory, hint="export an earlier checkpoint")
         try:
+            target = torch.empty(size, dtype=value.properties.dtype, device="cpu")
             self._reader.read_data(LoadPlan(items), _Into(target, chunk.offsets)).wait()
         except Exception as e:  # damaged bytes end in any error of torch.load
-            raise DataError(f"{name} cannot be read: {e}", where=self.directory,
+            raise DataError(f"{name} cannot be read: {no_code.line_of(e)}", where=self.directory,
                             hint="export an earlier checkpoint") from e
         return target[0] if layer is not None else target

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.data.prefix import Prefix, parse_blend
 from holmes_hpc.training.data.samples import Samples
 from holmes_hpc.training.data.synthetic import Synthetic
 
@@ -29,3 +32,18 @@ def build_datasets(data: DataConfig, train: TrainConfig, plan: Plan, run_dir: st
     vocab, length = plan.model.vocab, plan.batch.sequence_length
     return (Synthetic(seed, vocab, length, data.learnable),
             Synthetic(seed + _VALIDATION, vocab, length, data.learnable, "synthetic validation") if evaluates else None)
+
+
+def described(data: DataConfig, samples: Samples, plan: Plan, steps: int) -> str:
+    """What `steps` steps train on, in a line: data set, tokens, vocabularies, epochs."""
+    model, taken = plan.model.vocab, steps * plan.batch.tokens
+    if data.kind != "indexed":
+        kind = "learnable made-up tokens" if data.learnable else "random tokens, of which nothing is learned"
+        return f"data: {kind} (data=synthetic), vocabulary {model:,}; {steps:,} steps take {taken:,} tokens"
+    prefixes = [Prefix.open(name) for name in parse_blend(data.prefix)[0]]
+    vocab = max(prefix.vocab() for prefix in prefixes)
+    said = f"vocabulary {vocab:,.0f}, " if math.isfinite(vocab) else ""
+    epoch = len(samples) * plan.batch.sequence_length
+    return (f"data: {samples.name}: {sum(p.tokens for p in prefixes):,} tokens, {epoch:,} of them for training, "
+            f"{said}the model's {model:,}; {steps:,} steps take {taken:,} tokens, "
+            f"{taken / epoch:.3g} epochs")

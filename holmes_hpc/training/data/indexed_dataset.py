@@ -11,13 +11,10 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -27,94 +24,17 @@ import numpy as np
 import torch
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.datasets.utils import Split
 from megatron.core.package_info import __version__ as megatron_version
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import DataError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.data.samples import Samples, check_vocabulary, shuffled
+from holmes_hpc.training.data.prefix import Prefix, bounds_of, check_length, parse_blend, parse_split, samples_of
+from holmes_hpc.training.data.samples import Samples, shuffled
 
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document bounds
-_MAGIC = b"MMIDIDX\x00\x00"
-_SCAN_BYTES = 4 << 20  # of a .bin at a time
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
-_REMAKE = "make it with `holmes data prepare FILES -o PREFIX`"
 _WAIT = timedelta(minutes=30)  # of the other ranks for rank 0's index of a very large data set
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """PREFIX.bin and PREFIX.idx, found whole. `sequences` is the unit that a split counts."""
-
-    path: str
-    sequences: int
-    dtype: type[np.number]
-    bin_bytes: int
-    changed_ns: int
-
-    @classmethod
-    def open(cls, path: str) -> Prefix:
-        """Check both files against each other without reading the data."""
-        hint = _REMAKE
-        idx, binary = Path(f"{path}.idx"), Path(f"{path}.bin")
-        for file in (idx, binary):
-            try:
-                with file.open("rb") as f:
-                    f.read(1)
-            except OSError as e:
-                raise DataError(e.strerror or str(e), where=str(file), hint=hint) from e
-        with idx.open("rb") as f:
-            head = f.read(_HEADER.size)
-        if len(head) < _HEADER.size:
-            raise DataError(f"truncated: {len(head)} bytes", where=str(idx), hint=hint)
-        magic, version, code, sequences, bounds = _HEADER.unpack(head)
-        integers = {d.value for d in DType if d.name not in ("float32", "float64")}
-        if magic != _MAGIC or version != 1 or code not in integers:
-            raise DataError("not an index of Megatron's indexed data set", where=str(idx), hint=hint)
-        expected, stat = _HEADER.size + 12 * sequences + 8 * bounds, idx.stat()
-        _whole(idx, stat.st_size, expected, "header")
-        if not sequences:
-            raise DataError("holds no text", where=str(idx), hint=hint)
-        made = cls(path, sequences, DType.dtype_from_code(code), binary.stat().st_size, stat.st_mtime_ns)
-        _whole(binary, made.bin_bytes, made.first_token(sequences) * made.dtype().itemsize, "index")
-        return made
-
-    def first_token(self, sequence: int) -> int:
-        """How many tokens lie before `sequence`."""
-        if sequence == 0:
-            return 0
-        with open(f"{self.path}.idx", "rb") as f:
-            f.seek(_HEADER.size + 4 * (sequence - 1))
-            length = struct.unpack("<i", f.read(4))[0]
-            f.seek(_HEADER.size + 4 * self.sequences + 8 * (sequence - 1))
-            pointer = struct.unpack("<q", f.read(8))[0]
-        return pointer // self.dtype().itemsize + length
-
-    def check_tokens(self, vocab: int) -> None:
-        """All tokens against a vocabulary. Where `holmes data prepare` says that it wrote this file with one that is no
-        larger, nothing is read. Raises DataError."""
-        if self._prepared_with() <= vocab:
-            return
-        with open(f"{self.path}.bin", "rb") as f:
-            while len(tokens := np.fromfile(f, self.dtype, _SCAN_BYTES // self.dtype().itemsize)):
-                check_vocabulary(tokens, vocab, f"{self.path}.bin")
-
-    def _prepared_with(self) -> float:
-        """The vocabulary that PREFIX.json names, if it belongs to this PREFIX.bin; else infinity."""
-        try:
-            said = json.loads(Path(f"{self.path}.json").read_text(encoding="utf-8"))
-            same = said["tokens"] * self.dtype().itemsize == self.bin_bytes and said["sequences"] == self.sequences
-            return int(said["vocab"]) if same else math.inf
-        except (OSError, ValueError, KeyError, TypeError):
-            return math.inf
-
-
-def _whole(file: Path, size: int, expected: int, says: str) -> None:
-    if size != expected:
-        raise DataError(f"{'truncated' if size < expected else 'too long'}: {size} bytes, its {says} says {expected}",
-                        where=str(file), hint=_REMAKE)
 
 
 class _Vocabulary:
@@ -131,7 +51,7 @@ class Source:
     def __init__(self, prefix: Prefix, bounds: tuple[float, float], split: Split, config: Any) -> None:
         self.name = prefix.path
         low = GPTDataset.build_low_level_dataset(prefix.path, config)
-        chosen = np.arange(*_bounds(prefix, bounds), dtype=np.int32)
+        chosen = np.arange(*bounds_of(prefix, bounds), dtype=np.int32)
         self._dataset = GPTDataset(low, prefix.path, chosen, None, split, config)
         self._key = (config.random_seed, split.value)
 
@@ -170,42 +90,6 @@ class Blend:
         return self._sources[chosen].tokens(period * int(counts[chosen]) + int(nth[inside]))
 
 
-def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], list[float] | None]:
-    """`PREFIX`, `[a, b]` (by size) or `[0.7, a, 0.3, b]` -> prefixes and weights. `prefix` is not empty."""
-    items: list[Any] = [prefix] if isinstance(prefix, str) else list(prefix or [])
-    hint = "give data.prefix=PREFIX or data.prefix=[0.7,A,0.3,B]"
-    if not isinstance(items[0], (int, float)):
-        if any(isinstance(i, (int, float)) for i in items):
-            raise DataError(f"{items} mixes prefixes with and without a weight", where="data.prefix", hint=hint)
-        return [str(i) for i in items], None
-    names, weights = items[1::2], items[::2]
-    if len(names) != len(weights) or any(isinstance(n, (int, float)) for n in names) or not all(
-            isinstance(w, (int, float)) and 0 < w < float("inf") for w in weights):
-        raise DataError(f"{items} is not weights above 0 and prefixes in turn", where="data.prefix", hint=hint)
-    return [str(n) for n in names], [float(w) for w in weights]
-
-
-def parse_split(split: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """"90,10" -> where training and validation begin and end, as parts of the whole."""
-    try:
-        parts = [float(p) for p in str(split).split(",")]
-    except ValueError:
-        parts = []
-    if len(parts) not in (1, 2, 3) or any(not 0 <= p < float("inf") for p in parts) or parts[0] <= 0:
-        raise DataError(f"split is {split!r}", where="data.split", hint='use "90,10": training, validation')
-    total, parts = sum(parts), [*parts, 0.0]
-    return (0.0, parts[0] / total), (parts[0] / total, (parts[0] + parts[1]) / total)
-
-
-def _bounds(prefix: Prefix, part: tuple[float, float]) -> tuple[int, int]:
-    return round(part[0] * prefix.sequences), round(part[1] * prefix.sequences)
-
-
-def _samples(prefix: Prefix, part: tuple[float, float], length: int) -> int:
-    first, last = _bounds(prefix, part)
-    return (prefix.first_token(last) - prefix.first_token(first) - 1) // length
-
-
 def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
           ) -> tuple[Samples, Samples | None]:
     """See data/build.py. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
@@ -226,14 +110,14 @@ def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluate
             eod_mask_loss=False, create_attention_mask=False)
         made: list[Samples] = []
         for part, split in zip(parts, (Split.train, Split.valid), strict=False):
-            sources = [Source(p, part, split, config) for p in prefixes if _samples(p, part, length) > 0]
+            sources = [Source(p, part, split, config) for p in prefixes if samples_of(p, part, length) > 0]
             made.append(sources[0] if len(sources) == 1 else Blend(sources, weights or [len(s) for s in sources]))
         return made
 
     def prepare() -> None:
         prefixes, cache = open_all()
         for part, what in zip(parts, ("training", "validation"), strict=False):
-            _check_length(prefixes, part, what, plan, each=weights is not None)
+            check_length(prefixes, part, what, plan.batch, each=weights is not None)
         checked = cache / f"vocabulary-{plan.model.vocab}"  # an earlier start has read all tokens of these files
         if not checked.exists():
             for prefix in prefixes:
@@ -264,19 +148,6 @@ def _seen(directory: Path, patience_s: float = 30) -> Path:
     while not directory.is_dir() and time.monotonic() < until:
         time.sleep(0.2)
     return directory
-
-
-def _check_length(prefixes: Sequence[Prefix], part: tuple[float, float], what: str, plan: Plan, each: bool) -> None:
-    """A step's samples must be there, and with weights (`each`) at least one of every prefix."""
-    length, size = plan.batch.sequence_length, plan.batch.global_size
-    counts = [max(0, _samples(p, part, length)) for p in prefixes]
-    hint = "use more text, a smaller batch, a shorter sequence or another data.split"
-    if sum(counts) < size:
-        raise DataError(f"its {what} part has {sum(counts)} samples of {length} tokens, a step takes {size}",
-                        where=", ".join(p.path for p in prefixes), hint=hint)
-    if each and 0 in counts:
-        raise DataError(f"its {what} part is shorter than one sample of {length} tokens",
-                        where=prefixes[counts.index(0)].path, hint=hint)
 
 
 def _make_cache(cache: Path, make: Callable[[Path], object]) -> None:

@@ -75,17 +75,19 @@ class _Part:
 
 def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: str | None = None,
             workers: int | None = None, json_key: str = "text", progress: Progress | None = None,
-            part_bytes: int = PART_BYTES) -> Prepared:
-    """Tokenize `files` (text, JSON lines, compressed) into PREFIX.bin and PREFIX.idx.
+            part_bytes: int = PART_BYTES, force: bool = False) -> Prepared:
+    """Tokenize `files` (text, JSON lines, compressed; of a folder all below it) into PREFIX.bin and PREFIX.idx.
 
     `tokenizer`: a Hugging Face tokenizer.json, or None for bytes. `workers`: processes, default all usable CPUs. Called
     again with the same arguments after an interruption it goes on; after success it returns at once. Raises DataError
-    for files that cannot be read as text and for an empty corpus, RunFailed for a full disk.
+    for files that cannot be read as text and for an empty corpus, RunFailed for a full disk, ConfigError where PREFIX
+    holds other data; with `force` they are replaced.
     """
     prefix, report = os.fspath(prefix), progress or (lambda what, done, total: None)
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}", where="data prepare", hint="use 1 or more")
     loaded = load(tokenizer)
+    files = _files(files)
     extents = [e for f in files for e in text_files.extents(os.fspath(f), part_bytes)]
     total = sum(e.bytes for e in extents)
     if not total:
@@ -96,6 +98,8 @@ def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[s
     already = _finished(prefix, made_from)
     if already:
         return already
+    if not force:
+        _refuse_others(prefix, made_from)
     try:
         with _locked(prefix) as directory:
             limit = max(part_bytes, total // _MOST_PARTS)
@@ -113,7 +117,7 @@ def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[s
 
 
 def demo_corpus(prefix: str | os.PathLike[str], limit_bytes: int = 8_000_000, workers: int | None = None,
-                progress: Progress | None = None) -> Prepared:
+                progress: Progress | None = None, force: bool = False) -> Prepared:
     """The Python standard library's own source files, at most `limit_bytes` of them, at byte level.
 
     Which files, and in which order, depends on their names only.
@@ -132,7 +136,7 @@ def demo_corpus(prefix: str | os.PathLike[str], limit_bytes: int = 8_000_000, wo
             break
         if path.stat().st_size:
             chosen.append(path)
-    return prepare(chosen, prefix, workers=workers, progress=progress)
+    return prepare(chosen, prefix, workers=workers, progress=progress, force=force)
 
 
 def _usable_cpus() -> int:
@@ -150,6 +154,33 @@ def _finished(prefix: str, made_from: dict[str, str]) -> Prepared | None:
         return Prepared(**{**said, "prefix": prefix, "resumed_parts": 0}) if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _files(given: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files that are given; in place of a folder all below it, by path, but hidden ones."""
+    found: list[Path] = []
+    for path in map(Path, given):
+        below = [p for p in sorted(path.rglob("*")) if p.is_file()
+                 and not any(part.startswith(".") for part in p.relative_to(path).parts)] if path.is_dir() else [path]
+        if not below:
+            raise DataError("no file in this folder", where=str(path), hint="give files of text, or folders of them")
+        found += below
+    return found
+
+
+def _refuse_others(prefix: str, made_from: dict[str, str]) -> None:
+    """ConfigError where PREFIX holds data that were made from other files, or nobody knows from what."""
+    there = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if os.path.exists(path)]
+    if not there or os.path.isdir(f"{prefix}.parts"):  # there: an interrupted preparation, which was let in already
+        return
+    try:
+        said = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        same, held = said["made_from"] == made_from, f"{said['documents']:,} documents, {said['tokens']:,} tokens"
+    except (OSError, ValueError, KeyError, TypeError):
+        same, held = False, f"{os.path.getsize(there[0]):,} bytes"
+    if not same:
+        raise ConfigError(f"holds another data set already ({held})", where=there[0],
+                          hint="--force replaces it; or give another -o PREFIX")
 
 
 def _token_type(vocab: int) -> str:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from holmes_hpc.errors import DataError
 from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data.prefetch import on_gpu
+from holmes_hpc.training.data.prefix import check_vocabulary
 
 CPU = torch.device("cpu")
 
@@ -90,11 +90,3 @@ def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: in
             rows = np.stack([dataset.tokens(i) for i in chosen])
             check_vocabulary(rows, plan.model.vocab, dataset.name)
             yield rows
-
-
-def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
-    """Raise DataError where a token id is not one of a vocabulary of `vocab`."""
-    if tokens.size and (int(tokens.max()) >= vocab or int(tokens.min()) < 0):
-        wrong = int(tokens.max()) if int(tokens.max()) >= vocab else int(tokens.min())
-        raise DataError(f"token id {wrong} is not in the model's vocabulary of {vocab}", where=where,
-                        hint="prepare the data with the model's tokenizer, or set model.vocab")

@@ -66,9 +66,9 @@ def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
     return [r[_NIC:_PARTS].tolist() for r in rows]
 
 
-def compute_by_rank(rows: list[torch.Tensor]) -> list[float]:
-    """Seconds that every rank computed in the step."""
-    at = _PARTS + PARTS.index("compute_s")
+def part_by_rank(rows: list[torch.Tensor], part: str) -> list[float]:
+    """Seconds that a part of the step (of BREAKDOWN) took every rank."""
+    at = _PARTS + PARTS.index(part)
     return [float(r[at]) for r in rows]
 
 

@@ -68,12 +68,12 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
     if device.type != "cuda" or not counted_on or has_transformer_engine():
         return
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
-    heads = torch.empty(1, m.heads // tp, plan.batch.sequence_length, m.head_dim, dtype=dtype, device=device,
+    heads = torch.empty(1, m.heads // tp, plan.batch.sequence_length, m.head_width, dtype=dtype, device=device,
                         requires_grad=True)
     asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
     kernels = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention,
                torch.backends.cuda.can_use_cudnn_attention)
     if not any(can_use(asked) for can_use in kernels):
-        raise PlanError(f"the plan counts on fused attention, and torch has none here for heads {m.head_dim} wide in "
+        raise PlanError(f"the plan counts on fused attention, and torch has none here for heads {m.head_width} wide in "
                         f"{str(dtype).removeprefix('torch.')}", where=f"GPU of rank {rank}",
                         hint="install Transformer Engine, or plan with gpu: {attention: unfused} in the site file")

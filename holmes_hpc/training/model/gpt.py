@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.model import initial_weights
+from holmes_hpc.training.model import initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
@@ -58,18 +60,17 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
         more |= {"recompute_granularity": "selective"}
     elif plan.recompute == "full":
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    # Megatron's own interleaved exchange frees an output while gloo may still be sending it.
-    unsafe = not cuda and p.virtual_stages > 1 and plan.transport_mode == "single" and plan.schedule.kind != "ahead"
     return TransformerConfig(
         num_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, num_query_groups=m.kv_heads,
-        ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=F.silu if m.swiglu else F.gelu,
+        ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=_activation(m),
+        kv_channels=m.head_width, qk_layernorm=m.qk_norm, add_qkv_bias=m.bias or m.qkv_bias,
         normalization="RMSNorm" if m.rmsnorm else "LayerNorm", layernorm_epsilon=m.norm_eps, add_bias_linear=m.bias,
         hidden_dropout=m.dropout, attention_dropout=m.dropout, init_method_std=INIT_STD,
         params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
         pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]
-        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel and tp > 1, deallocate_pipeline_outputs=not unsafe,
+        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel and tp > 1, deallocate_pipeline_outputs=True,
         overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
         bias_dropout_fusion=cuda, masked_softmax_fusion=False,
@@ -77,6 +78,12 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
         gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         cross_entropy_loss_fusion=te, cross_entropy_fusion_impl="te" if te else "native",
         apply_rope_fusion=te and m.rope, attention_softmax_in_fp32=True, timers=timers, **more)
+
+
+def _activation(spec: ModelSpec) -> Callable[..., torch.Tensor]:
+    if spec.swiglu:
+        return F.silu
+    return partial(F.gelu, approximate="tanh") if spec.gelu_tanh else F.gelu
 
 
 class Norm:
@@ -96,9 +103,12 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
     if cuda and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec()
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm" if spec.rmsnorm else "LayerNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if spec.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = Norm
     if cuda or not spec.dropout:  # torch's is slower than Megatron-Core's own on a CPU that drops scores
         layer.submodules.self_attention.submodules.core_attention = SdpaAttention
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=Norm)
@@ -106,6 +116,7 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
 
 def build(plan: Plan, config: TransformerConfig, seed: int, device: torch.device) -> list[GPTModel]:
     """This rank's model chunks (one; several when interleaved) on `device`, with their initial weights."""
+    megatron_versions.quiet()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)
     chunks = []
@@ -116,14 +127,35 @@ def build(plan: Plan, config: TransformerConfig, seed: int, device: torch.device
         model = GPTModel(
             config, block_spec(m, config, device.type == "cuda", virtual), vocab_size=vocabulary,
             max_sequence_length=m.max_positions, pre_process=first, post_process=last,
-            share_embeddings_and_output_weights=m.tied, rotary_base=round(m.rope_base),
+            share_embeddings_and_output_weights=m.tied,
             position_embedding_type="rope" if m.rope else "learned_absolute", vp_stage=virtual)
+        if m.rope:
+            model.rotary_pos_emb.inv_freq = rotary_frequencies(m).to(model.rotary_pos_emb.inv_freq.device)
         if last:
             _mask_padding(model, m.vocab, vocabulary // config.tensor_model_parallel_size)
         chunks.append(model.to(device))
     for model in chunks:
         initialize(model, plan, seed)
     return chunks
+
+
+def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
+    """Radians that each pair of a head's elements turns from one position to the next: fp32, (head width / 2,), on the
+    CPU. Set over those of Megatron-Core, which knows whole bases and 8192 original positions only.
+
+    Su et al. 2021 (arXiv 2104.09864); stretched as `rope_scaling` says: linear (Chen et al. 2023, arXiv 2306.15595) or
+    as Llama 3.1's authors do (arXiv 2407.21783).
+    """
+    turns = 1.0 / spec.rope_base ** (torch.arange(0, spec.head_width, 2, dtype=torch.float32) / spec.head_width)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return turns
+    if scaling.kind == "linear":
+        return turns / scaling.factor
+    around = turns * scaling.original_positions / (2 * math.pi)  # how often it turned in all original positions
+    low, high = scaling.low_frequency_turns, scaling.high_frequency_turns
+    kept = ((around - low) / (high - low)).clamp(0, 1)
+    return turns * (kept + (1 - kept) / scaling.factor)
 
 
 def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:

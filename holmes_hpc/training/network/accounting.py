@@ -60,7 +60,14 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
                     f"{plan.get(kind, 0.0) / 1e6:.1f} MB")
             if group is not None:
                 what += f": probably group {group.label}, which belongs on {group.kind}"
-            hint = (f"see that the {group.kind if group else 'right'} NIC of {node} is up and has its address (holmes "
+            if group is None:  # all that this run sends is where it belongs
+                what += (", and none of this run's groups sends less than planned: probably another job's, or a "
+                         "service's")
+                hint = (f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
+                        "slurm.exclusive=true, keeps others away")
+                found.append(Finding("warning", f"node {node}", what, hint, node, nic))
+                continue
+            hint = (f"see that the {group.kind} NIC of {node} is up and has its address (holmes "
                     "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it")
             found.append(Finding("error", f"node {node}", what, hint, node, nic))
         if not surplus:

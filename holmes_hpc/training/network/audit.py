@@ -11,7 +11,8 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
-from holmes_hpc.planning.cost.timing import activation_bytes, parameters
+from holmes_hpc.planning.cost.timing import parameters
+from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.unequal import Unequal
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.planning.spec.widths import Widths

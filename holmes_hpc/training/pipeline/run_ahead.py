@@ -38,6 +38,7 @@ from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer
 from holmes_hpc.planning.schedule.routed import RoutedOrder
+from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.pipeline.point_to_point import Edges
 
 
@@ -133,7 +134,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
             last = step.micro_batch == own[-1]
             with report.span("backward", step, held), reduction.around(step, last):
                 input_tensor, output = held.pop(key)
-                leaving = megatron.backward_step(input_tensor, output, output_grad, model_type, config)
+                leaving = backward_step(input_tensor, output, output_grad, model_type=model_type, config=config)
 
     if not forward_only:
         reduction.release()

@@ -36,13 +36,17 @@ def runs_ahead(plan: Plan) -> bool:
 
 def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, groups: ProcessGroupCollection, config: Any,
                  device: torch.device) -> Any:
-    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's;
-    None without a pipeline."""
+    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's
+    where that is NCCL's, which carries both directions at once; None without a pipeline.
+
+    Gloo's group of two ranks is one connection, on which the two directions wait for each other
+    (benchmarks/one_connection.py): over it plain Megatron-LM gets a connection a direction as well, so that it is not
+    slower than it would be on GPUs."""
     if isinstance(plan.parallel, Widths):
         return routed_edges.build_routed(plan, plan.parallel, new_group, rank=rank, place=groups.pp, config=config,
                                          device=device)
     if plan.parallel.pp == 1:
         return None
-    if plan.transport_mode == "single" and plan.schedule.kind != "ahead":
+    if plan.transport_mode == "single" and plan.schedule.kind != "ahead" and point_to_point.is_nccl(groups.pp):
         return P2PCommunicator(groups.pp, config)
     return point_to_point.build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device)

@@ -123,6 +123,7 @@ def install() -> None:
     stream = CpuStream()
     for name, value in {
         "current_device": lambda: _CPU, "set_device": lambda device: None, "device_count": lambda: 1,
+        "is_available": lambda: False,  # a build for CUDA would count the device above, and start CUDA
         "synchronize": lambda device=None: None, "empty_cache": lambda: None,
         "Stream": CpuStream, "Event": CpuEvent, "stream": lambda s: s or stream,
         "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream,

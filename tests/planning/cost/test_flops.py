@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,11 @@ from holmes_hpc.planning.cost import flops as counts
 
 
 @pytest.mark.parametrize(("name", "billions"), [
-    ("llama2_7b", 6.738), ("llama2_70b", 68.977), ("llama3_8b", 8.030), ("llama3_70b", 70.554), ("gpt_small", 0.1244)])
+    ("llama2_7b", 6.738), ("llama2_70b", 68.977), ("llama3_8b", 8.030), ("llama3_70b", 70.554), ("gpt_small", 0.1244),
+    ("llama3_1_8b", 8.030), ("llama3_1_70b", 70.554), ("llama3_1_405b", 405.853), ("llama3_2_1b", 1.2358),
+    ("llama3_2_3b", 3.2127), ("mistral_7b", 7.248), ("qwen2_5_0_5b", 0.4940), ("qwen2_5_7b", 7.6156),
+    ("qwen2_5_32b", 32.764), ("qwen2_5_72b", 72.706), ("qwen3_0_6b", 0.5960), ("qwen3_4b", 4.0225),
+    ("qwen3_8b", 8.1907), ("qwen3_14b", 14.768), ("qwen3_32b", 32.762)])
 def test_parameters_are_those_published(name: str, billions: float) -> None:
     """Hugging Face's counts of the released checkpoints (vocabularies unpadded there, hence 0.2%)."""
     assert counts.parameters(named(name)) / 1e9 == pytest.approx(billions, rel=2e-3)
@@ -56,6 +62,7 @@ def test_tensor_parallel_ranks_share_the_matrices(name: str, tp: int) -> None:
     if model.kv_heads % tp or model.ffn % tp:
         return
     repeated = 2 * counts.norm_parameters(model) + (2 * model.hidden if model.bias else 0)
+    repeated += 2 * model.head_width if model.qk_norm else 0
     whole = counts.layer_parameters(model)
     assert tp * (counts.layer_parameters(model, tp) - repeated) == whole - repeated
 
@@ -75,3 +82,15 @@ def test_padding_is_to_a_multiple_of_tp() -> None:
 def test_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="llama2_7b"):
         named("lama2_7b")
+
+
+def test_heads_of_a_width_of_their_own_are_counted() -> None:
+    """Twice as wide as hidden / heads: all of attention doubles, the rest stays; norms and biases come on top."""
+    plain = ModelSpec("m", 2, 64, 4, 128, ffn=96, kv_heads=2)
+    wide = replace(plain, head_dim=32)
+    assert counts.attention_matrix(wide) == 2 * counts.attention_matrix(plain)
+    assert counts.layer_score_flops(wide, 8, 4) == 2 * counts.layer_score_flops(plain, 8, 4)
+    assert counts.ffn_matrix(wide) == counts.ffn_matrix(plain)
+    both = replace(wide, qk_norm=True, qkv_bias=True)
+    assert counts.layer_parameters(both) - counts.layer_parameters(wide) == 2 * 32 + (4 + 2 * 2) * 32
+    assert counts.layer_parameters(both, 2) - counts.layer_parameters(wide, 2) == 2 * 32 + (4 + 2 * 2) * 32 // 2

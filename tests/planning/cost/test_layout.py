@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
-from sites import two_clusters
+from sites import H100, one_fabric, two_clusters
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
@@ -15,8 +15,13 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.memory import memory
+from holmes_hpc.planning.cost.predict import layer_array
+from holmes_hpc.planning.cost.timing import step_s, timing
+from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.search.layers import uniform
+from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 
 SLOWER = {"local": 0, "rdma": 1, "tcp": 2}
@@ -87,3 +92,25 @@ def test_control_has_what_the_whole_job_shares_but_rdma() -> None:
     for plan in plans("holmes"):
         control = plan.transport_of(range(plan.world_size), host_memory=True)
         assert control == (LOCAL if sum(c.nodes for c in plan.components) == 1 else TCP)
+
+
+def test_a_variant_costs_what_a_layout_made_anew_does() -> None:
+    """What a variant takes over of another layout is nothing that its own schedule, recomputation or virtual stages
+    change: pipelines across fabrics and inside nodes, hierarchical ones."""
+    site = Site("three", (*two_clusters(2).fabrics, replace(one_fabric(H100, "h", 2), ethernet_gbps=5.0)))
+    for options in (PlanOptions(tp=2, pp=12, dp=2), PlanOptions(tp=1, pp=3, dp=16),
+                    PlanOptions(tp=2, pp=4, dp=6, strategy="hierarchical-dp")):
+        plan = given_plan(named("gpt_3_6b"), Batch(48, 1, 1024), site, options, Costs())
+        layout = Layout.of(plan, Costs())
+        timing(layout, layer_array(plan))
+        memory(layout, layer_array(plan))
+        for recompute, chunks, kind, size in (("full", 1, "ahead", 10**7), ("selective", 2, "interleaved", 10**6),
+                                              ("none", 2, "ahead", 10**9)):
+            depths = in_flight(options.pp or 1, layout.order.micro_batches, chunks)
+            made = layout.varied(Schedule(kind, depths), size, recompute, chunks)
+            new = replace(layout, schedule=Schedule(kind, depths), bucket_bytes=size, recompute=recompute,
+                          parallel=replace(layout.parallel, virtual_stages=chunks))
+            assert made == new
+            layers = uniform(new)
+            assert step_s(made, layers)[0] == step_s(new, layers)[0]
+            assert (memory(made, layers).total() == memory(new, layers).total()).all()

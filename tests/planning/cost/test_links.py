@@ -13,7 +13,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, FabricLink, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.timing import transfers_s
+from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.spec.plan import Plan
 

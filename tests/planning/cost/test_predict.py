@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError, PlanError
-from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs, Software
@@ -204,15 +205,6 @@ def test_traffic_that_nothing_hides_is_counted_whole() -> None:
     assert (neither.tail == both.reduce).all() and (neither.ready == gather.ready).all()
 
 
-def test_over_gloo_megatrons_own_messages_take_turns() -> None:
-    """Not those of edges, nor NCCL's."""
-    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpu=A100) for f in small_testbed().fabrics))
-    for site, transport, one_way in ((small_testbed(), "single", True), (small_testbed(), "holmes", False),
-                                     (gpus, "single", False)):
-        made = pipeline(site=site, transport=transport, schedule="1f1b")
-        assert Layout.of(made, Costs()).order.one_way is one_way
-
-
 def test_a_calibration_with_a_typing_error_says_so() -> None:
     with pytest.raises(Exception, match="unknown key 'link'; did you mean 'links'"):
         Calibration.from_dict({"link": {}})
@@ -337,3 +329,28 @@ def test_what_does_not_fit_names_stage_and_shortfall() -> None:
 def test_weights_that_fit_on_no_gpu_name_what_is_short() -> None:
     with pytest.raises(PlanError, match=r"gpt3_175b fits nowhere here: .* GiB a GPU, .* GiB more than there is"):
         best_plan(named("gpt3_175b"), Batch(1536, 4, 2048), gpu_site(80), PlanOptions(), Costs())
+
+
+def test_recomputation_by_part_lies_between_none_and_all() -> None:
+    """Of selective recomputation the parts, of full the layers: each more costs time and saves memory; what nothing is
+    known of is refused."""
+    def figures(recompute: str, **said: object) -> tuple[float, float, float]:
+        costs = Costs(software=Software(attention="softmax", **said))  # type: ignore[arg-type]
+        made = plan(gpu_site(80), named("gpt_7_5b"), Batch(32, 2, 2048), tp=2, pp=2, dp=2, recompute=recompute)
+        found = predict(made, costs)
+        return found.step_time_s, max(found.memory_bytes_per_gpu), found.hardware_tflops_per_gpu * found.step_time_s
+
+    rising = [figures("none"), figures("selective"), figures("selective", recompute_parts=("scores", "norms")),
+              figures("selective", recompute_parts=("scores", "norms", "ffn"))]
+    blocks = [figures("none"), figures("full", recompute_layers=0), figures("full", recompute_layers=5),
+              figures("full", recompute_layers=17), figures("full")]
+    assert blocks[0] == pytest.approx(blocks[1], rel=0.02) and blocks[0][0] == pytest.approx(blocks[1][0])
+    for one, more in (*pairwise(rising), *pairwise(blocks[1:])):
+        assert more[0] > one[0] and more[1] < one[1] and more[2] >= one[2]
+    assert blocks[2][1] - blocks[4][1] == pytest.approx(13 / 18 * (blocks[1][1] - blocks[4][1]), rel=0.02)
+    with pytest.raises(ConfigError, match="unknown part 'heads'"):
+        Software(recompute_parts=("heads",))
+    made = plan(gpu_site(80), named("gpt_7_5b"), Batch(32, 2, 2048), tp=2, pp=2, dp=2, recompute="selective")
+    cpus = replace(made, site=replace(made.site, fabrics=tuple(replace(f, gpu=CPU) for f in made.site.fabrics)))
+    with pytest.raises(ConfigError, match="norms are computed again"):
+        predict(cpus, Costs(software=Software(recompute_parts=("norms",))))

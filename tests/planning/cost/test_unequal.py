@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import spawn
@@ -45,7 +46,7 @@ def test_a_timeline_holds_every_pass_once() -> None:
     assert {e["stage"] for e in events} == set(range(5))
     for row in range(5):
         own = [e for e in events if e["stage"] == row and e["kind"] in ("forward", "backward")]
-        assert all(a["end_s"] <= b["start_s"] + 1e-9 for a, b in zip(own, own[1:], strict=False))
+        assert all(a["end_s"] <= b["start_s"] + 1e-9 for a, b in pairwise(own))
 
 
 def test_the_audit_expects_what_was_predicted() -> None:

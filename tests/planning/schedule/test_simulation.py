@@ -60,13 +60,6 @@ def test_two_waiting_stages_pay_one_stage_transfer_for_each_micro_batch() -> Non
     assert slow == pytest.approx(3 * (m + 1) + transfer * (m + 1))
 
 
-def test_one_connection_carries_one_direction_at_a_time() -> None:
-    """All exchanges but the first send and the last receive take two transfers."""
-    m, transfer = 32, 0.7
-    slow = seconds(Order("1f1b", 2, m, one_way=True), durations(2, transfer=transfer))
-    assert slow == pytest.approx(3 * (m + 1) + transfer * 2 * m)
-
-
 def test_running_ahead_hides_the_stage_transfer() -> None:
     m, transfer = 32, 0.45 * 3
     fill_and_drain = 3 * (m + 1) + 2 * transfer
@@ -91,7 +84,7 @@ def orders(draw: st.DrawFn) -> Order:
     kind = draw(st.sampled_from(("1f1b" if chunks == 1 else "interleaved", "ahead")))
     extra = [draw(st.integers(0, 2)) for _ in range(stages)]
     depths = tuple(min(m * chunks, b + sum(extra[s:])) for s, b in enumerate(in_flight(stages, m, chunks)))
-    return Order(kind, stages, m, chunks, depths if kind == "ahead" else (), one_way=draw(st.booleans()))
+    return Order(kind, stages, m, chunks, depths if kind == "ahead" else ())
 
 
 @st.composite

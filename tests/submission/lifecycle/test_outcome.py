@@ -98,7 +98,10 @@ def test_a_rank_that_could_not_even_write_its_record() -> None:
 
 def test_a_mute_rank_is_blamed_when_srun_said_nothing() -> None:
     echo = exits((0, "failed", "Connection reset by peer"), (2, "failed", "Connection reset by peer"))
-    assert culprit(echo, [], ranks=3).rank == 1
+    found = culprit(echo, [], ranks=3, hosts=["ib1", "ib2", "roce1"])
+    assert (found.rank, found.node) == (1, "ib2")
+    assert found.error is not None and found.error.startswith("rank 1 ended without a word; rank ")
+    assert str(echo[0]["error"]) in found.error  # what another rank says of its silence
 
 
 def test_node_of_one_of_several_tasks() -> None:

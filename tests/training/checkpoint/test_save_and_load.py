@@ -191,11 +191,17 @@ def test_a_damaged_checkpoint_is_passed_over(whole: spawn.Ended, tmp_path: Path)
 
 def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.Ended, tmp_path: Path) -> None:
     copy_of(whole, tmp_path / "run")
-    for path in (tmp_path / "run/checkpoints").glob("*/common.pt"):
-        path.write_bytes(path.read_bytes()[:-1])
+    cut, bad = (tmp_path / f"run/checkpoints/step-000000{step}" for step in ("08", "10"))
+    (cut / ".metadata").write_bytes((cut / ".metadata").read_bytes()[:-1])
+    (bad / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "ran").encode() + b"\ntR.")  # its writer's code
+    about = json.loads((bad / "holmes.json").read_text())
+    about["files"][".metadata"] = checkpoint_directory.checksum(bad / ".metadata")
+    (bad / "holmes.json").write_text(json.dumps(about))
     ended = spawn.train(tmp_path / "run", PLAN, {"train": STEPS})
     assert set(ended.codes) == {2}, ended.output
-    assert "no checkpoint is whole" in ended.output[0] and "Traceback" not in "".join(ended.output)
+    assert "no checkpoint is whole (step-00000010: .metadata: it names os.mkdir" in ended.output[0]
+    assert ".metadata is not" in ended.output[0] and "Traceback" not in "".join(ended.output)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(whole: spawn.Ended, tmp_path: Path) -> None:
@@ -215,7 +221,8 @@ def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(whol
 def complete(folder: Path, step: int) -> Path:
     path = folder / checkpoint_directory.name_of(step)
     path.mkdir()
-    (path / checkpoint_directory.DESCRIPTION).write_text(json.dumps({"files": {}}))
+    (path / checkpoint_directory.DESCRIPTION).write_text(json.dumps({"files": {".metadata": [0, 0]}}))
+    (path / ".metadata").touch()
     return path
 
 

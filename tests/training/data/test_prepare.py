@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holmes_hpc.errors import DataError, HolmesError, RunFailed
+from holmes_hpc.errors import ConfigError, DataError, HolmesError, RunFailed
 from holmes_hpc.training.data import prepare, text_files
 from holmes_hpc.training.data.tokenizer import ByteTokenizer, load
 
@@ -121,7 +121,7 @@ def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path:
     ("a.jsonl", b'{"content": "a"}\n', r"found: content.*--json-key"),
     ("a.jsonl", b'{"text": "a"\n', "not JSON"), ("a.jsonl", b"[1]\n", "found: list"),
     ("a.jsonl", b'{"text": "\xff"}\n', "not JSON"), ("a.jsonl", b"[" * 100_000 + b"\n", "not JSON"),
-    (None, b"", "No such file"), (".", b"", "directory"),
+    (None, b"", "No such file"), (".", b"", "no file in this folder"),
 ])
 @pytest.mark.integration
 def test_a_corpus_that_cannot_be_used_is_one_line(name: str | None, raw: bytes, says: str, tmp_path: Path) -> None:
@@ -156,9 +156,11 @@ def test_a_second_call_makes_nothing_and_a_changed_file_everything(tmp_path: Pat
     assert prepare.prepare([file], tmp_path / "out", workers=1) == first
     assert os.stat(f"{first.prefix}.bin").st_mtime_ns == changed
     jsonl(file, TEXTS[:3])
-    assert documents(prepare.prepare([file], tmp_path / "out", workers=1).prefix) == TEXTS[:3]
+    with pytest.raises(ConfigError, match=r"holds another data set .*--force"):
+        prepare.prepare([file], tmp_path / "out", workers=1)
+    assert documents(prepare.prepare([file], tmp_path / "out", workers=1, force=True).prefix) == TEXTS[:3]
     jsonl(file, TEXTS[:2], key="content")
-    made = prepare.prepare([file], tmp_path / "out", workers=1, json_key="content")
+    made = prepare.prepare([file], tmp_path / "out", workers=1, json_key="content", force=True)
     assert documents(made.prefix) == TEXTS[:2]
     Path(f"{made.prefix}.bin").write_bytes(b"x")
     assert documents(prepare.prepare([file], tmp_path / "out", workers=1, json_key="content").prefix) == TEXTS[:2]

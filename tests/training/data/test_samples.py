@@ -21,8 +21,9 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
-from holmes_hpc.training.data import indexed_dataset, prepare
-from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data import prefix as prefixes
+from holmes_hpc.training.data import prepare
+from holmes_hpc.training.data.build import build_datasets, described
 from holmes_hpc.training.data.samples import batches, sample_indices, shuffled
 from holmes_hpc.training.data.synthetic import Synthetic
 
@@ -224,7 +225,7 @@ def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path:
 def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without PREFIX.json, beside one of other data, and beside one that names a larger vocabulary."""
-    monkeypatch.setattr(indexed_dataset, "_SCAN_BYTES", 64)
+    monkeypatch.setattr(prefixes, "_SCAN_BYTES", 64)
     documents = random_documents(40)
     name = write_prefix(tmp_path / "text", [*documents, [VOCAB]])
     tokens = sum(map(len, documents)) + 1
@@ -238,9 +239,28 @@ def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_p
         datasets(plan(), tmp_path, kind="indexed", prefix=name)
 
 
+def test_types_of_tokens_are_megatrons() -> None:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    whole = {d.value: d.dtype_from_code(d.value) for d in DType if not d.name.startswith("float")}
+    assert whole == prefixes.TOKEN_TYPES
+
+
+def test_the_log_says_what_is_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("some words " * 500)
+    made = prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
+    data = DataConfig("indexed", 7, made.prefix, "100")
+    samples, _ = build_datasets(data, TrainConfig(), plan(), str(tmp_path))
+    said = described(data, samples, plan(), 100)
+    assert f"words: {made.tokens:,} tokens, {16 * len(samples):,} of them for training, vocabulary 257" in said
+    assert f"100 steps take 12,800 tokens, {12800 / (16 * len(samples)):.3g} epochs" in said
+    samples, _ = build_datasets(DataConfig("synthetic"), TrainConfig(), plan(), None)
+    assert "random tokens, of which nothing is learned" in described(DataConfig("synthetic"), samples, plan(), 3)
+
+
 def test_tokens_are_read_once_and_prepared_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(indexed_dataset, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
+    monkeypatch.setattr(prefixes, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
     name = write_prefix(tmp_path / "text", random_documents(40))
     for count in (1, 1):
         datasets(plan(), tmp_path, kind="indexed", prefix=name)

@@ -27,7 +27,7 @@ def test_a_line_of_the_metrics_adds_up() -> None:
     assert line["nic_bytes"] == {"ethernet": {"tx": 11, "rx": 22}, "ib-0": {"tx": 33, "rx": 44},
                                  "roce-1": {"tx": 5, "rx": 6}}
     assert line["peak_memory_bytes"] == [100, 200, 300, 400]
-    assert metrics_line.compute_by_rank(rows) == pytest.approx([0.1, 0.1, 0.3, 0.1])
+    assert metrics_line.part_by_rank(rows, "compute_s") == pytest.approx([0.1, 0.1, 0.3, 0.1])
     assert line["hardware_tflops_per_gpu"] == line["model_tflops_per_gpu"] > 0
 
 

@@ -66,3 +66,9 @@ def test_nics_that_go_down_in_mid_run(tmp_path: Path) -> None:
     found = nic_faults(["eth0", "roce0", "mlx5_0:1", "mlx5_1:1", "ib9"], "n1", tree.root)
     assert [(f.nic, f.node) for f in found] == [("roce0", "n1"), ("mlx5_1:1", "n1"), ("ib9", "n1")]
     assert "gone" in found[2].what
+
+
+def test_bytes_that_no_group_lacks_are_probably_somebody_elses() -> None:
+    found, = audit_bytes({"ib1": {"ib": 100 * MB, "ethernet": 90 * MB}}, LOADS, names={"ib1": {"ethernet": "eth0"}})
+    assert found.level == "warning" and "probably another job's, or a service's" in found.what
+    assert "squeue -w ib1" in found.hint and found.nic == "eth0"

@@ -1,0 +1,226 @@
+"""What the networks take of a layout, whatever its layers, schedule and recomputation: stage transfers, and collectives
+by parameter and by call. Worked out once for all ways to run one placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holmes_hpc.planning.cost.costs import BYTES
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.spec.plan import Component
+from holmes_hpc.planning.spec.transport import Transport
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the networks take of one pipeline replica, whatever its layers, schedule and recomputation.
+
+    `down`, `up`: seconds of a stage transfer from each stage, (S,). `reduce`, `gather`: of a gradients' reduction and
+    of gathering parameters, for each parameter and for each bucket, (2, S); `passing`: the same for (gathering,
+    reducing) that FSDP does in every pass, (2, 2, S). `gradient_bytes`: of a gradient's element, (S,). `beside`:
+    whether gradients go by the NIC that the transfers up go by, (S,).
+    """
+
+    down: np.ndarray
+    up: np.ndarray
+    reduce: np.ndarray
+    gather: np.ndarray
+    passing: np.ndarray
+    gradient_bytes: np.ndarray
+    beside: np.ndarray
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Of all replicas, and what follows when all gradients are reduced, as :class:`Timing` has it; `optimizer`: of a
+    parameter that a rank updates, (S,)."""
+
+    replicas: tuple[Traffic, ...]
+    tied: float
+    norm: float
+    other: float
+    optimizer: np.ndarray
+
+
+def networks(layout: Layout) -> Networks:
+    """Worked out once for a layout and its variants."""
+    if "networks" not in layout.memo:
+        each = np.max([by_stage(replica, lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
+                       for replica in layout.replicas], axis=0)
+        layout.memo["networks"] = Networks(
+            tuple(_traffic(layout, replica) for replica in range(len(layout.replicas))), _tied_s(layout),
+            _norm_s(layout), max(layout.costs.step_s(layout.fabric(c)) for c in layout.components), each)
+    found: Networks = layout.memo["networks"]
+    return found
+
+
+def _traffic(layout: Layout, replica: int) -> Traffic:
+    p, stages, costs = layout.parallel, layout.replicas[replica], layout.costs
+    down, up = transfers_s(layout, replica)
+    reduce, gather, passing = np.zeros((2, p.pp)), np.zeros((2, p.pp)), np.zeros((2, 2, p.pp))
+    beside = np.zeros(p.pp, dtype=bool)
+    for first, end in runs(stages):
+        found = _synchronise(layout, replica, first, stages[first])
+        reduce[:, first:end], gather[:, first:end] = found[0][:, None], found[1][:, None]
+        passing[:, :, first:end] = _passing(layout, replica, first, stages[first])[:, :, None]
+        if p.pp > 1 and layout.run > 1:
+            reduction = layout.reduction(replica, first)
+            beside[first:end] = [layout.edge(replica, (s - 1) % p.pp) == reduction for s in range(first, end)]
+    return Traffic(down, up, reduce, gather, passing, by_stage(stages, lambda c: costs.gradient_size(
+        layout.fabric(c).gpu)), beside)
+
+
+def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
+    """Of one stage transfer of one rank: T x h elements; with sequence parallel each of the `tp` ranks sends its
+    part."""
+    gpu = layout.fabric(component).gpu
+    element = layout.costs.weight_bytes(gpu)
+    if transport.kind == "tcp" and layout.edge_dtype != "same":
+        element = BYTES[layout.edge_dtype]
+    elements = layout.batch.micro_size * layout.batch.sequence_length * layout.model.hidden
+    parts = layout.parallel.sequence_parallel or (layout.costs.software.scatter_transfers and transport.kind != "local")
+    return elements * element / (layout.parallel.tp if parts else 1)
+
+
+def transfer_s(layout: Layout, replica: int, stage: int, forward: bool) -> float:
+    """One stage transfer over the edge below `stage`, down or up. The ranks of a node that sit at this edge share its
+    NIC."""
+    p, stages = layout.parallel, layout.replicas[replica]
+    source, target = stages[stage], stages[(stage + 1) % p.pp]
+    if not forward:
+        source, target = target, source
+    transport = layout.edge(replica, stage)
+    sent = activation_bytes(layout, transport, source)
+    if transport.kind == "local":
+        return layout.latency(transport, source) + sent / layout.rate(transport, source)
+    slowest = min(layout.rate(transport, c, peer=to) / _ranks_at_edge(layout, c)
+                  for c, to in ((source, target), (target, source)))
+    seconds = layout.latency(transport, source, peer=target) + sent / slowest
+    if layout.costs.software.scatter_transfers and p.tp > 1 and not p.sequence_parallel:
+        local = Transport("local")
+        seconds += layout.latency(local, target) + sent * (p.tp - 1) / layout.rate(local, target)
+    return seconds
+
+
+def _ranks_at_edge(layout: Layout, component: Component) -> int:
+    p = layout.parallel
+    if layout.hierarchical:  # as many pipelines as a node holds a stage of at once
+        return p.tp * max(1, component.gpus_per_node // (p.tp * p.pp))
+    return min(component.gpus_per_node, p.dp * p.tp)
+
+
+def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a stage transfer (down from each stage, up from each), (S,) each; equal neighbours have equal ones."""
+    p, stages = layout.parallel, layout.replicas[replica]
+    known: dict[tuple[object, ...], float] = {}
+
+    def transfer(stage: int, forward: bool) -> float:
+        here, there = stages[stage], stages[(stage + 1) % p.pp]
+        key = here.fabric, there.fabric, layout.edge(replica, stage).kind, forward
+        if key not in known:
+            known[key] = transfer_s(layout, replica, stage, forward)
+        return known[key]
+
+    if p.pp == 1:
+        return np.zeros(1), np.zeros(1)
+    return (np.array([transfer(s, True) for s in range(p.pp)]),
+            np.array([transfer((s - 1) % p.pp, False) for s in range(p.pp)]))
+
+
+def collective(layout: Layout, component: Component, transport: Transport, ranks: int, nodes: int, what: str,
+               factor: float, sharing: float, pairs: Sequence[tuple[Component, Component]] = ()) -> np.ndarray:
+    """Seconds of a ring collective (`what` its link is called) for each byte of the whole tensor and for each call,
+    (2,): each rank sends `factor` * (n-1)/n of it; `sharing` groups go out of one node, each once; a ring has as many
+    steps as ranks, of which each has a latency. `pairs`: of components that it goes from and to, beside its way through
+    this one; each step waits for the slowest."""
+    if ranks == 1:
+        return np.zeros(2)
+    fill = layout.costs.collectives(layout.fabric(component).gpu).gather_fill if what == "all_gather" else 0.0
+    sent = factor * (ranks - 1 + fill) / ranks
+    local = Transport("local")
+    inside = sent / layout.rate(local, component, what)
+    steps = factor * ((ranks - nodes) * layout.latency(local, component, what))
+    if transport.kind == "local":
+        return np.array([inside, steps])
+    rates = [layout.rate(transport, component, what), *(layout.rate(transport, a, what, b) for a, b in pairs)]
+    latencies = [layout.latency(transport, component, what), *(layout.latency(transport, a, what, b) for a, b in pairs)]
+    outside = sent * sharing / min(rates)
+    steps += factor * (nodes - 1) * max(latencies)
+    return np.array([max(inside if ranks > nodes else 0.0, outside), steps])
+
+
+def _passing(layout: Layout, replica: int, stage: int, component: Component) -> np.ndarray:
+    """Seconds to (gather the parameters, reduce the gradients) in every pass, for each parameter and each call, (2, 2),
+    as FSDP does."""
+    gpu, costs, tp = layout.fabric(component).gpu, layout.costs, layout.parallel.tp
+    nodes, reduction = layout.nodes_of_run(replica, stage), layout.reduction(replica, stage)
+    return np.array([np.array([size, 1.0]) * collective(layout, component, reduction, layout.run, nodes, what, 1.0, tp)
+                     for what, size in (("all_gather", costs.weight_bytes(gpu)),
+                                        ("reduce_scatter", costs.gradient_size(gpu)))])
+
+
+def _synchronise(layout: Layout, replica: int, stage: int, component: Component) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds to (reduce the gradients, gather the parameters) of stages of one component, of which `stage` is the
+    first: for each parameter, and for each bucket, (2,) each."""
+    p, gpu, costs = layout.parallel, layout.fabric(component).gpu, layout.costs
+    how, transport = costs.collectives(gpu), layout.reduction(replica, stage)
+    nodes = layout.nodes_of_run(replica, stage)
+    sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.hierarchical else 1)
+
+    def ring(what: str, factor: float, size: float) -> np.ndarray:
+        return np.array([size, 1.0]) * collective(layout, component, transport, layout.run, nodes, what, factor,
+                                                  sharing)
+
+    if not p.distributed_optimizer:
+        return ring("reduce_scatter", how.all_reduce, costs.wire_size(gpu)), np.zeros(2)
+    factor = how.all_reduce if costs.software.all_reduced else how.reduce_scatter
+    reduce = ring("reduce_scatter", factor, costs.wire_size(gpu))
+    if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
+        reduce = reduce + np.array([costs.wire_size(gpu) / layout.run, 1.0]) * collective(
+            layout, component, layout.across(), p.optimizer_instances, p.optimizer_instances, "reduce_scatter",
+            how.all_reduce, component.gpus_per_node, layout.linked)
+    return reduce, ring("all_gather", how.all_gather, costs.weight_bytes(gpu))
+
+
+def _tied_s(layout: Layout) -> float:
+    """A tied embedding's gradient, all-reduced between the first and the last stage."""
+    p, model = layout.parallel, layout.model
+    if not model.tied or p.pp == 1:
+        return 0.0
+    times = []
+    for replica, stages in enumerate(layout.replicas):
+        transport = layout.ends(replica)
+        pair = stages[0], stages[-1]
+        for component in pair:
+            gpu = layout.fabric(component).gpu
+            whole = model.padded_vocab(p.tp) / p.tp * model.hidden * layout.costs.gradient_size(gpu)
+            sharing = 1 if transport.kind == "local" else _ranks_at_edge(layout, component)
+            byte, call = collective(layout, component, transport, 2, 2, "reduce_scatter", 2.0, sharing, [pair])
+            times.append(float(whole * byte + call))
+    return max(times)
+
+
+def _norm_s(layout: Layout) -> float:
+    """The gradient norm: one number, all-reduced by everyone, up and down a tree; a calibration has it in its step."""
+    if layout.costs.calibration is not None and layout.costs.calibration.step_s:
+        return 0.0
+    steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
+    pairs = *((c, c) for c in layout.components), *layout.linked
+    return steps * max(layout.latency(layout.rule.shared, c, "reduce_scatter", to) for c, to in pairs)
+
+
+def runs(stages: Sequence[Component]) -> list[tuple[int, int]]:
+    """(first, end) of each run of stages of one component."""
+    starts = [s for s in range(len(stages)) if s == 0 or stages[s] is not stages[s - 1]]
+    return list(zip(starts, [*starts[1:], len(stages)], strict=True))
+
+
+def by_stage(stages: Sequence[Component], of: Callable[[Component], float | tuple[float, ...]]) -> np.ndarray:
+    """`of` each stage's component, (S,) or (S, numbers): asked once for each run."""
+    pieces = runs(stages)
+    asked = np.array([of(stages[first]) for first, _ in pieces])
+    return np.repeat(asked, [end - first for first, end in pieces], axis=0)

@@ -1,0 +1,122 @@
+"""One holder at a time: who is starting a run's job, and which attempt trains into its directory.
+
+A holder keeps a lock file open, locked; the kernel lets go of it when the holder's process ends, however that ends, on
+NFS too (the server's lock). The file says who holds it. Where a node died the server may keep its lock for a while:
+then the state of the holder's job tells that it is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pwd
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records.files import failed
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_TAKES_A_MOMENT_S = 0.5  # a holder that has just locked the file and not yet said who it is
+
+
+@dataclass(frozen=True)
+class Holder:
+    """`what`: what it does, in words; `job`: the Slurm job it belongs to, as JOB_ID/RESTARTS; `since`: Unix seconds."""
+
+    what: str
+    user: str
+    host: str
+    pid: int
+    job: str
+    since: float
+
+    @classmethod
+    def this(cls, what: str, job: str = "") -> Holder:
+        """This process."""
+        try:
+            user = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            user = str(os.getuid())
+        return cls(what, user, socket.gethostname(), os.getpid(), job, time.time())
+
+    def __str__(self) -> str:
+        age, job = max(0, time.time() - self.since), f", job {self.job.partition('/')[0]}" if self.job else ""
+        return f"{self.what} of {self.user} on {self.host} (process {self.pid}{job}, for {age:.0f} s)"
+
+
+@contextlib.contextmanager
+def held(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: False) -> Iterator[None]:
+    """Hold the lock file `path` as `own`. RecordError where somebody else holds it, who it is in it, unless `is_over`
+    says that its job has ended. On a file system without locks nothing is held, and nothing refused."""
+    handle = take(path, own, is_over)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # while it is held: who waits for this file finds another one
+        os.close(handle)
+
+
+def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: False, patience_s: float = 0) -> int:
+    """As :func:`held`, for as long as this process lives: the open file comes back. `patience_s`: for a holder that
+    may just be ending."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as e:
+            raise failed(path, e) from e
+        kept = False
+        try:
+            if kept := _locked(handle, path):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, (json.dumps(asdict(own)) + "\n").encode(), 0)
+                return handle
+            if time.monotonic() >= until:
+                other = _said(path)
+                if kept := other is not None and is_over(other):
+                    return handle
+                raise RecordError(f"it is taken by {other or 'another process'}", where=str(path.parent),
+                                  hint="wait for its end, `holmes cancel` the run, or end that process")
+        except OSError as e:
+            kept = False
+            raise failed(path, e) from e
+        finally:
+            if not kept:
+                os.close(handle)
+        time.sleep(0.1)
+
+
+def _locked(handle: int, path: Path) -> bool:
+    """Lock an open file, if nobody else has and it is still the one at `path`."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        if e.errno in _NO_LOCKS:
+            return True
+        if e.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+
+
+def _said(path: Path) -> Holder | None:
+    """Who holds the file, as it says; None where it does not say in time."""
+    end = time.monotonic() + _TAKES_A_MOMENT_S
+    while True:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            said = json.loads(path.read_text(encoding="utf-8"))
+            return Holder(str(said["what"]), str(said["user"]), str(said["host"]), int(said["pid"]), str(said["job"]),
+                          float(said["since"]))
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.02)

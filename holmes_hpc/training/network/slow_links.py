@@ -1,0 +1,84 @@
+"""Links that become slow in mid-run: how long a stage's gradient synchronisation takes, against the plan and against
+what it took before."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.training.network.audit import loads
+from holmes_hpc.training.network.interfaces import NodeTransports, short
+
+TIMES = 3.0  # as long as planned, and as long as before
+LEAST_S = 0.02  # a step: less than that is no loss
+WINDOW = 5  # steps whose median is compared; the first of them connect, and are left out
+_DP = ("dp", "intra_dp", "inter_dp")
+
+
+class SlowLinks:
+    """Compares the gradient synchronisation of every stage, over windows of steps, with the first window's and with
+    `expected_s`, a stage's seconds as planned. Of a stage's ranks the quickest counts: the others may wait for one that
+    computes. `names`: of every stage, for messages: its nodes and NICs. A stage is named once, until it recovers."""
+
+    def __init__(self, stages: Sequence[Sequence[int]], names: Sequence[str], expected_s: Sequence[float]) -> None:
+        self._stages, self._names, self._expected_s = stages, names, expected_s
+        self._seen: list[Sequence[float]] = []
+        self._before: list[float] = []
+        self._said: set[int] = set()
+        self._warm = False
+
+    def step(self, sync_s: Sequence[float]) -> list[Finding]:
+        """Take one step's seconds of every rank; what is slow comes back with every window."""
+        if not self._warm:
+            self._warm = True
+            return []
+        self._seen.append(sync_s)
+        if len(self._seen) < WINDOW:
+            return []
+        now = [statistics.median(min(step[rank] for rank in ranks) for step in self._seen) for ranks in self._stages]
+        self._seen.clear()
+        if not self._before:
+            self._before = now
+            return []
+        found = []
+        for stage, (own, before, planned) in enumerate(zip(now, self._before, self._expected_s, strict=True)):
+            slow = own > max(TIMES * before, TIMES * planned, LEAST_S)
+            if slow and stage not in self._said:
+                self._said.add(stage)
+                found.append(Finding(
+                    "warning", self._names[stage],
+                    f"gradient synchronisation of stage {stage} takes {own:.3g} s a step, {before:.3g} s before, "
+                    f"{planned:.3g} s as planned", "a link there has become slow: see its speed, errors and cable "
+                    "(ethtool, ibstat), and who else uses it; `holmes resume` measures every link anew"))
+            elif not slow:
+                self._said.discard(stage)
+                self._before[stage] = min(before, own)
+        return found
+
+
+def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None) -> SlowLinks:
+    """For a plan whose ranks run on `nodes`; see :class:`holmes_hpc.training.network.audit.Audit` for the rest."""
+    stages = plan.parallel.stage_ranks
+    groups = {f"{g.kind} of ranks {short(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
+    expected, names = [0.0] * len(stages), []
+    for load in loads(plan, [n.node for n in nodes], dtype):
+        group = groups.get(load.label)
+        if group is None:
+            continue
+        fabric = plan.site.fabric(plan.places[group.ranks[0]].fabric)
+        wired = load.kind == "ethernet"
+        gbps = fabric.ethernet_gbps if wired else fabric.rdma_gbps or fabric.ethernet_gbps
+        seconds = 8 * load.bytes * factors.get("ethernet" if wired else fabric.name, 1.0) / (gbps * 1e9)
+        for stage in group.stages:
+            expected[stage] = max(expected[stage], seconds)
+    for ranks in stages:
+        kinds = {g.transport.kind for g in groups.values() if set(g.ranks) <= set(ranks)}
+        nics = dict.fromkeys(nodes[r].interfaces[kind][0] for r in ranks for kind in ("rdma", "tcp")
+                             if kind in kinds and kind in nodes[r].interfaces)
+        hosts = list(dict.fromkeys(nodes[r].node for r in ranks))
+        names.append(f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}"
+                     + (f" (NIC {', '.join(nics)})" if nics else ""))
+    return SlowLinks(stages, names, expected)

@@ -1,0 +1,75 @@
+"""One holder at a time, named to the others; a lock that nobody holds any more keeps nobody out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records.holder import Holder, held, take
+
+
+def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
+    with held(tmp_path / "lock", Holder.this("`holmes resume`", "41")), pytest.raises(
+            RecordError, match=rf"{tmp_path}: it is taken by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
+                               r"for 0 s\); wait for its end"):
+        take(tmp_path / "lock", Holder.this("another"))
+    assert not list(tmp_path.iterdir())
+    with held(tmp_path / "lock", Holder.this("a third")):
+        pass
+
+
+def test_a_lock_that_a_file_server_keeps_for_a_dead_node(tmp_path: Path) -> None:
+    asked: list[Holder] = []
+    with held(tmp_path / "lock", Holder.this("an attempt", "41")):
+        def over(other: Holder) -> bool:
+            asked.append(other)
+            return other.job == "41"
+
+        take(tmp_path / "lock", Holder.this("an attempt", "42"), over)
+    assert asked[0].what == "an attempt"
+
+
+def test_one_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
+    first = take(tmp_path / "lock", Holder.this("first"))
+    threading.Timer(0.3, os.close, [first]).start()
+    os.close(take(tmp_path / "lock", Holder.this("second"), patience_s=30))
+
+
+def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
+    at_work, most, refused = [0], [0], []
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        for _ in range(20):
+            barrier.wait()
+            try:
+                with held(tmp_path / "lock", Holder.this("one of many")):
+                    at_work[0] += 1
+                    most[0] = max(most[0], at_work[0])
+                    time.sleep(0.001)
+                    at_work[0] -= 1
+            except RecordError:
+                refused.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and refused
+
+
+def test_a_file_system_without_locks_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with held(tmp_path / "lock", Holder.this("first")), held(tmp_path / "lock", Holder.this("second")):
+        pass

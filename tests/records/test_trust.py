@@ -1,0 +1,94 @@
+"""Who else may write where a run lies; what is made can be written by nobody else, whatever the umask."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records import trust
+from holmes_hpc.records.files import append_line, write_whole
+from holmes_hpc.records.find import find_run
+from holmes_hpc.records.run import RunDirectory
+
+ROOT = os.getuid() == 0
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "runs" / "a"
+    made.mkdir(parents=True)
+    return made
+
+
+def test_a_folder_of_ones_own(folder: Path) -> None:
+    assert trust.strangers(folder) is None and trust.strangers(folder / "new" / "one") is None
+
+
+@pytest.mark.parametrize(("mode", "says"), [(0o777, "can be written by everybody"), (0o1777, None), (0o755, None)])
+def test_a_folder_above_it(mode: int, says: str | None, folder: Path) -> None:
+    folder.parent.chmod(mode)
+    said = trust.strangers(folder)
+    assert said is None if says is None else said is not None and said == f"{folder.parent} {says}"
+    if says:
+        with pytest.raises(RecordError, match="not the only one who decides what would run; chmod go-w it"):
+            trust.refuse_strangers(folder)
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+def test_of_another_user_or_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(folder.parent, 0, 12345)
+    folder.parent.chmod(0o775)
+    assert "can be written by group 12345" in (trust.strangers(folder) or "")
+    with pytest.raises(RecordError, match="HOLMES_TRUST_GROUP=1"):
+        trust.refuse_strangers(folder)
+    monkeypatch.setenv("HOLMES_TRUST_GROUP", "1")
+    assert trust.strangers(folder) is None
+    folder.parent.chmod(0o777)
+    assert "by everybody" in (trust.strangers(folder) or "")
+    os.chown(folder, 54321, 0)
+    assert trust.strangers(folder) == f"{folder} belongs to user 54321"
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+def test_behind_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    os.chown(tmp_path / "theirs", 54321, 0)
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    assert "belongs to user 54321" in (trust.strangers(tmp_path / "link" / "run") or "")
+
+
+def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunDirectory.create(folder / "run")
+    find_run(folder / "run")
+    assert not capsys.readouterr().err
+    folder.chmod(0o777)
+    find_run(folder / "run")
+    said = capsys.readouterr().err
+    assert f"warning: {folder / 'run'}: {folder} can be written by everybody; what the run says" in said
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(("said", "files", "folders"), [(0o000, 0o644, 0o755), (0o022, 0o644, 0o755),
+                                                        (0o002, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_what_is_made(said: int, files: int, folders: int, tmp_path: Path, umask: None) -> None:
+    os.umask(said)
+    trust.careful_umask()
+    run = RunDirectory.create(tmp_path / "run", "plan")
+    append_line(run.metrics_path, "{}")
+    write_whole(tmp_path / "secret", "", 0o600)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [run.path, *run.path.iterdir()]}
+    assert set(modes.values()) == {files, folders}
+    assert {name for name, mode in modes.items() if mode == folders} == {"run", "logs", "trace", "checkpoints", "exits"}
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600

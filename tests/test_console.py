@@ -1,0 +1,56 @@
+"""Other people's words are shown on a terminal, never obeyed by it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holmes_hpc import cli, console
+from holmes_hpc.records.run import RunDirectory
+
+CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"  # OSC 52 sets the clipboard of whoever reads it
+WORDS = f"a{CLIPBOARD}b\x9b31m\rc\x08\u202ed\udc9b:heart:[red]"
+SHOWN = r"a\x1b]52;c;cm0gLXJm\x07b\x9b31m\rc\x08\u202ed\udc9b:heart:[red]"
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def test_control_characters_are_written_out() -> None:
+    assert console.visible(WORDS) == SHOWN
+    assert console.visible("plain – text\n\tof two lines, ä 漢") == "plain – text\n\tof two lines, ä 漢"
+
+
+@pytest.mark.parametrize("say", [
+    console.text, console.paragraph, console.note, console.problem,
+    lambda words: console.table(words, [words], [[words]], words), lambda words: console.Progress()(words, 1, 2)])
+def test_every_way_of_saying(say: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    say(WORDS)
+    said = "".join(capsys.readouterr())
+    assert not OBEYED.search(said) and r"\x1b]52" in said.replace("\n", "")
+
+
+def test_json_is_the_same_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    console.as_json({"log": ["a\x9b31m\x1b[2J\u202eb"]})
+    said = capsys.readouterr().out
+    assert not OBEYED.search(said) and json.loads(said) == {"log": ["a\x9b31m\x1b[2J\u202eb"]}
+
+
+@pytest.mark.parametrize("verb", [["logs"], ["logs", "--json"], ["status"], ["status", "--json"], ["report"],
+                                  ["cancel"], ["resume"], ["export", "--safetensors", "out"]])
+def test_no_verb_sends_a_records_words_to_the_terminal(verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create(tmp_path / f"run{CLIPBOARD.replace('/', '')}", "x: 1\n", config={CLIPBOARD: CLIPBOARD})
+    run.log_path(0).write_text(f"{CLIPBOARD}\n")
+    run.update_run(attempts=[{"attempt": 1, "host": CLIPBOARD}], slurm={"job_id": CLIPBOARD}, overrides=[CLIPBOARD])
+    run.write_result({"state": "failed", "error": CLIPBOARD, "failed_rank": 0, "failed_node": CLIPBOARD,
+                      "log_tail": [CLIPBOARD]})
+    monkeypatch.setattr(sys, "argv", ["holmes", verb[0], str(run.path), *verb[1:]])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = "".join(capsys.readouterr())
+    assert said and not OBEYED.search(said)

@@ -1,0 +1,58 @@
+"""A link that becomes slow in mid-run is named with its stage, nodes and NIC within ten steps."""
+
+from __future__ import annotations
+
+import plans
+import pytest
+
+from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.slow_links import LEAST_S, WINDOW, SlowLinks, of_plan
+
+QUICK, SLOW = [0.1, 0.4, 0.05, 0.05], [2.0, 2.3, 0.05, 0.05]  # of ranks 0,1 (stage 0) and 2,3 (stage 1)
+
+
+def watched(expected_s: tuple[float, float] = (0.1, 0.05)) -> SlowLinks:
+    return SlowLinks([[0, 1], [2, 3]], ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"], expected_s)
+
+
+def taken(links: SlowLinks, steps: int, times: list[float]) -> list[tuple[int, Finding]]:
+    return [(step, finding) for step in range(1, steps + 1) for finding in links.step(times)]
+
+
+def test_a_link_at_a_twentieth_is_named_within_ten_steps_and_once() -> None:
+    links = watched()
+    assert not taken(links, 1 + 4 * WINDOW, QUICK)
+    (at, finding), = taken(links, 30, SLOW)
+    assert at <= 10 and finding.level == "warning"
+    assert str(finding).startswith("warning: nodes ib[1-2] (NIC ib0): gradient synchronisation of stage 0 takes 2 s a "
+                                   "step, 0.1 s before, 0.1 s as planned; a link there has become slow")
+    assert not taken(links, 30, QUICK)
+    assert len(taken(links, 30, SLOW)) == 1  # it had recovered
+
+
+def test_a_rank_that_computes_slowly_is_not_taken_for_a_link() -> None:
+    links = watched()
+    taken(links, 1 + 2 * WINDOW, QUICK)
+    assert not taken(links, 30, [0.1, 9.0, 0.05, 0.05])  # rank 1 waits for rank 0, which does not
+
+
+def test_what_is_as_planned_or_too_short_is_not_named() -> None:
+    links = watched(expected_s=(1.0, 0.05))
+    taken(links, 1 + 2 * WINDOW, QUICK)
+    assert not taken(links, 30, SLOW)
+    links = watched((0.0, 0.0))
+    taken(links, 1 + 2 * WINDOW, [LEAST_S / 100] * 4)
+    assert not taken(links, 30, [LEAST_S / 2] * 4)
+
+
+def test_of_a_plan() -> None:
+    plan = plans.plan("ib-a", "roce-a")
+    nodes = [NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {},
+                            False)
+             for i, (name, fabric, nic) in enumerate((("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"),
+                                                      ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0")))]
+    links = of_plan(plan, nodes, {}, "fp32")
+    assert links._names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
+    ib, roce = links._expected_s
+    assert roce > ib > 0 and roce / ib == pytest.approx(0.4 / 0.25, rel=0.5)
