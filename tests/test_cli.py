@@ -226,7 +226,8 @@ def test_unknown_verbs_and_options(holmes):
 
 def test_every_verb_shows_an_example(holmes):
     for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "calibrate", "submit", "run", "resume",
-                 "status", "logs", "cancel", "rm", "report", "export", "models", "batches", "data prepare",
+                 "status", "logs", "cancel", "rm", "report", "import", "export", "generate", "models", "batches",
+                 "data prepare",
                  "sweep status", "sweep collect", "testbed up", "testbed status", "testbed exec", "testbed down"):
         code, out, _ = holmes(*verb.split(), "--help")
         assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb

@@ -11,7 +11,7 @@ import typer
 from pages import FENCE, ROOT, blocks, run_block, text_of
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
-TITLES = ("on a real site", "on the testbed, as root", "needs ", "some minutes")  # else it is run
+TITLES = ("on a real site", "on the testbed, as root", "as root, with ", "needs ", "some minutes")  # else it is run
 
 
 def own_blocks(page: Path) -> list[tuple[str, str]]:

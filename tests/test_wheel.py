@@ -116,7 +116,7 @@ def alone(venv: Path, directory: Path, *words: str, given: str = "") -> subproce
     return subprocess.run([str(venv / "bin" / "python"), "-I", *words], cwd=directory, input=given, text=True,
                           capture_output=True, timeout=300, check=False,
                           env={"PATH": str(venv / "bin"), "HOME": str(directory), "HOLMES_RUNS": str(records),
-                               "HOLMES_TESTBED": str(directory / "bed")})
+                               "HOLMES_TESTBED": "/tmp/holmes-no-bed"})  # short, as a socket's path must be
 
 
 def test_verbs_alone(venv: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_verbs_alone(venv: Path, tmp_path: Path) -> None:
         "logs s-holmes": (0, "no log"),
         "testbed status": (1, "no testbed"),
         "nodes": (2, "Slurm"),
-        "submit plan.yaml --dry-run": (2, "Slurm"),
+        "submit plan.yaml data=synthetic --dry-run": (2, "Slurm"),
         "sweep status nowhere": (2, "nowhere"),
         "report s-holmes": (2, "pip install 'holmes-hpc[report]'"),
         "export s-holmes --safetensors there": (2, "pip install 'holmes-hpc[train]'"),

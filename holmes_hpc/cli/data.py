@@ -18,12 +18,12 @@ def data_prepare(
         files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", show_default=False)] = None,
         output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Of PREFIX.bin and .idx.")] = "",
         tokenizer: Annotated[str | None, typer.Option(help="A Hugging Face tokenizer.json; without: bytes.")] = None,
-        json_key: Annotated[str, typer.Option(help="Where a JSONL line has its text.")] = "text",
+        json_key: Annotated[str, typer.Option(help="Where a JSONL line, or a Parquet row, has its text.")] = "text",
         workers: Annotated[int | None, typer.Option(help="Processes; without: one a core.")] = None,
         stdlib: Annotated[bool, typer.Option("--stdlib", help="Python's own sources, for trying.")] = False,
         force: Annotated[bool, typer.Option("--force", help="Replace other data at PREFIX.")] = False,
         json: Json = False) -> None:
-    """Text or JSONL, also compressed, of files and folders, to Megatron's indexed data set.
+    """Text, JSONL, also compressed, or Parquet, of files and folders, to Megatron's indexed data set.
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
     """

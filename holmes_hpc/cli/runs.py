@@ -156,26 +156,6 @@ def remove(runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Dir
 
 
 @app.command()
-def export(run: Run, safetensors: Annotated[str, typer.Option("--safetensors", metavar="DIR", help="Write here.")],
-           ) -> None:
-    """The weights of the last good checkpoint with Hugging Face's names.
-
-    Example: holmes export my-run --safetensors weights/
-    """
-    from holmes_hpc.errors import DataError
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.training.checkpoint import checkpoint_directory
-    from holmes_hpc.training.checkpoint.export import export as export_weights
-
-    record = find_run(run)
-    found = checkpoint_directory.complete(record.checkpoints)
-    if not found:
-        raise DataError("no complete checkpoint", where=str(record.checkpoints),
-                        hint="train with train.checkpoint_interval=N")
-    console.text(str(export_weights(record, found[0].path, safetensors, found[0].step)))
-
-
-@app.command()
 def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None,
            json: Json = False) -> None:
     """How runs stand: state, step, loss; of a failed one the rank, node and last lines of its log.

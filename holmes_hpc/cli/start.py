@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
+from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
@@ -54,6 +55,12 @@ def look_at_files(config: Configuration) -> None:
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{key} is {path!r}, which is not there", hint="give the path of one that exists")
+    folder = folder_of(config.checkpoint)
+    if folder is not None:
+        from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
+
+        with console.waiting("looking at the weights"):
+            Folder(folder).check_model(config.model)
     if config.data.kind == "indexed":
         from holmes_hpc.training.data.prefix import look_at
 
@@ -110,6 +117,14 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
     return job_of(record)
 
 
+def check_choice(config: Configuration) -> None:
+    """ConfigError where there is nothing for --earliest to choose from."""
+    for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
+                        (config.local, "launcher=local")):
+        if given:
+            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
+
+
 def earliest_ends(config: Configuration, clock: Clock | None = None, known: Costs | None = None) -> list[PlannedStart]:
     """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together;
     `known`: costs in place of the configuration's.
@@ -118,10 +133,7 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
     from holmes_hpc.submission.earliest import earliest as order
     from holmes_hpc.submission.earliest import plans_to_try
 
-    for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
-                        (config.local, "launcher=local")):
-        if given:
-            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
+    check_choice(config)
     here = site(config)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -15,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
+from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
 from holmes_hpc.errors import ConfigError, nearest
@@ -33,11 +37,26 @@ def _composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
     before = base.version_base  # of a Hydra application that this process may be: ours is not to change it
     try:
         with initialize_config_module("holmes_hpc.conf", version_base="1.3"):
-            return _resolved(compose("config", overrides=list(overrides)), overrides)
+            return _resolved(compose("config", overrides=with_folders(overrides)), overrides)
     except (HydraException, OmegaConfBaseException) as e:
         raise explained(e) from e
     finally:
         base.version_base = before
+
+
+def with_folders(words: Sequence[str]) -> list[str]:
+    """Overrides or arguments in which each ``model=hf:DIR`` names a model that Hydra knows from now on: the folder's,
+    by its config.json. DataError where that cannot be read or is not covered."""
+    made = []
+    for word in words:
+        given = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", word)
+        folder = folder_of(given[3]) if given else None
+        if given and folder is not None:
+            option = "hf_" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+            ConfigStore.instance().store(group="model", name=option, node=asdict(read_model(folder)))
+            word = given[1] + option
+        made.append(word)
+    return made
 
 
 def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:

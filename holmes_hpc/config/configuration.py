@@ -45,14 +45,21 @@ class Configuration:
                           key("[gpu, gpu-old]: only these are used; null: those that fit best")] = None
     calibration: Annotated[str | None, key("a file of `holmes calibrate`, or a layer profile (docs/planner.md)")] = None
     plan_file: Annotated[str | None, key("run this plan instead of planning")] = None
-    checkpoint: Annotated[str | None, key("begin with this one (checkpoints/step-… of any run of the model); with its "
-                                          "own once the run has one")] = None
+    checkpoint: Annotated[str | None, key("begin with this one: checkpoints/step-… of any run of the model, a folder "
+                                          "of `holmes import`, or hf:DIR, a Hugging Face folder; with its own once the "
+                                          "run has one")] = None
     labels: Annotated[Mapping[str, Any], key("words for reports: +labels.system=… +labels.session=… "
                                              "(docs/results.md)")] = field(default_factory=dict)
     run_dir: Annotated[str | None, key("the run directory; null: $HOLMES_RUNS or runs/, and the run's name")] = None
 
     def __post_init__(self) -> None:
         check(self, "configuration")
+        if self.train.optimizer == "muon" and self.plan.distributed_optimizer:
+            raise ConfigError("Megatron-Core's Muon cannot be shared out over data-parallel ranks",
+                              where="train.optimizer", hint="add plan.distributed_optimizer=false")
+        if self.train.optimizer == "muon" and self.train.dtype == "fp16":
+            raise ConfigError("Megatron-Core's Muon takes no fp16", where="train.optimizer",
+                              hint="use train.dtype=bf16")
 
     @property
     def local(self) -> bool:

@@ -20,6 +20,9 @@ class DataConfig:
     seed: Annotated[int | None, key("of the order of samples; null: train.seed", ge=0, lt=1 << 32)] = 1234
     prefix: Annotated[str | tuple[str | float, ...] | None,
                       key("of an indexed data set: PREFIX, or a blend [0.7, a, 0.3, b]")] = None
+    documents: Annotated[str, key("of an indexed data set, whose documents are packed into samples: joined: a token "
+                                  "attends to all before it; apart: to those of its own document alone",
+                                  one_of=("joined", "apart"))] = "joined"
     split: Annotated[str, key("\"90,10\": shares of training and validation")] = "100,0"
     tokenizer: Annotated[str | None, key("a tokenizer.json that `holmes export` puts beside the weights; the data have "
                                          "been tokenized already")] = None
@@ -32,3 +35,5 @@ class DataConfig:
         if self.kind == "indexed" and not self.prefix:
             raise ConfigError("data.prefix is not given",
                               hint="give data.prefix=PREFIX of `holmes data prepare`")
+        if self.documents == "apart" and self.kind != "indexed":
+            raise ConfigError("data.documents is apart, and synthetic data have no documents", hint="leave it out")

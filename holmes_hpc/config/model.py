@@ -68,7 +68,8 @@ class ModelSpec:
             raise PlanError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads", where=where,
                             hint="choose kv_heads that divide heads")
         if self.rope and self.head_width % 2:
-            raise PlanError(f"a head is {self.head_width} wide, an odd number", where=where,
+            of = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
+            raise PlanError(f"a head is {self.head_width} wide{of}, an odd number", where=where,
                             hint="choose an even width of a head, as rotary embedding needs, or model.rope=false")
         if self.rope_scaling is not None and not self.rope:
             raise PlanError("rope_scaling of a model without rope", where=where, hint="leave model.rope_scaling out")

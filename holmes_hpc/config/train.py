@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,11 +24,18 @@ class TrainConfig:
     fp8: Annotated[str | None, key("products of layers in fp8 with Transformer Engine, scaled by the last steps' "
                                    "largest values (delayed), the tensor's (tensorwise) or each block's (mxfp8, "
                                    "Blackwell); null: none", one_of=("delayed", "tensorwise", "mxfp8"))] = None
-    # the optimizer: AdamW, linear warm-up and cosine decay
+    # the optimizer
+    optimizer: Annotated[str, key("adam: AdamW; muon: Muon for matrices and AdamW for the rest, where Megatron-Core "
+                                  "has it (the package emerging_optimizers)", one_of=("adam", "muon"))] = "adam"
     lr: Annotated[float, key("peak learning rate", ge=0)] = 1.0e-3
     min_lr: Annotated[float, key("learning rate after the decay, at most lr", ge=0)] = 1.0e-4
     warmup_steps: Annotated[int, key("steps over which the learning rate rises to lr", ge=0)] = 0
     lr_decay_steps: Annotated[int | None, key("step at which min_lr is reached; null: steps", ge=1)] = None
+    lr_schedule: Annotated[str, key("how the learning rate falls after the warm-up: cosine or linear down to min_lr; "
+                                    "wsd: it stays at lr and falls in a line over the last wsd_decay_steps",
+                                    one_of=("cosine", "linear", "wsd"))] = "cosine"
+    wsd_decay_steps: Annotated[int | None, key("of lr_schedule wsd: steps of its fall; null: a tenth of all",
+                                               ge=1)] = None
     weight_decay: Annotated[float, key("decoupled weight decay of matrices (norms and biases do not decay)",
                                        ge=0)] = 0.01
     beta1: Annotated[float, key("Adam's decay of the first moment", ge=0, lt=1)] = 0.9
@@ -76,3 +84,14 @@ class TrainConfig:
             end = "lr_decay_steps" if self.lr_decay_steps else "steps"
             raise ConfigError(f"train.warmup_steps is {self.warmup_steps}",
                               hint=f"use a whole number from 0 up to {end}, which is {last}")
+        if self.wsd_decay_steps is not None and self.lr_schedule != "wsd":
+            raise ConfigError("train.wsd_decay_steps without train.lr_schedule=wsd", hint="leave one of them out")
+        if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > last:
+            raise ConfigError(f"train.wsd_decay_steps is {self.decay_steps}",
+                              hint=f"use a whole number from 1 up to the steps after the warm-up, which are "
+                                   f"{last - self.warmup_steps}")
+
+    @property
+    def decay_steps(self) -> int:
+        """Of lr_schedule wsd: steps in which the learning rate falls."""
+        return self.wsd_decay_steps or math.ceil((self.lr_decay_steps or self.steps) / 10)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data.build import build_datasets, described
+from holmes_hpc.training.data.build import build_datasets, described, document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown
@@ -100,11 +99,14 @@ class Trainer:
         model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
+        self.document_end = document_end(config.data)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
         self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown,
                                                    stage=pipeline_rank)
         attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
-        chunks = gpt.build(plan, self.model_config, train.seed, here.device)
+        attention.refuse_apart(self.document_end, here.cuda)
+        chosen = config.checkpoint
+        chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
@@ -127,8 +129,7 @@ class Trainer:
             here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
             keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control,
             elsewhere=train.checkpoint_dir)
-        chosen = config.checkpoint
-        self.step = self.checkpoints.load(Path(chosen) if chosen else None)
+        self.step = self.checkpoints.load(chosen)
         if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
                               where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
@@ -238,7 +239,7 @@ class Trainer:
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
         stored = self.forward_backward(
-            forward_step_func=forward_step,
+            forward_step_func=partial(forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
             seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
@@ -254,7 +255,8 @@ class Trainer:
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        return [batches(dataset, self.plan, rank, start_step, self.here.device, stage) for _ in self.models]
+        return [batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
+                for _ in self.models]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
@@ -371,13 +373,13 @@ class Trainer:
             self.loggers.close()
 
 
-def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """Megatron-Core's forward_step_func: one micro-batch, which lies on the model's device already, through one model
-    chunk, and how its loss is made."""
+    chunk, and how its loss is made. `masked`: every stage needs the batch, for its mask."""
     model = gpt.inner(chunk)
-    batch = next(batches) if model.pre_process or model.post_process else {}
+    batch = next(batches) if model.pre_process or model.post_process or masked else {}
     labels = batch.get("labels") if model.post_process else None
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=labels)
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
     return output, partial(_loss, batch.get("loss_mask"))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 import urllib.request
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +30,9 @@ class Browser:
     def __init__(self, width: int, height: int, ratio: float = 1.0) -> None:
         driver = next(filter(None, map(shutil.which, DRIVERS)))
         binary = next(filter(None, map(shutil.which, BROWSERS)))
-        self._process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+        self._own = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)  # it leaves files behind
+        self._process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True,
+                                         env={**os.environ, "TMPDIR": self._own.name})
         assert self._process.stdout
         started = (re.search(r"successfully on port (\d+)", line) for line in self._process.stdout)
         port = next(found.group(1) for found in started if found)
@@ -72,3 +76,4 @@ class Browser:
         finally:
             self._process.terminate()
             self._process.wait()
+            self._own.cleanup()

@@ -26,7 +26,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (6
 
 @dataclass(frozen=True)
 class Kind:
-    """What kernels reach on one kind of GPU (kernel_figures.yaml). `known` False: it has no table, and these are guesses."""
+    """What kernels reach on one kind of GPU (kernel_figures.yaml). `known` False: without a table; guesses."""
 
     name: str
     sms: Annotated[int, key("streaming multiprocessors", ge=1)]

@@ -15,14 +15,20 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
+from holmes_hpc.schema import keys
 
 DESCRIPTION = "holmes.json"
 STRUCTURE = ".metadata"  # where every piece of the state lies; PyTorch's
+IMPORTED = "hugging_face"  # says in a description that it is of a folder of `holmes import`, under any name
+# A model's identity: what its weights' shapes and their use depend on.
+_IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
+             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -71,6 +77,16 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
     return folder / f".saving-{name_of(step)}-{attempt}"
 
 
+def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> None:
+    """Raise DataError when the model that was `saved` (plain data) is another one than `model`."""
+    own, at_first = asdict(model), {k: d.default for k, d in keys(ModelSpec).items()}
+    saved = {**at_first, **saved}  # an older version's lacks the keys that came later
+    for name in _IDENTITY:
+        if saved[name] != own[name]:
+            raise DataError(f"it is of a model with {name} {saved[name]}, the plan's has {own[name]}", where=where,
+                            hint="use a plan for the model that was trained")
+
+
 def complete(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints in `folder`, the latest first."""
     found = []
@@ -97,11 +113,12 @@ def _named(folder: Path) -> list[tuple[int, Path]]:
 def at(path: Path) -> Checkpoint:
     """The checkpoint that is `path`. DataError when it is none, or not complete."""
     match, about = _NAME.match(path.resolve().name), _describe(path)
-    if match is None or isinstance(about, str):
+    if isinstance(about, str) or (match is None and not about.get(IMPORTED)):
         why = f" ({about})" if isinstance(about, str) else ""
         raise DataError(f"not a complete checkpoint{why}", where=str(path),
-                        hint="give a directory checkpoints/step-… of a run, with its holmes.json")
-    return Checkpoint(int(match[1]), path, about)
+                        hint="give a directory checkpoints/step-… of a run, or one of `holmes import`, with its "
+                             f"{DESCRIPTION}")
+    return Checkpoint(int(match[1]) if match else 0, path, about)
 
 
 def seen(path: Path, patience_s: float = 30) -> Checkpoint | None:
@@ -128,7 +145,7 @@ def _describe(path: Path) -> dict[str, Any] | str:
     files = about.get("files")
     if not isinstance(files, dict) or not all(_is_file(name, said) for name, said in files.items()):
         return f"{DESCRIPTION} names no files with their sizes and checksums"
-    if STRUCTURE not in files:
+    if STRUCTURE not in files and not about.get(IMPORTED):
         return f"{DESCRIPTION} does not name {STRUCTURE}"
     return about
 

@@ -1,7 +1,6 @@
 """Exporting weights: from Megatron-Core's names and layouts to Hugging Face's, as safetensors for `transformers`.
 
-Models with rotary positions, SwiGLU and RMSNorm become a LlamaForCausalLM; models with learned positions, GELU and
-LayerNorm a GPT2LMHeadModel. There is no such class for other mixtures, and none is invented here.
+Which class of `transformers` computes what a model computes says config/hugging_face.py; no class is invented here.
 """
 
 from __future__ import annotations
@@ -9,22 +8,31 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from holmes_hpc.config import hugging_face
 from holmes_hpc.config.model import ModelSpec
-from holmes_hpc.errors import ConfigError, DataError
+from holmes_hpc.errors import DataError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
+from holmes_hpc.training.checkpoint.begin import KEPT
+from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
+from holmes_hpc.training.checkpoint.weight_names import Weight
 from holmes_hpc.training.data.tokenizer import ByteTokenizer
 
 SHARD_BYTES = 5_000_000_000  # of one .safetensors file, as Hugging Face's own
 State = Mapping[str, torch.Tensor]  # Megatron-Core's names of the whole model, layers counted from 0
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded in the state
 
 
 @dataclass(frozen=True)
@@ -45,18 +53,49 @@ class Exported:
         return f"{self.architecture}{after}: {self.parameters:,} parameters, in {self.path}"
 
 
-def export(run: RunDirectory, checkpoint: str | os.PathLike[str], out_dir: str | os.PathLike[str],
-           step: int | None = None) -> Exported:
-    """Write the weights of a run's `checkpoint` (a directory, taken after `step`) into `out_dir`; see :func:`write`.
+@dataclass(frozen=True)
+class Chosen:
+    """Weights that can be exported, and what belongs to them. `source`: a Hugging Face folder that may be there, with
+    config and tokenizer; `tokenizer`: the file of the run's data."""
 
-    The model is the plan's; the end of a document and the tokenizer's file are those of the run's data.
-    """
+    state: State
+    model: ModelSpec
+    source: Path
+    step: int | None = None
+    eod: int | None = None
+    tokenizer: str | None = None
+
+
+def choose(name: str) -> Chosen:
+    """What `name` says: a run (its last good checkpoint), or the directory of a checkpoint."""
+    if (Path(name) / checkpoint_directory.DESCRIPTION).is_file():
+        chosen = checkpoint_directory.at(Path(name))
+        if chosen.about.get(checkpoint_directory.IMPORTED):
+            folder = Folder(chosen.path)
+            return Chosen(FolderWeights(folder), folder.model, chosen.path)
+        return of_run(RunDirectory(chosen.path.resolve().parents[1]), chosen.path, chosen.step)
+    record = find_run(name)
+    found = checkpoint_directory.complete(record.checkpoints)
+    if not found:
+        raise DataError("no complete checkpoint", where=str(record.checkpoints),
+                        hint="train with train.checkpoint_interval=N")
+    return of_run(record, found[0].path, found[0].step)
+
+
+def of_run(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int | None = None) -> Chosen:
+    """A run's `checkpoint` (a directory, taken after `step`). The model is the plan's; config and tokenizer are those
+    of the folder that the run began with, or else the end of a document and the tokenizer's file of the run's data."""
     spec, data = Plan.read(run.plan_path).model, run.config.get("data", {})
     tokenizer = data.get("tokenizer")
     if tokenizer and not os.path.isfile(tokenizer):
         raise DataError("the run's tokenizer is gone", where=tokenizer, hint="put it back")
-    return write(SavedWeights(checkpoint), spec, out_dir, eod=_end_of_document(data, spec), tokenizer=tokenizer,
-                 step=step)
+    return Chosen(SavedWeights(checkpoint), spec, run.path / KEPT, step, _end_of_document(data, spec), tokenizer)
+
+
+def export(chosen: Chosen, out_dir: str | os.PathLike[str]) -> Exported:
+    """Write what was chosen into `out_dir`; see :func:`write`."""
+    return write(chosen.state, chosen.model, out_dir, eod=chosen.eod, tokenizer=chosen.tokenizer, step=chosen.step,
+                 source=chosen.source)
 
 
 def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
@@ -73,164 +112,70 @@ def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
     return ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None
 
 
-def architecture(spec: ModelSpec) -> str:
-    """The `transformers` class that computes what this model computes. ConfigError where there is none."""
-    if spec.rope and spec.swiglu and spec.rmsnorm:
-        return "LlamaForCausalLM"
-    if not (spec.rope or spec.swiglu or spec.rmsnorm) and spec.kv_heads == spec.heads:
-        return "GPT2LMHeadModel"
-    parts = ["rotary" if spec.rope else "learned", "positions,", "SwiGLU," if spec.swiglu else "GELU,",
-             "RMSNorm" if spec.rmsnorm else "LayerNorm", f"and {spec.kv_heads} of {spec.heads} heads for keys"]
-    raise ConfigError(f"no Hugging Face model has {' '.join(parts)}", where=f"model {spec.name}",
-                      hint="export models like Llama (rope, swiglu, rmsnorm) or like GPT-2 (none of them)")
-
-
-def hugging_face_config(spec: ModelSpec, dtype: torch.dtype, eod: int | None = None) -> dict[str, Any]:
-    """config.json of the exported model; `eod`: the token that ends a document."""
-    common = {"architectures": [architecture(spec)], "vocab_size": spec.vocab, "tie_word_embeddings": spec.tied,
-              "torch_dtype": str(dtype).removeprefix("torch."), "bos_token_id": eod, "eos_token_id": eod}
-    if spec.rope:
-        return {"model_type": "llama", **common, "hidden_size": spec.hidden, "intermediate_size": spec.ffn,
-                "num_hidden_layers": spec.layers, "num_attention_heads": spec.heads,
-                "num_key_value_heads": spec.kv_heads, "head_dim": spec.head_width, "hidden_act": "silu",
-                "max_position_embeddings": spec.max_positions, "rms_norm_eps": spec.norm_eps,
-                "rope_theta": float(round(spec.rope_base)), "attention_bias": spec.bias, "mlp_bias": spec.bias,
-                "attention_dropout": spec.dropout}
-    return {"model_type": "gpt2", **common, "n_embd": spec.hidden, "n_inner": spec.ffn, "n_layer": spec.layers,
-            "n_head": spec.heads, "n_positions": spec.max_positions, "activation_function": "gelu",
-            "layer_norm_epsilon": spec.norm_eps, "attn_pdrop": spec.dropout, "resid_pdrop": spec.dropout,
-            "embd_pdrop": spec.dropout}
-
-
 def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face's name, tensor) of the whole model, reading `state` tensor by tensor.
+    """Yield (Hugging Face's name, tensor) of the whole model, reading `state` weight by weight.
 
     Rows that pad the vocabulary are left out. Both of Megatron's layer specifications are understood: its own modules,
     and Transformer Engine's, where a norm is part of the linear layer that follows. Raises DataError for a weight that
     is missing or has another shape than the model's.
     """
-    yield from (_llama if architecture(spec) == "LlamaForCausalLM" else _gpt2)(_Reader(state), spec)
+    shapes = weight_names.tensors(spec)
+    for weight in weight_names.weights(spec).values():
+        whole, at = _take(state, weight, spec), 0
+        made: dict[str, torch.Tensor] = {}
+        for rows in (r for part in weight.parts for r in part):
+            shape = shapes[rows.tensor][::-1] if weight.transposed else shapes[rows.tensor]
+            tensor = made.setdefault(rows.tensor, whole.new_empty(shape))
+            tensor[rows.first:rows.first + rows.count] = whole[at:at + rows.count]
+            at += rows.count
+        for name, tensor in made.items():
+            yield name, tensor.t().contiguous() if weight.transposed else tensor
 
 
-class _Reader:
-    """Takes weights from a state, each checked against the shape it should have."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-
-    def take(self, name: str, *shape: int, rows: int | None = None) -> torch.Tensor:
-        """The weight of that name; with `rows`, its first ones (shape tells those)."""
-        for known in (name, _in_transformer_engine(name)):
-            if known in self.state:
-                tensor = self.state[known]
-                kept = tensor[:rows] if rows else tensor
-                if tuple(kept.shape) != shape:
-                    raise DataError(f"{known} has shape {tuple(tensor.shape)}, the model's is {shape}",
-                                    where="checkpoint", hint="export it with the plan it was trained with")
-                return kept.contiguous()
-        raise DataError(f"no weight {name}", where="checkpoint", hint="export it with the plan it was trained with")
-
-    def linear(self, name: str, out: int, into: int, bias: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "weight", self.take(f"{name}.weight", out, into)
-        if bias:
-            yield "bias", self.take(f"{name}.bias", out)
-
-
-def _in_transformer_engine(name: str) -> str:
-    for norm, linear in (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1")):
-        name = name.replace(f"{norm}.", f"{linear}.layer_norm_")
-    return name
-
-
-def split_qkv(qkv: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Megatron's rows (per group of heads: its queries, its key, its value) as queries, keys and values of all heads.
-
-    `qkv`: shape ((heads + 2 * kv_heads) * head_dim, ...); the weight or the bias of the layer.
-    """
-    each = spec.heads // spec.kv_heads
-    grouped = qkv.reshape(spec.kv_heads, each + 2, spec.head_width, *qkv.shape[1:])
-    parts = (grouped[:, :each], grouped[:, each:each + 1], grouped[:, each + 1:])
-    q, k, v = (p.reshape(-1, *qkv.shape[1:]).contiguous() for p in parts)
-    return q, k, v
-
-
-def _llama(read: _Reader, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    h, width = spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_width
-    yield "model.embed_tokens.weight", read.take("embedding.word_embeddings.weight", spec.vocab, h, rows=spec.vocab)
-    for i in range(spec.layers):
-        ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
-        yield f"{theirs}.input_layernorm.weight", read.take(f"{ours}.input_layernorm.weight", h)
-        for kind, qkv in read.linear(f"{ours}.self_attention.linear_qkv", width, h, spec.bias):
-            for letter, part in zip("qkv", split_qkv(qkv, spec), strict=True):
-                yield f"{theirs}.self_attn.{letter}_proj.{kind}", part
-        for kind, tensor in read.linear(f"{ours}.self_attention.linear_proj", h, h, spec.bias):
-            yield f"{theirs}.self_attn.o_proj.{kind}", tensor
-        yield f"{theirs}.post_attention_layernorm.weight", read.take(f"{ours}.pre_mlp_layernorm.weight", h)
-        for kind, both in read.linear(f"{ours}.mlp.linear_fc1", 2 * spec.ffn, h, spec.bias):
-            for name, part in zip(("gate", "up"), both.chunk(2), strict=True):
-                yield f"{theirs}.mlp.{name}_proj.{kind}", part.contiguous()
-        for kind, tensor in read.linear(f"{ours}.mlp.linear_fc2", h, spec.ffn, spec.bias):
-            yield f"{theirs}.mlp.down_proj.{kind}", tensor
-    yield "model.norm.weight", read.take("decoder.final_layernorm.weight", h)
-    if not spec.tied:
-        yield "lm_head.weight", read.take("output_layer.weight", spec.vocab, h, rows=spec.vocab)
-
-
-def _gpt2(read: _Reader, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """GPT-2 keeps its matrices transposed (Conv1D), and always has biases: zeros where the model has none."""
-    h, theirs = spec.hidden, "transformer"
-
-    def linear(name: str, ours: str, out: int, into: int, order: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
-               ) -> Iterator[tuple[str, torch.Tensor]]:
-        found = {kind: order(t) for kind, t in read.linear(ours, out, into, spec.bias)}
-        yield f"{name}.weight", found["weight"].t().contiguous()
-        yield f"{name}.bias", found.get("bias", torch.zeros(out, dtype=found["weight"].dtype))
-
-    def norm(name: str, ours: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for kind in ("weight", "bias"):
-            yield f"{name}.{kind}", read.take(f"{ours}.{kind}", h)
-
-    def in_order(qkv: torch.Tensor) -> torch.Tensor:
-        return torch.cat(split_qkv(qkv, spec))
-
-    yield f"{theirs}.wte.weight", read.take("embedding.word_embeddings.weight", spec.vocab, h, rows=spec.vocab)
-    yield f"{theirs}.wpe.weight", read.take("embedding.position_embeddings.weight", spec.max_positions, h)
-    for i in range(spec.layers):
-        layer, ours = f"{theirs}.h.{i}", f"decoder.layers.{i}"
-        yield from norm(f"{layer}.ln_1", f"{ours}.input_layernorm")
-        yield from linear(f"{layer}.attn.c_attn", f"{ours}.self_attention.linear_qkv", 3 * h, h, in_order)
-        yield from linear(f"{layer}.attn.c_proj", f"{ours}.self_attention.linear_proj", h, h)
-        yield from norm(f"{layer}.ln_2", f"{ours}.pre_mlp_layernorm")
-        yield from linear(f"{layer}.mlp.c_fc", f"{ours}.mlp.linear_fc1", spec.ffn, h)
-        yield from linear(f"{layer}.mlp.c_proj", f"{ours}.mlp.linear_fc2", h, spec.ffn)
-    yield from norm(f"{theirs}.ln_f", "decoder.final_layernorm")
-    if not spec.tied:
-        yield "lm_head.weight", read.take("output_layer.weight", spec.vocab, h, rows=spec.vocab)
+def _take(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
+    """A weight from a state, of the shape that it should have. GPT-2 has biases always: zeros where the model has
+    none."""
+    for known in (weight.name, weight_names.in_transformer_engine(weight.name)):
+        if known in state:
+            tensor = state[known]
+            kept = tensor[:spec.vocab] if weight.name in _VOCABULARY else tensor
+            if tuple(kept.shape) != weight.shape:
+                raise DataError(f"{known} has shape {tuple(tensor.shape)}, the model's is {weight.shape}",
+                                where="checkpoint", hint="export it with the plan it was trained with")
+            return kept
+    if weight.name.endswith("bias") and "linear" in weight.name and not spec.bias:
+        return torch.zeros(weight.shape, dtype=state["decoder.final_layernorm.weight"].dtype)
+    raise DataError(f"no weight {weight.name}", where="checkpoint", hint="export it with the plan it was trained with")
 
 
 def write(state: State, spec: ModelSpec, out_dir: str | os.PathLike[str], eod: int | None = None,
-          tokenizer: str | None = None, step: int | None = None, shard_bytes: int = SHARD_BYTES) -> Exported:
+          tokenizer: str | None = None, step: int | None = None, shard_bytes: int = SHARD_BYTES,
+          source: Path | None = None) -> Exported:
     """Write the model into `out_dir`, which must not exist or be empty; it appears complete or not at all.
 
     config.json, model.safetensors (several, with an index, above `shard_bytes`), and `tokenizer` as tokenizer.json.
-    Parameters keep their type. Only one shard is held in memory at a time.
+    `source`: a Hugging Face folder, if it is there, whose config.json (where it says this model) and tokenizer are
+    carried along. Parameters keep their type. Only one shard is held in memory at a time.
     """
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError("it exists and is not an empty directory", where=str(out), hint="choose another directory")
-    kind = architecture(spec)
+    kind = hugging_face.FAMILIES[hugging_face.family_of(spec)].architecture
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
         where, dtype, parameters, size = _write_shards(convert(state, spec), temporary, shard_bytes)
-        config = hugging_face_config(spec, dtype, eod)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        said = config(spec, str(dtype).removeprefix("torch."), eod, source)
+        kind = said["architectures"][0]
+        (temporary / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
         files = sorted(set(where.values()))
         if len(files) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": where}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
         if tokenizer:
             shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+        if source is not None:
+            copy_small(source, temporary)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -242,15 +187,19 @@ def write(state: State, spec: ModelSpec, out_dir: str | os.PathLike[str], eod: i
     return Exported(str(out), kind, parameters, len(files), step)
 
 
+def config(spec: ModelSpec, dtype: str, eod: int | None, source: Path | None) -> dict[str, Any]:
+    """config.json: the source's own where that says this model."""
+    if source is not None and (source / hugging_face.CONFIG).is_file():
+        said = hugging_face.read_model(source)
+        if replace(said, name=spec.name, dropout=spec.dropout, vocab_multiple=spec.vocab_multiple) == spec:
+            own = hugging_face.read_config(source)
+            return {**own, "dtype" if "dtype" in own else "torch_dtype": dtype}
+    return hugging_face.config_of(spec, dtype, eod)
+
+
 def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int
                   ) -> tuple[dict[str, str], torch.dtype, int, int]:
     """(file of each tensor, the parameters' type, their number, their bytes)."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as e:
-        raise ConfigError("safetensors is not installed", where="export",
-                          hint="pip install 'holmes-hpc[export]'") from e
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     dtype, parameters, size = torch.float32, 0, 0

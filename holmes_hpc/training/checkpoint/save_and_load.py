@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import accumulate
@@ -34,13 +34,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.widths import Widths
-from holmes_hpc.schema import keys
-from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
-from holmes_hpc.training.model import megatron_versions, random_states
+from holmes_hpc.training.checkpoint import begin, checkpoint_directory, no_code
+from holmes_hpc.training.model import gpt, megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
@@ -49,9 +48,6 @@ RESULT_WAIT_S = 30  # after the writer has ended
 LOOK_S = 0.05  # while a save is waited for
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
-# A model's identity: what its weights' shapes and their use depend on.
-_IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
-             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
 
 
 class _Results:
@@ -178,21 +174,25 @@ class Checkpoints:
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, chosen: Path | None = None) -> int:
-        """Load the latest checkpoint of this run that is whole, or `chosen` where it has none yet; its step comes back,
-        0 when there is neither.
+    def load(self, chosen: str | None = None) -> int:
+        """Load the latest checkpoint of this run that is whole, or `chosen` (a path, or ``hf:DIR``) where it has none
+        yet; its step comes back, 0 when there is neither.
 
         DataError for a checkpoint of another model, and when none of those there are is whole.
         """
-        found = self._found(chosen)
+        folder = folder_of(chosen)
+        found = self._found(Path(chosen) if chosen and folder is None else None)
         problem = ""
         for path in found:
             checkpoint = checkpoint_directory.seen(path)
             damage = self._damage(checkpoint)
             if damage is None:
                 assert checkpoint is not None
-                check_model(checkpoint, self.plan)
-                self._load(checkpoint)
+                if checkpoint.about.get(checkpoint_directory.IMPORTED):
+                    self._begin_with(path)
+                else:
+                    check_model(checkpoint, self.plan)
+                    self._load(checkpoint)
                 return checkpoint.step
             problem = problem or f"{path.name}: {damage}"
             if self._rank == 0:
@@ -200,7 +200,24 @@ class Checkpoints:
         if found:
             raise DataError(f"no checkpoint is whole ({problem})", where=str(self.folder),
                             hint="restore one from a copy, or remove them and start again")
+        if folder is not None:
+            self._begin_with(folder)
         return 0
+
+    def _begin_with(self, path: Path) -> None:
+        """Weights of a Hugging Face folder; the optimizer's moments as at a first step. DataError on all ranks when one
+        cannot read its own."""
+        began = time.perf_counter()
+        chunks = [gpt.inner(m) for m in self.models]
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        said = self._everywhere(lambda: begin.read(path, self.plan.model, chunks, rank))
+        if (problem := next(filter(None, said), None)) is not None:
+            what, where, hint = problem
+            raise DataError(what, where=where, hint=hint)
+        self.optimizer.reload_model_params()
+        if self._rank == 0:
+            begin.keep(path, self.folder.parent)
+            say(f"starts from the weights in {path}, read in {time.perf_counter() - began:.1f} s")
 
     def _found(self, chosen: Path | None) -> list[Path]:
         """What to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a file
@@ -224,18 +241,23 @@ class Checkpoints:
 
     def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
         """What any rank found wrong; every rank reads its share of the files, however long that takes."""
-        size = dist.get_world_size()
+        def own() -> str | None:
+            if checkpoint is None:
+                return f"not to be seen by rank {self._rank}"
+            found = checkpoint_directory.damage(checkpoint, self._rank, dist.get_world_size())
+            return no_code.problem(checkpoint.path) if found is None and self._rank == 0 else found
+
+        return next((text for text in self._everywhere(own) if text is not None), None)
+
+    def _everywhere(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work`, in a thread, gives on each rank, however long it takes."""
         with ThreadPoolExecutor(1) as pool:
-            looking = None if checkpoint is None else pool.submit(
-                checkpoint_directory.damage, checkpoint, self._rank, size)
-            while self._anywhere(looking is not None and not looking.done()):
+            doing = pool.submit(work)
+            while self._anywhere(not doing.done()):
                 time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
-            own = looking.result() if looking is not None else f"not to be seen by rank {self._rank}"
-        if own is None and checkpoint is not None and self._rank == 0:
-            own = no_code.problem(checkpoint.path)
-        said: list[Any] = [None] * size
-        dist.all_gather_object(said, own, group=self._group)
-        return next((text for text in said if text is not None), None)
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, doing.result(), group=self._group)
+        return said
 
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in _distributed(self.optimizer):
@@ -284,12 +306,7 @@ class Checkpoints:
 
 def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
     """Raise DataError when a checkpoint is of another model than the plan's."""
-    own, at_first = asdict(plan.model), {k: d.default for k, d in keys(ModelSpec).items()}
-    saved = {**at_first, **checkpoint.about.get("model", {})}  # an older version's lacks the keys that came later
-    for key in _IDENTITY:
-        if saved[key] != own[key]:
-            raise DataError(f"it is of a model with {key} {saved[key]}, the plan's has {own[key]}",
-                            where=str(checkpoint.path), hint="resume with a plan for the model that was trained")
+    checkpoint_directory.check_identity(checkpoint.about.get("model", {}), plan.model, str(checkpoint.path))
 
 
 def _inner(optimizer: Any) -> list[Any]:

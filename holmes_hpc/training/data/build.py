@@ -14,6 +14,15 @@ from holmes_hpc.training.data.synthetic import Synthetic
 _VALIDATION = 1 << 32  # sets the validation samples of synthetic data apart from those of any 32-bit seed
 
 
+def document_end(data: DataConfig) -> int | None:
+    """The token behind which another document begins, where documents are kept apart; None where they are joined."""
+    if data.documents == "joined":
+        return None
+    from holmes_hpc.training.data import indexed_dataset
+
+    return indexed_dataset.end_of_document(data)
+
+
 def build_datasets(data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None,
                    ) -> tuple[Samples, Samples | None]:
     """The training samples that `data` names, and the validation samples when `train.eval_interval` is above 0.

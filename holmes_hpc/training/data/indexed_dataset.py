@@ -138,6 +138,16 @@ def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluate
     return datasets[0], datasets[1] if evaluates else None
 
 
+def end_of_document(data: DataConfig) -> int:
+    """The token that ends a document in all of a run's data. Raises DataError where prefixes differ."""
+    names, _ = parse_blend(data.prefix)
+    ends = {name: Prefix.open(name).end_of_document() for name in names}
+    if len(set(ends.values())) > 1:
+        raise DataError(f"documents end with other tokens: {ends}", where="data.prefix",
+                        hint="prepare all of them with one tokenizer, or use data.documents=joined")
+    return ends[names[0]]
+
+
 def _digest(of: Any) -> str:
     return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
 

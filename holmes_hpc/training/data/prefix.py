@@ -89,6 +89,13 @@ class Prefix:
     def tokens(self) -> int:
         return self.bin_bytes // self.dtype().itemsize
 
+    def end_of_document(self) -> int:
+        """The token that ends a document, as PREFIX.json says. Raises DataError where that does not."""
+        try:
+            return int(json.loads(Path(f"{self.path}.json").read_text(encoding="utf-8"))["eod"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise DataError("no word of which token ends a document", where=f"{self.path}.json", hint=_REMAKE) from e
+
     def check_tokens(self, vocab: int, at_most: float = math.inf) -> None:
         """All tokens (of the first `at_most` bytes) against a vocabulary. Where `holmes data prepare` says that it
         wrote this file with one that is no larger, nothing is read. Raises DataError."""

@@ -60,20 +60,37 @@ def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_siz
 
 
 def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0, device: torch.device = CPU,
-            stage: int = 0) -> Iterator[dict[str, Any]]:
+            end: int | None = None, stage: int = 0) -> Iterator[dict[str, Any]]:
     """Micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end; a step has
     `plan.micro_batches`, or with unequal widths those that the plan routes to this replica.
 
     tokens, labels, position_ids: int64, shape (micro size, sequence length); loss_mask: float32, the same shape;
-    attention_mask: None (causal); all on `device`, of which only the tokens' text is copied there. Raises DataError for
-    a token beyond the model's vocabulary.
+    attention_mask: None (causal), or, of documents that token `end` keeps apart, as :func:`apart` has it; all on
+    `device`, of which only the tokens' text is copied there. Raises DataError for a token beyond the model's
+    vocabulary.
     """
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
     rows = texts(dataset, plan, dp_rank, start_step, stage)
     for text in on_gpu(rows, device) if device.type == "cuda" else map(torch.from_numpy, rows):
-        yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(),
-               "loss_mask": torch.ones(micro, length, device=device), "attention_mask": None,
-               "position_ids": torch.arange(length, device=device).repeat(micro, 1)}
+        tokens, positions, mask = text[:, :-1].contiguous(), torch.arange(length, device=device).repeat(micro, 1), None
+        if end is not None:
+            positions, mask = apart(tokens, end)
+        yield {"tokens": tokens, "labels": text[:, 1:].contiguous(), "position_ids": positions, "attention_mask": mask,
+               "loss_mask": torch.ones(micro, length, device=device)}
+
+
+def apart(tokens: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions, mask) for documents that are packed into rows of `tokens`, (rows, length), each with `end` behind it.
+
+    Positions, int64 as `tokens`, begin anew with each document. Mask, bool, (rows, 1, length, length): True where a
+    token may not attend, as Megatron-Core has it: to what follows it and to other documents.
+    """
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    begins = torch.zeros_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == end
+    first = torch.where(begins, place, 0).cummax(1).values  # where each token's document begins
+    other = first[:, None, :, None] != first[:, None, None, :]
+    return place - first, other | (place[None, :] > place[:, None])
 
 
 def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: int = 0) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Files of text as streams of documents: plain or compressed, text or JSON lines, whole or a range of bytes."""
+"""Files as streams of documents: text, JSON lines, plain or compressed, or Parquet; whole or a range of bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from holmes_hpc.errors import DataError
 PIECE_BYTES = 1 << 20  # a text file is read, encoded and later shuffled in pieces of about this size
 _LONGEST_LINE = 64 << 20  # of JSON
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_PARQUET = b"PAR1"
+_ROWS = 1024  # of a Parquet file at a time
 _JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 _COMPRESSED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 
@@ -39,14 +41,14 @@ class Extent:
 
 
 def extents(path: str, at_most: int) -> list[Extent]:
-    """A file in extents of about `at_most` bytes; a compressed one is a single extent. Raises DataError."""
+    """A file in extents of about `at_most` bytes; a compressed or Parquet one is a single extent. Raises DataError."""
     try:
         stat = Path(path).stat()
         with open(path, "rb") as f:
             head = f.read(8)
     except OSError as e:
         raise DataError(e.strerror or str(e), where=path, hint="give files of text that can be read") from e
-    if _compression(head):
+    if _compression(head) or head.startswith(_PARQUET):
         return [Extent(path, 0, None, stat.st_size, stat.st_mtime_ns)]
     return [Extent(path, a, min(a + at_most, stat.st_size), stat.st_size, stat.st_mtime_ns)
             for a in range(0, stat.st_size, at_most)]
@@ -56,9 +58,15 @@ def documents(extent: Extent, json_key: str, read: Callable[[int], None]) -> Ite
     """Yield (text, whether a document ends here). `read` is told the file's bytes as they are consumed.
 
     A file named .jsonl, .ndjson or .json (before .gz and the like) holds one JSON object a line, its text under
-    `json_key`; any other file is one document, yielded in pieces. Raises DataError with the place of what is wrong.
+    `json_key`; a Parquet file one document a row, in that column; any other file is one document, yielded in pieces.
+    Raises DataError with the place of what is wrong.
     """
     try:
+        with open(extent.path, "rb") as raw:
+            is_parquet = raw.read(len(_PARQUET)) == _PARQUET
+        if is_parquet:
+            yield from _parquet(extent, json_key, read)
+            return
         with open(extent.path, "rb") as raw, _decompressed(raw, extent.path) as f:
             yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, _Counting(raw, f, read))
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
@@ -195,6 +203,30 @@ def _json_lines(extent: Extent, json_key: str, source: _Counting) -> Iterator[tu
             if text:
                 yield text, True
     source.moved()
+
+
+def _parquet(extent: Extent, column: str, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(extent.path) as file:
+            names = file.schema_arrow.names
+            kind = file.schema_arrow.field(column).type if column in names else None
+            if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                found = ", ".join(names[:8]) if kind is None else f"{column}, of type {kind}"
+                raise DataError(f"no column of text {column!r} (found: {found})", where=extent.path,
+                                hint="name the column with --json-key")
+            rows, done, told = max(1, file.metadata.num_rows), 0, 0
+            for batch in file.iter_batches(_ROWS, columns=[column]):
+                yield from ((text, True) for text in batch.column(0).to_pylist() if text)
+                done += batch.num_rows
+                now = extent.size * done // rows
+                read(now - told)
+                told = now
+    except pa.ArrowException as e:
+        raise DataError(f"not whole Parquet: {' '.join(str(e).split())[:200]}", where=extent.path,
+                        hint="fetch it again, or leave it out") from e
 
 
 def _json_text(line: bytes, json_key: str, where: str) -> str:

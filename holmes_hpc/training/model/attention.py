@@ -44,20 +44,28 @@ class SdpaAttention(MegatronModule):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                 attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None) -> torch.Tensor:
         """Queries (sequence, batch, heads, width), keys and values (sequence, batch, groups, width) of this rank to
-        (sequence, batch, heads * width)."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ConfigError("torch's fused attention takes no mask, bias or packed sequences here", where="model",
-                              hint="leave it to the causal mask")
+        (sequence, batch, heads * width); `attention_mask`: samples.apart's, or None: causal."""
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError("torch's fused attention takes no bias or packed sequences here", where="model",
+                              hint="leave it to a mask")
+        kept = None if attention_mask is None else ~attention_mask  # Megatron-Core's says what is left out
         dropout = self._dropout if self.training else 0.0
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with self._random_numbers(dropout):
-            context = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=self._scale,
+            context = F.scaled_dot_product_attention(q, k, v, kept, dropout, kept is None, scale=self._scale,
                                                      enable_gqa=key.size(2) < query.size(2))
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:
         """As Megatron-Core has it: other ones on each tensor-parallel rank, whose heads are others."""
         return get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
+
+
+def refuse_apart(document_end: int | None, cuda: bool) -> None:
+    """Raise ConfigError where documents are to be kept apart and the attention takes no mask."""
+    if document_end is not None and cuda and has_transformer_engine():
+        raise ConfigError("Transformer Engine's attention, as it is set up here, takes no mask", where="data.documents",
+                          hint="use data.documents=joined, or an environment without Transformer Engine")
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -114,8 +114,9 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=Norm)
 
 
-def build(plan: Plan, config: TransformerConfig, seed: int, device: torch.device) -> list[GPTModel]:
-    """This rank's model chunks (one; several when interleaved) on `device`, with their initial weights."""
+def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch.device) -> list[GPTModel]:
+    """This rank's model chunks (one; several when interleaved) on `device`, with their initial weights; without a
+    `seed` those mean nothing, for a checkpoint's will take their place."""
     megatron_versions.quiet()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)
@@ -134,8 +135,9 @@ def build(plan: Plan, config: TransformerConfig, seed: int, device: torch.device
         if last:
             _mask_padding(model, m.vocab, vocabulary // config.tensor_model_parallel_size)
         chunks.append(model.to(device))
-    for model in chunks:
-        initialize(model, plan, seed)
+    if seed is not None:
+        for model in chunks:
+            initialize(model, plan, seed)
     return chunks
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from megatron.core import parallel_state
@@ -14,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import RunFailed
+from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.metrics.breakdown import Breakdown
@@ -24,16 +25,19 @@ GRADIENT_BYTES = 4  # gradients are summed in fp32
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of `step` (from 1): linear warm-up over `warmup_steps`, then a half cosine down to `min_lr` at
-    `lr_decay_steps` (default: the last step), constant after that (Loshchilov and Hutter 2017)."""
+    """The learning rate of `step` (from 1): linear warm-up over `warmup_steps`, then down to `min_lr` at
+    `lr_decay_steps` (default: the last step), constant after that. Down in a half cosine (Loshchilov and Hutter 2017),
+    in a line, or (wsd) in a line over the last `wsd_decay_steps` alone (Hu et al. 2024, arXiv 2404.06395)."""
     peak, low, warm = train.lr, train.min_lr, train.warmup_steps
     if step <= warm:
         return float(peak * step / warm)
     end = train.lr_decay_steps or train.steps
     if step >= end:
         return float(low)
-    done = (step - warm) / max(1, end - warm)
-    return float(low + 0.5 * (peak - low) * (1 + math.cos(math.pi * done)))
+    first = end - train.decay_steps if train.lr_schedule == "wsd" else warm
+    done = max(0.0, (step - first) / max(1, end - first))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if train.lr_schedule == "cosine" else 1 - done
+    return float(low + (peak - low) * left)
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
@@ -76,10 +80,10 @@ def _summing(config: Any) -> Any:
 
 def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: TrainConfig,
           breakdown: Breakdown, tied_group: Any = None) -> Any:
-    """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so; `config` learns
-    what the schedules need of it. `tied_group`: of :class:`Groups`, where stages have unequal widths."""
+    """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon; `config`
+    learns what the schedules need of it. `tied_group`: of :class:`Groups`, where stages have unequal widths."""
     ddp = models[0].ddp_config
-    optimizer = get_megatron_optimizer(OptimizerConfig(
+    optimizer = _maker(train.optimizer)(OptimizerConfig(
         optimizer="adam", lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay,
         adam_beta1=train.beta1, adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad,
         bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
@@ -94,13 +98,26 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
     return optimizer
 
 
+def _maker(name: str) -> Callable[..., Any]:
+    """Megatron-Core's function that makes the optimizer. ConfigError where it lacks a package for it."""
+    if name == "adam":
+        return get_megatron_optimizer
+    if find_spec("megatron.core.optimizer.muon") is None or find_spec("emerging_optimizers") is None:
+        raise ConfigError("Muon is not installed: Megatron-Core takes it from the package emerging_optimizers, which "
+                          "needs Python 3.12", where="train.optimizer", hint="install it, or use train.optimizer=adam")
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    return get_megatron_muon_optimizer  # type: ignore[no-any-return, unused-ignore]
+
+
 def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
     """Adam's numbers for the next step: `train`'s own, also where a checkpoint brought others along. Norms and biases
     do not decay (Megatron's wd_mult, which its own scheduler applies)."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
-        group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
+        if "betas" in group:  # Muon's have none
+            group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:

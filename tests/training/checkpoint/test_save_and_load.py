@@ -49,6 +49,15 @@ def test_checkpoints_are_kept_and_described(whole: spawn.Ended) -> None:
     assert sorted(p.name for p in whole.run.checkpoints.iterdir()) == ["step-00000008", "step-00000010"]
 
 
+def test_a_resumed_run_has_the_validation_losses_of_its_twin(tmp_path: Path) -> None:
+    config = {"train": {"steps": 6, "lr_decay_steps": 6, "eval_interval": 3, "checkpoint_interval": 4}}
+    twins = [spawn.train(tmp_path / "whole", PLAN, config)]
+    spawn.train(tmp_path / "twice", PLAN, {"train": {**config["train"], "steps": 4}})
+    twins.append(spawn.train(tmp_path / "twice", PLAN, config))
+    found = [{line["step"]: line.get("validation_loss") for line in ended.run.metrics()} for ended in twins]
+    assert found[0] == found[1] and [step for step, loss in found[1].items() if loss] == [3, 6]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spawn.Ended, tmp_path: Path) -> None:
     config = {"train": {**STEPS, "checkpoint_interval": 0, "pace_layer_ms": 10}}
@@ -273,7 +282,8 @@ def test_half_a_save_never_counts(tmp_path: Path) -> None:
     named = tmp_path / "step-00000013"
     named.mkdir()
     assert checkpoint_directory.complete(tmp_path) == []
-    checkpoint_directory.finish(half, 12, {}, {"__0_0.distcp": checkpoint_directory.checksum(half / "__0_0.distcp")})
+    (half / ".metadata").write_bytes(b"where the pieces lie")
+    checkpoint_directory.finish(half, 12, {}, {p.name: checkpoint_directory.checksum(p) for p in half.iterdir()})
     assert [s.step for s in checkpoint_directory.complete(tmp_path)] == [12]
     (tmp_path / ".saving-step-00000014-1").mkdir()
     (tmp_path / "step-00000012").rename(tmp_path / ".old-step-00000012")  # killed between two renames

@@ -112,6 +112,25 @@ def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path:
     assert not (tmp_path / "no.idx").exists()
 
 
+def test_parquet_rows_are_documents_and_damage_is_named(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"content": [*TEXTS, None, ""], "id": list(range(len(TEXTS) + 2))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    seen = []
+    made = prepare.prepare([tmp_path / "a.parquet"], tmp_path / "out", workers=1, json_key="content",
+                           progress=lambda *now: seen.append(now))
+    assert documents(made.prefix) == TEXTS
+    assert max(done for what, done, _ in seen if what == "tokenize") == (tmp_path / "a.parquet").stat().st_size
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:-100])
+    for name, key, says in (("a.parquet", "text", "no column of text 'text' .found: content, id"),
+                            ("a.parquet", "id", "no column of text 'id' .found: id, of type int64"),
+                            ("cut.parquet", "content", "cut.parquet: not whole Parquet")):
+        with pytest.raises(DataError, match=says):
+            prepare.prepare([tmp_path / name], tmp_path / "no", workers=1, json_key=key)
+    assert not (tmp_path / "no.idx").exists()
+
+
 @pytest.mark.parametrize(("name", "raw", "says"), [
     ("a.txt", b"", "no text in 1 file"), ("a.jsonl", b"\n\n", "no text"), ("a.jsonl", b'{"text": ""}\n', "no text"),
     ("a.txt.gz", gzip.compress(b"", mtime=0), "no text"),

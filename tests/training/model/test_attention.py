@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from sites import A100
 
 from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.training.data import samples
 from holmes_hpc.training.model import attention
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank import cpu
@@ -38,6 +40,21 @@ def made(kind: type[Any], heads: int, groups: int, **more: Any) -> Any:
     config = TransformerConfig(num_layers=1, hidden_size=heads * 16, num_attention_heads=heads,
                                num_query_groups=groups, attention_dropout=0.0, hidden_dropout=0.0, **more)
     return kind(config, 1, AttnMaskType.causal, "self", pg_collection=ALONE)
+
+
+def test_documents_that_are_kept_apart_attend_to_themselves() -> None:
+    """Packed behind each other under a mask, each gives what it gives alone."""
+    end, numbers = 9, torch.Generator().manual_seed(1)
+    tokens = torch.tensor([[1, 2, end, 3, 4, 5, end, 6], [end, end, 1, 1, 1, 1, 1, 1]])
+    positions, mask = samples.apart(tokens, end)
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
+    inputs = [torch.randn(8, 2, n, 16, generator=numbers) for n in (4, 2, 2)]
+    attends = made(SdpaAttention, 4, 2)
+    packed = attends(*inputs, attention_mask=mask)
+    for row, bounds in enumerate(([0, 3, 7, 8], [0, 1, 2, 8])):
+        for first, last in pairwise(bounds):
+            alone = attends(*(t[first:last, row:row + 1] for t in inputs), attention_mask=None)
+            torch.testing.assert_close(packed[first:last, row:row + 1], alone, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2), (6, 1)])

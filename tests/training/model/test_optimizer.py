@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -13,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holmes_hpc.config.composition import load
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import RunFailed
+from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.training.model import optimizer
 from holmes_hpc.training.rank import cpu
 
@@ -28,9 +30,36 @@ def test_learning_rates() -> None:
     assert all(a > b for a, b in pairwise(rates[3:20]))
 
 
-@given(steps=st.integers(1, 50), warm=st.integers(0, 50), end=st.none() | st.integers(1, 80))
-def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int | None) -> None:
-    train = replace(RATES, steps=steps, warmup_steps=min(warm, end or steps), lr_decay_steps=end)
+def test_a_line_and_a_late_fall() -> None:
+    line = [optimizer.learning_rate(step, replace(RATES, lr_schedule="linear")) for step in range(1, 22)]
+    assert line[:4] == [0.25, 0.5, 0.75, 1.0] and line[11] == pytest.approx(0.55) and line[19:] == [0.1, 0.1]
+    assert line[7] == pytest.approx(0.775)  # a quarter down, where a cosine has fallen less
+    wsd = replace(RATES, lr_schedule="wsd", wsd_decay_steps=4)
+    late = [optimizer.learning_rate(step, wsd) for step in range(1, 22)]
+    assert late[3:16] == [1.0] * 13 and late[17] == pytest.approx(0.55) and late[19:] == [0.1, 0.1]
+    assert replace(RATES, lr_schedule="wsd").decay_steps == 2
+
+
+@pytest.mark.parametrize("values", [{"wsd_decay_steps": 3}, {"lr_schedule": "wsd", "wsd_decay_steps": 17},
+                                    {"lr_schedule": "WSD"}, {"optimizer": "moun"}])
+def test_schedules_that_cannot_be_are_refused(values: dict) -> None:
+    with pytest.raises(ConfigError, match=r"train\.(wsd_decay_steps|lr_schedule|optimizer)"):
+        replace(RATES, **values)
+
+
+def test_muon_is_refused_where_it_is_absent() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be shared out.*plan\.distributed_optimizer=false"):
+        load(["train.optimizer=muon", "model=gpt_tiny", "batch=tiny"])
+    assert load(["train.optimizer=muon", "plan.distributed_optimizer=false", "batch=tiny"]).train.optimizer == "muon"
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        with pytest.raises(ConfigError, match="Muon is not installed"):
+            optimizer._maker("muon")
+
+
+@given(steps=st.integers(1, 50), warm=st.integers(0, 50), end=st.none() | st.integers(1, 80),
+       schedule=st.sampled_from(("cosine", "linear")))
+def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int | None, schedule: str) -> None:
+    train = replace(RATES, steps=steps, warmup_steps=min(warm, end or steps), lr_decay_steps=end, lr_schedule=schedule)
     for step in range(1, 90):
         assert 0 < optimizer.learning_rate(step, train) <= 1
 

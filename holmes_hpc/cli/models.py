@@ -1,0 +1,70 @@
+"""Verbs about weights: import, export, generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json, app
+
+
+@app.command("import")
+def import_weights(
+        folder: Annotated[str, typer.Argument(metavar="DIR", help="config.json, safetensors, tokenizer.")],
+        output: Annotated[str, typer.Option("-o", "--output", metavar="CKPT", help="Write here.")],
+        json: Json = False) -> None:
+    """A Hugging Face folder as a checkpoint to begin with, in any layout; nothing is fetched, no code of it is run.
+
+    Example: holmes import Qwen3-8B -o qwen3-8b
+    """
+    from holmes_hpc.training.checkpoint.import_folder import import_folder
+
+    with console.waiting("reading the weights"):
+        made = import_folder(Path(folder), Path(output))
+    if json:
+        console.as_json(made.to_dict())
+    else:
+        console.text(str(made))
+
+
+@app.command()
+def export(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of a checkpoint.")],
+           safetensors: Annotated[str, typer.Option("--safetensors", metavar="DIR", help="Write here.")],
+           json: Json = False) -> None:
+    """The weights of the last good checkpoint with Hugging Face's names.
+
+    Example: holmes export my-run --safetensors weights/
+    """
+    from holmes_hpc.training.checkpoint.export import choose
+    from holmes_hpc.training.checkpoint.export import export as export_weights
+
+    made = export_weights(choose(run), safetensors)
+    if json:
+        console.as_json(made.to_dict())
+    else:
+        console.text(str(made))
+
+
+@app.command()
+def generate(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of a checkpoint.")],
+             prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+             tokens: Annotated[int, typer.Option(min=1, help="How many to add at most.")] = 64,
+             temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+             seed: Annotated[int, typer.Option(help="Of what is drawn at a temperature above 0.")] = 1234,
+             json: Json = False) -> None:
+    """A look at what was learned: a text that goes on from a prompt, computed by transformers from the last good
+    checkpoint.
+
+    Example: holmes generate my-run --prompt "import os"
+    """
+    from holmes_hpc.training.checkpoint.generate import generate as go_on
+
+    with console.waiting("loading the weights"):
+        text = go_on(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    if json:
+        console.as_json({"run": run, "prompt": prompt, "text": text})
+    else:
+        console.text(prompt + text)

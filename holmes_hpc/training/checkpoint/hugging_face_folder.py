@@ -1,0 +1,191 @@
+"""A Hugging Face folder, read: config.json, safetensors shards, tokenizer. A rank reads its own slices and no more.
+
+What a folder says of itself is held against its family's table before a weight is read. safetensors hold numbers alone;
+pickles, which run code when they are read, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from holmes_hpc.config import hugging_face
+from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.errors import DataError
+from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
+from holmes_hpc.training.checkpoint.weight_names import Weight
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+         "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+         "chat_template.json")
+_BASE = "transformer."  # that published GPT-2 files leave out
+_TYPES = ("F32", "F16", "BF16")
+_BLOCK = 1 << 22  # elements looked at at a time
+_AGAIN = "fetch the folder again"
+
+
+class Folder:
+    """Whole or a DataError: its model, and which file holds which tensor. No weight is read until it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model: ModelSpec = hugging_face.read_model(path)
+        self._held: dict[str, tuple[Path, str]] = {}  # tensor -> its file, its name there
+        self._open: tuple[Path, Any] | None = None  # the file read last
+        found = dict(self._tensors())
+        wanted = weight_names.tensors(self.model)
+        for name, (file, own, shape, dtype) in found.items():
+            known = next((n for n in (name, _BASE + name) if n in wanted), None)
+            if known is None and not (name.endswith(weight_names.IGNORED) or (
+                    self.model.tied and name == "lm_head.weight")):
+                raise DataError(f"holds {name}, which a {hugging_face.family_of(self.model)} of its config.json has "
+                                f"not", where=str(file), hint=_AGAIN)
+            if known is not None and shape != wanted[known]:
+                raise DataError(f"{own} has shape {shape}, its config.json says {wanted[known]}", where=str(file),
+                                hint=_AGAIN)
+            if known is not None and dtype not in _TYPES:
+                raise DataError(f"{own} is of type {dtype}", where=str(file), hint=f"use {', '.join(_TYPES)}")
+            if known is not None:
+                self._held[known] = file, own
+        missing = [name for name in wanted if name not in self._held]
+        if missing:
+            raise DataError(f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1),
+                            where=str(path), hint=_AGAIN)
+        self.files = sorted({file for file, _ in self._held.values()})
+        self.parameters = sum(math.prod(shape) for shape in wanted.values())
+        self._check_tokenizer()
+
+    def _tensors(self) -> Iterator[tuple[str, tuple[Path, str, tuple[int, ...], str]]]:
+        """Of each shard's header: (tensor, (file, its name there, shape, type))."""
+        for file in self._shards():
+            try:
+                with safe_open(file, "np") as read:
+                    for name in read.keys():  # noqa: SIM118 (no dictionary)
+                        piece = read.get_slice(name)
+                        yield name, (file, name, tuple(piece.get_shape()), piece.get_dtype())
+            except OSError as e:
+                raise DataError(e.strerror or str(e), where=str(file), hint=_AGAIN) from e
+            except SafetensorError as e:
+                raise DataError(f"not whole safetensors: {e}", where=str(file), hint=_AGAIN) from e
+
+    def _shards(self) -> list[Path]:
+        index, single = self.path / INDEX, self.path / "model.safetensors"
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                inside = all(isinstance(name, str) and Path(name).name == name for name in names)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+                raise DataError("not an index of safetensors", where=str(index), hint=_AGAIN) from e
+            if not inside:
+                raise DataError("names files outside its folder", where=str(index), hint=_AGAIN)
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise DataError(f"lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}",
+                                where=str(self.path), hint=_AGAIN)
+            return [self.path / name for name in names]
+        if single.is_file():
+            return [single]
+        pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        if pickles:
+            raise DataError(f"{pickles[0]} is a pickle, which may run any code when it is read", where=str(self.path),
+                            hint="convert it to safetensors, or fetch those")
+        raise DataError("no model.safetensors and no index of shards", where=str(self.path), hint=_AGAIN)
+
+    def _check_tokenizer(self) -> None:
+        """tokenizer.json may have no id beyond the model's vocabulary."""
+        path = self.path / "tokenizer.json"
+        if not path.exists():
+            return
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            vocab, added = said["model"]["vocab"], said.get("added_tokens") or []
+            ids = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
+            most = max([ids, *(int(token["id"]) for token in added)])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise DataError("not a tokenizer", where=str(path), hint=_AGAIN) from e
+        if most >= self.model.vocab:
+            raise DataError(f"has token id {most}, the model's vocabulary ends at {self.model.vocab - 1}",
+                            where=str(path), hint="take the model's own tokenizer")
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Raise DataError when `model` is another one than the folder's."""
+        own = replace(self.model, vocab_multiple=model.vocab_multiple)
+        checkpoint_directory.check_identity(own.to_dict(), model, str(self.path))
+        if not model.rope and model.max_positions != own.max_positions:
+            raise DataError(f"it has {own.max_positions} learned positions, the model {model.max_positions}",
+                            where=str(self.path), hint=f"use model.max_positions={own.max_positions}")
+
+    def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
+        """Read what tensor-parallel rank `rank` holds of `weight` into `target`, of any type; rows that pad a
+        vocabulary become 0. DataError for what is no number."""
+        for at, rows in weight_names.share(weight, rank, len(target)):
+            piece = self._slice(rows.tensor)
+            chosen: list[slice] = [slice(rows.first, rows.first + rows.count)]
+            if weight.columns is not None:
+                width = target.shape[1]
+                start = rank * width if weight.split == 1 else 0
+                chosen.append(slice(start, start + width))
+            values = piece[tuple(chosen[::-1])].t() if weight.transposed else piece[tuple(chosen)]
+            target[at:at + rows.count].copy_(values)
+        read = sum(rows.count for _, rows in weight_names.share(weight, rank, len(target)))
+        if weight.split == 0 and len(weight.parts) == 1:
+            target[read:].zero_()
+        if not _all_numbers(target):
+            file, name = self._held[weight.parts[0][0].tensor]
+            raise DataError(f"{name} holds values that are no numbers as {str(target.dtype).removeprefix('torch.')}",
+                            where=str(file), hint="take weights that are whole")
+
+    def _slice(self, tensor: str) -> Any:
+        file, name = self._held[tensor]
+        if self._open is None or self._open[0] != file:
+            self._open = None  # what was read of another file leaves memory
+            self._open = file, safe_open(file, "pt")
+        return self._open[1].get_slice(name)
+
+    def close(self) -> None:
+        self._open = None
+
+
+def copy_small(folder: Path, to: Path) -> None:
+    """Copy config and tokenizer, but those that are there."""
+    for name in SMALL:
+        if not (to / name).exists() and (folder / name).is_file():
+            shutil.copyfile(folder / name, to / name)
+
+
+class FolderWeights(Mapping[str, "torch.Tensor"]):
+    """A folder's weights under Megatron-Core's names, whole, in the type of the file; each look-up reads it."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self._weights = folder, weight_names.weights(folder.model)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
+        weight = self._weights[name]
+        one = self.folder._slice(weight.parts[0][0].tensor)
+        target = torch.empty(weight.shape, dtype=one[:1].dtype)
+        self.folder.fill(target, weight)
+        return target
+
+
+def _all_numbers(values: torch.Tensor) -> bool:
+    """Row by row, so that it takes no memory to speak of."""
+    return all(bool(row.isfinite().all()) for row in values.split(max(1, _BLOCK // max(1, values[0].numel()))))
