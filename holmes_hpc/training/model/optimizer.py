@@ -116,8 +116,7 @@ def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
-        if "betas" in group:  # Muon's have none
-            group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
+        group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:

@@ -221,7 +221,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantized": (lambda p: _config(p, quantization_config={"bits": 4}), "quantized"),
     "a missing key": (lambda p: _config(p, vocab_size=None), "vocab_size is missing"),
     "a wrong type": (lambda p: _config(p, num_hidden_layers="2"), "layers is '2'"),
-    "shapes that do not fit": (lambda p: _config(p, intermediate_size=32), r"has shape \(24, 16\), its config"),
+    "shapes that do not fit": (lambda p: _config(p, intermediate_size=32), r"has shape \(\d+, \d+\), its config"),
     "another number of layers": (lambda p: _config(p, num_hidden_layers=3), "lacks model.layers.2.input_layernorm"),
     "a layer too many": (lambda p: _config(p, num_hidden_layers=1), "holds model.layers.1"),
     "a larger tokenizer": (lambda p: (p / "tokenizer.json").write_text('{"model": {"vocab": {"a": 61}}}'),
@@ -259,8 +259,8 @@ def test_ranks_that_find_no_numbers_all_say_so(folder: Path, tmp_path: Path) -> 
     held["model.norm.weight"][3] = float("inf")
     save_file(held, file)
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, model=read_model(folder)), {"checkpoint": f"hf:{folder}"})
-    assert set(ended.codes) == {2}
-    assert all("model.norm.weight holds values that are no numbers" in text for text in ended.output)
+    assert set(ended.codes) == {2}, ended.output
+    assert all("model.norm.weight holds values that are no numbers" in ended.log(rank) for rank in (0, 1))
     assert not ended.run.metrics()
 
 

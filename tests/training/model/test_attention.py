@@ -98,8 +98,8 @@ def test_dropout_is_in_training_only_with_random_numbers_of_the_tensor_parallel_
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="window_size"):
         made(SdpaAttention, 4, 4, window_size=(8, 0))
-    with pytest.raises(ConfigError, match="mask"):
-        made(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=torch.ones(1, 1, 4, 4))
+    with pytest.raises(ConfigError, match="bias"):
+        made(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=None, attention_bias=torch.ones(4))
 
 
 @pytest.mark.parametrize(("said", "kernels", "ends"), [
