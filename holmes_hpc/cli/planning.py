@@ -23,7 +23,7 @@ from holmes_hpc.cli.app import (
     configuration,
     with_steps,
 )
-from holmes_hpc.cli.start import earliest_ends, show_ends, start
+from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
 from holmes_hpc.config.document import help_text
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
@@ -66,6 +66,8 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(with_steps(overrides, steps), site)
+    if earliest:
+        check_choice(config)
     if tokens is not None:
         config = config.with_train(steps=_steps_for(tokens, config, steps))
     asked = config.train.steps if tokens is not None or any("train.steps=" in o for o in overrides or []) else steps

@@ -33,6 +33,8 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
     from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides, site, **values)
+    if earliest:
+        check_choice(config)
     if config.plan_file:
         check_overrides(overrides or [])
         given = make_plan(config)

@@ -99,6 +99,7 @@ def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
                 raise ConfigError(f"{one.input_line!r} sets no value", where="overrides", hint="write KEY=VALUE")
             if key in GROUPS:
                 words = [str(o.input_line) for o in found if re.match(rf"\+*{key}[.=]", str(o.input_line))]
+                words += [] if key == "batch" else ["batch=tiny"]  # any will do: only the group's own part is taken
                 OmegaConf.update(made, key, _composed(words)[key], merge=False, force_add=True)
             else:
                 known = OmegaConf.select(defaults, key, default=found) is not found

@@ -30,7 +30,8 @@ class Browser:
     def __init__(self, width: int, height: int, ratio: float = 1.0) -> None:
         driver = next(filter(None, map(shutil.which, DRIVERS)))
         binary = next(filter(None, map(shutil.which, BROWSERS)))
-        self._own = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)  # it leaves files behind
+        # it leaves files behind, a socket among them, whose path must be short
+        self._own = tempfile.TemporaryDirectory(prefix="browser-", dir="/tmp", ignore_cleanup_errors=True)
         self._process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True,
                                          env={**os.environ, "TMPDIR": self._own.name})
         assert self._process.stdout

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STEPS, ERROR = 20, 1e-5
+LIMIT_S = 600  # for one training, on a busy machine too
 CONTINUED = ("dp2", "dp4 hierarchical", "pp2 interleaved", "tp2 sequence parallel", "tp2 pp2 dp2")
 
 
@@ -28,8 +29,8 @@ def train(place: Path, name: str, until: int) -> list[float]:
     from test_layouts import LAYOUTS
 
     layout, more = LAYOUTS[name]
-    ended = spawn.train(place, spawn.plan(**layout), {"train": {
-        "steps": until, "lr_decay_steps": STEPS, "checkpoint_interval": STEPS // 2, **more}})
+    ended = spawn.begin(place, spawn.plan(**layout), {"train": {
+        "steps": until, "lr_decay_steps": STEPS, "checkpoint_interval": STEPS // 2, **more}}).finish(LIMIT_S)
     assert set(ended.codes) == {0}, ended.output
     return ended.column("loss")
 

@@ -243,7 +243,8 @@ class Checkpoints:
             if checkpoint is None:
                 return f"not to be seen by rank {self._rank}"
             found = checkpoint_directory.damage(checkpoint, self._rank, dist.get_world_size())
-            return no_code.problem(checkpoint.path) if found is None and self._rank == 0 else found
+            pickled = not checkpoint.about.get(checkpoint_directory.IMPORTED)
+            return no_code.problem(checkpoint.path) if pickled and found is None and self._rank == 0 else found
 
         return next((text for text in self._everywhere(own) if text is not None), None)
 

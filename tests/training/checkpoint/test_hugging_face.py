@@ -112,7 +112,7 @@ def test_three_steps_are_equal_in_every_layout(made: Path, tmp_path: Path) -> No
     found = {}
     for layout, (tp, pp) in LAYOUTS.items():
         ended = spawn.train(tmp_path / layout, spawn.plan(tp=tp, pp=pp, model=spec, batch=batch), {
-            "train": {"steps": 3, "warmup_steps": 0}, "checkpoint": f"hf:{made / 'qwen3'}"})
+            "train": {"steps": 3, "warmup_steps": 0, "lr": 1e-4, "min_lr": 1e-5}, "checkpoint": f"hf:{made / 'qwen3'}"})
         assert set(ended.codes) == {0}, ended.output
         found[layout] = ended.column("loss")
     for losses in found.values():
@@ -265,9 +265,9 @@ def test_ranks_that_find_no_numbers_all_say_so(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_folder_names_a_model(folder: Path) -> None:
-    config = load([f"model=hf:{folder}", "model.dropout=0.1", "batch.sequence_length=16"])
+    config = load([f"model=hf:{folder}", "model.dropout=0.1", "batch=tiny"])
     assert config.model == replace(SPEC, dropout=0.1)
-    assert applied(load(["model=gpt_tiny"]), [f"model=hf:{folder}"]).model == SPEC
+    assert applied(load(["model=gpt_tiny"]), [f"model=hf:{folder}", "batch=tiny"]).model == SPEC
     with pytest.raises(DataError, match=r"config\.json: No such file"):
         load(["model=hf:/nowhere"])
 

@@ -249,7 +249,7 @@ def test_types_of_tokens_are_megatrons() -> None:
 def test_the_log_says_what_is_trained_on(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("some words " * 500)
     made = prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
-    data = DataConfig("indexed", 7, made.prefix, "100")
+    data = DataConfig("indexed", 7, made.prefix, split="100")
     samples, _ = build_datasets(data, TrainConfig(), plan(), str(tmp_path))
     said = described(data, samples, plan(), 100)
     assert f"words: {made.tokens:,} tokens, {16 * len(samples):,} of them for training, vocabulary 257" in said
