@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from holmes_hpc.errors import PlanError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.slurm.hostlist import expand
 
 
@@ -88,9 +87,6 @@ def check(launch: Launch, plan: Plan) -> int:
     if launch.world_size != plan.world_size:
         raise PlanError(f"{launch.world_size} ranks were started, the plan is for {plan.world_size}",
                         where=f"{launch.by} on {launch.node}", hint=f"start {plan.world_size} ranks, or plan again")
-    if isinstance(plan.parallel, Widths):
-        raise PlanError("stages of unequal widths can be predicted, not trained yet", where="plan",
-                        hint="use a plan of equal widths: the same tp and dp in every stage")
     planned = plan.component_of(launch.rank)
     if launch.components and len(plan.components) > 1 and planned not in launch.components:
         own = " and ".join(str(c) for c in launch.components)

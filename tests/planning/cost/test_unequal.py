@@ -13,6 +13,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict, timeline
 from holmes_hpc.planning.cost.unequal import Unequal
+from holmes_hpc.training.network import audit
 
 MODEL = replace(spawn.MODEL, layers=24, hidden=256, ffn=1024, max_positions=256)
 BATCH = Batch(48, 1, 256)
@@ -46,6 +47,15 @@ def test_a_timeline_holds_every_pass_once() -> None:
     for row in range(5):
         own = [e for e in events if e["stage"] == row and e["kind"] in ("forward", "backward")]
         assert all(a["end_s"] <= b["start_s"] + 1e-9 for a, b in pairwise(own))
+
+
+def test_the_audit_expects_what_was_predicted() -> None:
+    plan = spawn.unequal((2, 1), (1, 2), (1, 1), model=replace(MODEL, tied=True), batch=BATCH)
+    nodes = [place.node for place in plan.places]
+    loads = Counter[str]()
+    for load in audit.loads(plan, nodes, "fp32"):
+        loads["ethernet" if load.kind == "ethernet" else load.node.partition("[")[0]] += load.bytes
+    assert dict(loads) == pytest.approx(predict(plan, Costs(dtype="fp32")).nic_bytes_per_step)
 
 
 def test_unlike_tp_sends_every_byte_once() -> None:

@@ -41,12 +41,6 @@ def test_a_task_in_another_component_than_planned_is_refused() -> None:
         launch.check(wrong, spawn.plan(pp=3, dp=2))
 
 
-def test_a_plan_of_unequal_widths_is_refused() -> None:
-    own = launch.read({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"})
-    with pytest.raises(PlanError, match="unequal widths can be predicted, not trained yet"):
-        launch.check(own, spawn.unequal((1, 2), (1, 1)))
-
-
 def test_a_node_outside_all_components_is_an_error() -> None:
     with pytest.raises(PlanError, match="node ib9 is in none of the job's 3 components"):
         launch.read({**HET, "SLURMD_NODENAME": "ib9"})
