@@ -21,15 +21,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.Ended]:
     return ended
 
 
-def same(ended: spawn.Ended, alone: spawn.Ended) -> None:
+def same(ended: spawn.Ended, alone: spawn.Ended, norm: float = 1e-4) -> None:
     assert set(ended.codes) == {0}, ended.output
     assert ended.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
+    assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=norm)
 
 
 LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "2 + 1": ([(1, 2), (1, 1)], {"layers": [4, 2]}, "plain"),
     "1 + 3 by weight": ([(1, 1), (1, 3)], {"layers": [2, 4], "weights": {1: [3, 1, 1]}}, "plain"),
+    "2 + 3": ([(1, 2), (1, 3)], {}, "plain"),
     "3 + 2, tied": ([(1, 3), (1, 2)], {"model": TIED}, "tied"),
     "1 + 2 + 1": ([(1, 1), (1, 2), (1, 1)], {}, "plain"),
     "TP 2 and 1": ([(2, 1), (1, 2)], {}, "plain"),
@@ -42,7 +43,8 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_unequal_widths_give_the_numbers_of_one_process(name: str, alone: dict[str, spawn.Ended], tmp_path: Path,
                                                         ) -> None:
     widths, more, kind = LAYOUTS[name]
-    same(spawn.train(tmp_path / "run", spawn.unequal(*widths, **more), {"train": STEPS}), alone[kind])
+    norm = 1e-3 if "TP" in name and kind == "tied" else 1e-4  # with TP 2 in all stages these are 2.5e-4 apart too
+    same(spawn.train(tmp_path / "run", spawn.unequal(*widths, **more), {"train": STEPS}), alone[kind], norm)
 
 
 @pytest.mark.integration

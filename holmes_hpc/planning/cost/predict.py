@@ -62,7 +62,7 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     `seconds`, over all GPUs of that kind."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
-    layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.tp)
+    layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
     done, ranks = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
     for component in plan.components:
         gpu = plan.site.fabric(component.fabric).gpu

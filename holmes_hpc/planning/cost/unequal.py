@@ -7,16 +7,16 @@ event, edges between stages of unlike widths, and the tied embedding's sum over 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
 from holmes_hpc.planning.cost.layout import Layout
@@ -24,11 +24,10 @@ from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes, collective
 from holmes_hpc.planning.cost.uncertainty import interval_s
-from holmes_hpc.planning.schedule.orders import Pass, StageTransfer
 from holmes_hpc.planning.schedule.routed import RoutedOrder
+from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, went
 from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import GroupTransport, Plan, Predicted, Schedule
-from holmes_hpc.planning.spec.transport import Place, Transport
+from holmes_hpc.planning.spec.plan import Component, GroupTransport, Plan, Predicted, Schedule
 from holmes_hpc.planning.spec.widths import Widths
 
 
@@ -46,25 +45,45 @@ class Event:
 
 @dataclass(frozen=True)
 class Unequal:
-    """A plan of unequal widths and the costs it is judged by."""
+    """All of a plan of unequal widths that is predicted, and the costs it is judged by; `layers` and `in_flight` of
+    each stage. As :class:`Layout` it is not checked: a search makes hundreds."""
 
-    plan: Plan
+    model: ModelSpec
+    batch: Batch
+    widths: Widths
+    layers: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    recompute: str
+    components: tuple[Component, ...]
+    site: Site
     costs: Costs
+    transport_mode: str = "holmes"
+    edge_dtype: str = "same"
+    edge_connections: int = 1
+    bucket_bytes: int = 40_000_000
+    _layouts: dict[int, Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    @property
-    def widths(self) -> Widths:
-        assert isinstance(self.plan.parallel, Widths)
-        return self.plan.parallel
+    @classmethod
+    def of(cls, plan: Plan, costs: Costs) -> Unequal:
+        assert isinstance(plan.parallel, Widths)
+        return cls(plan.model, plan.batch, plan.parallel, tuple(s.layers for s in plan.stages), plan.schedule.in_flight,
+                   plan.recompute, plan.components, costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype,
+                   plan.edge_connections, plan.bucket_bytes)
 
-    @property
-    def order(self) -> RoutedOrder:
-        assert isinstance(self.plan.order, RoutedOrder)
-        return self.plan.order
+    def varied(self, layers: tuple[int, ...], in_flight: tuple[int, ...]) -> Unequal:
+        """With other layers and depths on the same ranks: what was worked out of their networks stays."""
+        made = replace(self, layers=layers, in_flight=in_flight)
+        object.__setattr__(made, "_layouts", self._layouts)
+        return made
 
     @cached_property
-    def layers(self) -> np.ndarray:
-        """Of each stage, (1, S, 1)."""
-        return np.array([[s.chunks for s in self.plan.stages]])
+    def order(self) -> RoutedOrder:
+        return RoutedOrder(self.widths.routes(self.batch.micro_batches(1)), self.in_flight)
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """Layers as the cost model has them, (1, S, 1)."""
+        return np.array(self.layers)[None, :, None]
 
     @cached_property
     def views(self) -> tuple[Layout, ...]:
@@ -72,26 +91,29 @@ class Unequal:
         return tuple(self._view(stage) for stage in range(self.widths.pp))
 
     def _view(self, stage: int) -> Layout:
-        plan, width = self.plan, self.widths.stages[stage]
-        replicas = [self.order.row(stage, r) for r in range(width.dp)]
-        most = max(len(self.order.own(row)) for row in replicas)
-        batch = Batch(plan.batch.micro_size * width.dp * most, plan.batch.micro_size, plan.batch.sequence_length)
-        parallel = Parallel(width.tp, self.widths.pp, width.dp,
-                            sequence_parallel=self.widths.sequence_parallel and width.tp > 1)
-        return Layout(plan.model, batch, parallel, plan.recompute,
-                      Schedule("ahead", (plan.schedule.in_flight[stage],) * self.widths.pp), plan.components,
-                      self.costs.on(plan.site), self.costs, plan.transport_mode, plan.edge_dtype,
-                      plan.edge_connections, plan.bucket_bytes)
+        schedule = Schedule("ahead", (self.in_flight[stage],) * self.widths.pp)
+        if stage not in self._layouts:
+            width = self.widths.stages[stage]
+            most = max(len(self.order.own(self.order.row(stage, r))) for r in range(width.dp))
+            batch = Batch(self.batch.micro_size * width.dp * most, self.batch.micro_size, self.batch.sequence_length)
+            parallel = Parallel(width.tp, self.widths.pp, width.dp,
+                                sequence_parallel=self.widths.sequence_parallel and width.tp > 1)
+            own = next(c for c in self.components if stage in c.stages)
+            alike = tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components)
+            self._layouts[stage] = Layout(
+                self.model, batch, parallel, self.recompute, schedule, alike, self.site, self.costs,
+                self.transport_mode, self.edge_dtype, self.edge_connections, self.bucket_bytes)
+        return self._layouts[stage].varied(schedule)
 
     @cached_property
-    def _timings(self) -> tuple[Timing, ...]:
-        return tuple(timing(view, self.layers) for view in self.views)
+    def timings(self) -> tuple[Timing, ...]:
+        return tuple(timing(view, self._counts) for view in self.views)
 
-    def _of(self, part: str) -> list[float]:
+    def of_stages(self, part: str) -> list[float]:
         """One part of :class:`Durations`, for each stage."""
-        return [float(np.ravel(getattr(t.replicas[0], part)[0, s])[0]) for s, t in enumerate(self._timings)]
+        return [float(np.ravel(getattr(t.replicas[0], part)[0, s])[0]) for s, t in enumerate(self.timings)]
 
-    def _edge_s(self, upper: int, forward: bool) -> tuple[float, float]:
+    def edge_s(self, upper: int, forward: bool) -> tuple[float, float]:
         """One stage transfer of one replica over the edge below stage `upper`: seconds for which it takes its node's
         NIC at either end, and its latency."""
         ends = [(view, view.replicas[0][s]) for s, view in ((s, self.views[s]) for s in (upper, upper + 1))]
@@ -101,85 +123,74 @@ class Unequal:
         (view, source), (_, target) = ends if forward else ends[::-1]
         return busy, view.latency(transport, source, peer=target)
 
+    @cached_property
+    def durations(self) -> RoutedDurations:
+        pp = self.widths.pp
+        wires = [self.views[s].edge(0, s) for s in range(pp - 1)]
+        known = list(dict.fromkeys(wires))
+        nodes, first = list[int](), 0
+        for component in self.components:
+            for s in component.stages:
+                width = self.widths.stages[s]
+                nodes += [first + r * width.tp // component.gpus_per_node for r in range(width.dp)]
+                first += width.nodes
+        down, up = ([self.edge_s(s, way) for s in range(pp - 1)] for way in (True, False))
+        last = [max(0.0, a - b) for a, b in zip(self.of_stages("last_up"), self.of_stages("up"), strict=True)]
+        return RoutedDurations(self.of_stages("forward"), self.of_stages("backward"), self.of_stages("ready"), last,
+                               down, up, nodes, [known.index(wire) for wire in wires])
+
     def events(self) -> list[Event]:
-        """The simulated step: a pass starts when the one before it on its row is done and its input is there, a
-        transfer when its tensor is made and the NICs of its two nodes have done with those before it on that way."""
-        order, pp = self.order, self.widths.pp
-        seconds = {True: self._of("forward"), False: self._of("backward")}
-        edge = {way: [self._edge_s(s, way) for s in range(pp - 1)] for way in (True, False)}
-        ready, tail = self._of("ready"), self._of("tail")
-        last_up, up = self._of("last_up"), self._of("up")
-        found: list[Event] = []
-        arrived: dict[StageTransfer, float] = {}
-        nics = [self.views[s].edge(0, s) for s in range(pp - 1)]
-        leaves: defaultdict[tuple[Place, Transport], float] = defaultdict(float)  # when a node's NIC is free to send
-        enters: defaultdict[tuple[Place, Transport], float] = defaultdict(float)
-        nodes = [self.plan.places[int(ranks[replica, 0])] for ranks in self.widths.grid()
-                 for replica in range(len(ranks))]  # of each row
-        beside = Counter(nodes)
-        now = [ready[order.stage_of(row)] for row in range(order.rows)]
-        found += [Event(row, "param_sync", None, 0.0, now[row]) for row in range(order.rows)]
-        todo = [order.passes(row)[::-1] for row in range(order.rows)]
+        """The simulated step."""
+        order, d, tail = self.order, self.durations, self.of_stages("tail")
+        found, now = list[Event](), [0.0] * order.rows
+        for w in went(order, d):
+            if w.forward and w.micro_batch == order.own(w.row)[0]:
+                found.append(Event(w.row, "param_sync", None, w.start - d.ready[order.stage_of(w.row)], w.start))
+            found.append(Event(w.row, "forward" if w.forward else "backward", w.micro_batch, w.start, w.end))
+            now[w.row] = w.end
+            if w.sent is not None:
+                found.append(Event(w.row, "send", w.micro_batch, *w.sent))
+        return found + [Event(row, "grad_sync", None, end, end + tail[order.stage_of(row)])
+                        for row, end in enumerate(now)]
 
-        waiting: list[tuple[float, int]] = []  # rows whose next pass can be computed, by when
+    @cached_property
+    def after(self) -> float:
+        """Seconds that follow when all gradients are reduced."""
+        return self.tied_s + self.timings[0].norm + self.timings[0].other + self.optimizer_s
 
-        def push(row: int) -> None:
-            if todo[row]:
-                needed = order.transfer_to(row, todo[row][-1])
-                if needed is None or needed in arrived:
-                    heappush(waiting, (max(now[row], arrived.get(needed, 0.0)) if needed else now[row], row))
-
-        for row in range(order.rows):
-            push(row)
-        while waiting:  # the earliest first, so that shared NICs are taken in turn
-            start, row = heappop(waiting)
-            stage, step = order.stage_of(row), todo[row].pop()
-            now[row] = end = start + seconds[step.forward][stage]
-            found.append(Event(row, "forward" if step.forward else "backward", step.micro_batch, start, end))
-            if (transfer := order.transfer_from(row, step)) is not None:
-                upper = stage if step.forward else stage - 1
-                busy, latency = edge[step.forward][upper]
-                if not step.forward and step.micro_batch == order.own(row)[-1]:
-                    busy += last_up[stage] - up[stage]  # beside the gradients' traffic
-                target = transfer.target
-                out, into = (nodes[row], nics[upper]), (nodes[target], nics[upper])
-                begun = max(end, leaves[out], enters[into])
-                leaves[out] = begun + busy + latency / beside[nodes[row]]
-                enters[into] = begun + busy + latency / beside[nodes[target]]
-                arrived[transfer] = begun + busy + latency
-                found.append(Event(row, "send", step.micro_batch, begun, arrived[transfer]))
-                if todo[target] and order.transfer_to(target, todo[target][-1]) == transfer:
-                    push(target)
-            push(row)
-        found += [Event(row, "grad_sync", None, now[row], now[row] + tail[order.stage_of(row)])
-                  for row in range(order.rows)]
-        return found
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of the simulated step."""
+        tail, ends = self.of_stages("tail"), dict[int, float]()
+        for w in went(self.order, self.durations):
+            ends[w.row] = w.end
+        return max(end + tail[self.order.stage_of(row)] for row, end in ends.items()) + self.after
 
     @cached_property
     def tied_s(self) -> float:
         """The tied embedding's gradient, summed over all ranks of the first and the last stage."""
-        found = [g for g in self.plan.transports() if g.kind == "embd"]
-        if not found:
+        if not self.model.tied or self.widths.pp == 1:
             return 0.0
-        ranks, transport = found[0].ranks, found[0].transport
-        nodes = len({self.plan.places[r] for r in ranks})
+        ends = (0, self.widths.pp - 1)
+        ranks = sum(self.widths.stages[s].ranks for s in ends)
+        nodes = sum(self.widths.stages[s].nodes for s in ends)
         times = []
-        for stage in (0, self.widths.pp - 1):
+        for stage in ends:
             view = self.views[stage]
             component = view.replicas[0][stage]
-            byte, call = collective(view, component, transport, len(ranks), nodes, "reduce_scatter", 2.0, 1.0)
+            byte, call = collective(view, component, view.ends(), ranks, nodes, "reduce_scatter", 2.0, 1.0)
             times.append(float(self._embedding_bytes(stage) * byte + call))
         return max(times)
 
     def _embedding_bytes(self, stage: int) -> float:
-        model, view = self.plan.model, self.views[stage]
+        model, view = self.model, self.views[stage]
         gpu = view.fabric(view.replicas[0][stage]).gpu
         return float(model.padded_vocab(self.widths.vocabulary_parts) * model.hidden * self.costs.gradient_size(gpu))
 
     @cached_property
     def optimizer_s(self) -> float:
         """Of the stage whose ranks update longest: each has a share of its stage's parameters."""
-        return max(float(parameters(view, self.layers)[0, s].sum()) / self.widths.dp_of(s)
+        return max(float(parameters(view, self._counts)[0, s].sum()) / self.widths.dp_of(s)
                    * self.costs.optimizer_s(1.0, view.fabric(view.replicas[0][s])) for s, view in enumerate(self.views))
 
     @property
@@ -188,32 +199,21 @@ class Unequal:
         found = []
         for s, view in enumerate(self.views):
             gpu = view.fabric(view.replicas[0][s]).gpu
-            own = float(memory(view, self.layers).total()[0, s])
-            tensor = (self.plan.batch.micro_size * self.plan.batch.sequence_length * self.plan.model.hidden
+            own = float(memory(view, self._counts).total()[0, s])
+            tensor = (self.batch.micro_size * self.batch.sequence_length * self.model.hidden
                       * self.costs.weight_bytes(gpu) / self.widths.tp_of(s))
             counted = 2 * ((s > 0) + (s < self.widths.pp - 1))  # windows of one, in the view
-            found.append(int(own + max(0, self._posted(s) - counted) * tensor))
+            found.append(int(own + max(0, self.order.posted(s) - counted) * tensor))
         return tuple(found)
 
-    def _posted(self, stage: int) -> int:
-        """Stage transfers that a replica has buffers for, received and sent."""
-        order, most = self.order, 0
-        for replica in range(self.widths.dp_of(stage)):
-            row = order.row(stage, replica)
-            passes = [Pass(forward, m, 0) for m in order.own(row) for forward in (True, False)]
-            transfers = [of(row, p) for p in passes for of in (order.transfer_to, order.transfer_from)]
-            ways = {(t.source, t.target): order.window(t) for t in transfers if t is not None}
-            most = max(most, sum(ways.values()))
-        return most
-
-    def sent(self) -> Iterator[tuple[GroupTransport, int, float]]:
+    def sent(self, plan: Plan) -> Iterator[tuple[GroupTransport, int, float]]:
         """Every group that leaves a node, each rank that sends for it over its node's NIC, and the bytes of payload
         that it sends in a step."""
         shared: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         for s in range(self.widths.pp - 1):
             for a, b in zip(self.order.routes[s], self.order.routes[s + 1], strict=True):
                 shared[s, a, b] += 1
-        for group in self.plan.transports():
+        for group in plan.transports():
             if group.transport.kind == "local":
                 continue
             stage = group.stages[0]
@@ -221,7 +221,7 @@ class Unequal:
             component = view.replicas[0][stage]
             gpu = view.fabric(component).gpu
             how, n = self.costs.collectives(gpu), len(group.ranks)
-            one_a_node = {self.plan.places[rank]: rank for rank in reversed(group.ranks)}  # a ring leaves each once
+            one_a_node = {plan.places[rank]: rank for rank in reversed(group.ranks)}  # a ring leaves each once
             if group.kind == "edge":
                 (_, a, i), (_, b, j) = (self.widths.coordinates(rank) for rank in group.ranks)
                 tensor = activation_bytes(view, group.transport, component)  # of one rank
@@ -230,7 +230,7 @@ class Unequal:
                 for rank in group.ranks:
                     yield group, rank, shared[stage, a, b] * tensor
             elif group.kind == "dp":
-                count = float(parameters(view, self.layers)[0, stage].sum())
+                count = float(parameters(view, self._counts)[0, stage].sum())
                 amount = (how.reduce_scatter * self.costs.gradient_size(gpu)
                           + how.all_gather * self.costs.weight_bytes(gpu)) * count
                 for rank in one_a_node.values():
@@ -242,21 +242,19 @@ class Unequal:
 
 def predict_unequal(plan: Plan, costs: Costs) -> Predicted:
     """Predict one plan of unequal widths as it is."""
-    of = Unequal(plan, costs)
-    events, first = of.events(), of._timings[0]
-    norm, other = first.norm, first.other
-    after = of.tied_s + norm + other + of.optimizer_s
+    of = Unequal.of(plan, costs)
+    events, first = of.events(), of.timings[0]
     ends = max(e.end for e in events)
-    seconds = ends + after
+    seconds = ends + of.after
     work: defaultdict[int, float] = defaultdict(float)
     for e in events:
         work[e.row] += e.end - e.start if e.kind in ("forward", "backward") else 0.0
     row = max(work, key=lambda r: work[r])
     lasts = {e.kind: e for e in events if e.row == row}
-    gather = lasts["param_sync"].end
+    gather = lasts["param_sync"].end - lasts["param_sync"].start
     sync = max(0.0, ends - max(e.end for e in events if e.kind != "grad_sync"))
     nic: defaultdict[str, float] = defaultdict(float)
-    for group, _, amount in of.sent():
+    for group, _, amount in of.sent(plan):
         transport = group.transport
         nic[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
     per_gpu, parts = seconds * plan.world_size * 1e12, plan.parallel.vocabulary_parts
@@ -266,13 +264,13 @@ def predict_unequal(plan: Plan, costs: Costs) -> Predicted:
         hardware_tflops_per_gpu=hardware_flops_per_step(plan.model, plan.batch, parts, plan.recompute) / per_gpu,
         memory_bytes_per_gpu=of.memory_bytes, nic_bytes_per_step=dict(sorted(nic.items())),
         breakdown={"compute_s": work[row], "pipeline_wait_s": ends - work[row] - gather - sync,
-                   "grad_sync_s": sync + of.tied_s + norm, "param_sync_s": gather,
-                   "optimizer_s": of.optimizer_s + other},
+                   "grad_sync_s": sync + of.tied_s + first.norm, "param_sync_s": gather,
+                   "optimizer_s": of.optimizer_s + first.other},
         interval_s=interval_s(of.views[0], seconds))
 
 
 def timeline_unequal(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """The simulated step as events; `stage` counts replicas stage by stage."""
     found = [{"stage": e.row, "kind": e.kind, "chunk": 0, "micro_batch": e.micro_batch, "start_s": e.start,
-              "end_s": e.end} for e in Unequal(plan, costs).events() if e.end > e.start]
+              "end_s": e.end} for e in Unequal.of(plan, costs).events() if e.end > e.start]
     return sorted(found, key=lambda e: (e["stage"], e["start_s"], e["end_s"], e["kind"]))

@@ -13,7 +13,10 @@ launched before it on its rank is done; a send or a receive is done when the oth
 line of all events, passes and transfers, of which every rank's launches in order are a part. Whatever a real device,
 allocator or NCCL waits for is also waited for in the model, so what goes through here cannot lock up there. Collectives
 change nothing: the ranks of a stage launch the same in the same order, so that they count as one; those between stages
-come after all of a step's passes.
+come after all of a step's passes. Only where stages have unequal widths do the replicas of a stage compute different
+micro-batches: there, if they take turns, a replica's first pass (in which parameters are gathered) ends when all
+replicas have come to theirs, and what follows its last pass (in which gradients are reduced) begins when all have come
+to theirs (:class:`_Together`).
 
 Nothing of this has been seen on a GPU. Gloo's transfers hold up no device: its receives are posted as early as there
 is room for them (:func:`windowed`), which would break the rule.
@@ -21,7 +24,7 @@ is room for them (:func:`windowed`), which would break the rule.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -86,9 +89,20 @@ def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
     waiting = [passes(order, s, forward_only)[::-1] for s in range(order.rows)]
     ends: list[dict[Pass, int]] = [{} for _ in waiting]
     now = [0] * order.rows
+    together = isinstance(order, RoutedOrder) and order.in_turn  # first and last passes: :class:`_Together`
+    ahead = [own[-1] if own else None for own in waiting]
+    came: dict[tuple[int, bool], dict[int, int]] = {}  # by stage and way: when its rows have come to those
+
+    def meet(row: int, step: Pass, start: int) -> int | None:
+        """When all rows of the stage have come to their first (last) pass; None: not yet."""
+        found = came.setdefault((order.stage_of(row), step.forward), {})
+        found[row] = start
+        return max(found.values()) if len(found) == rows_of[order.stage_of(row)] else None
+
+    rows_of = Counter(order.stage_of(row) for row in range(order.rows))
 
     def advance(stage: int) -> bool:
-        left, before = waiting[stage], len(ends[stage])
+        left, before = waiting[stage], len(ends[stage]) + sum(map(len, came.values()))
         while left:
             step, start = left[-1], now[stage]
             if (transfer := order.transfer_to(stage, step)) is not None:
@@ -98,9 +112,14 @@ def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
                 start = max(start, made + HALF * order.hidden(transfer))
             if not step.forward and step._replace(forward=True) not in ends[stage]:
                 break
+            if together and (step == ahead[stage] if step.forward else len(left) == 1):
+                met = meet(stage, step, start)
+                if met is None:
+                    break
+                start = met
             now[stage] = ends[stage][left.pop()] = start + order.pace(stage) * (
                 FORWARD if step.forward else BACKWARD)
-        return len(ends[stage]) > before
+        return len(ends[stage]) + sum(map(len, came.values())) > before
 
     while any([advance(stage) for stage in range(order.rows)]):
         pass
@@ -175,6 +194,32 @@ def _check(order: AnyOrder) -> None:
         check_windows(order, windowed(order))
 
 
+class _Together:
+    """The passes in which the replicas of a stage of unequal widths wait for each other, where they take turns."""
+
+    def __init__(self, order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
+        self._came: set[tuple[int, bool]] = set()  # rows that have come to their first pass (True), and to the last
+        self._ends: list[tuple[Launch, Launch]] = []
+        self._beside: list[list[int]] = []
+        if isinstance(order, RoutedOrder) and order.in_turn:  # else nothing goes beside computing (Widths.in_turn)
+            computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows]
+            self._ends = [(own[0], own[-1]) for own in computed]
+            self._beside = [[b for b in range(len(rows)) if order.stage_of(b) == order.stage_of(a)]
+                            for a in range(len(rows))]
+
+    @property
+    def count(self) -> int:
+        return len(self._came)
+
+    def waits(self, row: int, launch: Launch, after_last: bool) -> bool:
+        """Whether `row`, which has come to `launch`, waits for the others. `after_last`: at its last pass too."""
+        if not self._ends or launch not in self._ends[row][:1 + after_last]:
+            return False
+        first = launch == self._ends[row][0]
+        self._came.add((row, first))
+        return any((other, first) not in self._came for other in self._beside[row])
+
+
 def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
     """Go through a step of :func:`windowed` launches as gloo does them: a row computes once its input has been sent,
     and goes on after a send once the send a window before it has a receive to go to, posted by then. Raises PlanError
@@ -183,6 +228,7 @@ def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
     at = [0] * len(rows)
     done: list[set[Launch]] = [set() for _ in rows]
     sent: dict[tuple[int, int], list[Post]] = {}
+    together = _Together(order, rows)
 
     def blocked(row: int, launch: Launch) -> bool:
         if isinstance(launch, Pass):
@@ -195,13 +241,15 @@ def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
         return behind >= 0 and Post(False, before[behind].transfer) not in done[launch.other]
 
     def advance(row: int) -> bool:
-        began = at[row]
+        began, came = at[row], together.count
         while at[row] < len(rows[row]) and not blocked(row, launch := rows[row][at[row]]):
+            if together.waits(row, launch, after_last=False):
+                break
             if isinstance(launch, Post) and launch.sends:
                 sent.setdefault((row, launch.other), []).append(launch)
             done[row].add(launch)
             at[row] += 1
-        return at[row] > began
+        return at[row] > began or together.count > came
 
     while any([advance(row) for row in range(len(rows))]):
         pass
@@ -216,18 +264,21 @@ def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
     on what it has not received."""
     at = [0] * len(rows)
     done: list[set[Launch]] = [set() for _ in rows]
+    together = _Together(order, rows)
 
     def head(stage: int) -> Launch | None:
         return rows[stage][at[stage]] if at[stage] < len(rows[stage]) else None
 
     def advance(stage: int) -> bool:
-        before = at[stage]
+        before, came = at[stage], together.count
         while (launch := head(stage)) is not None:
             if isinstance(launch, Pass):
                 needed = order.transfer_to(stage, launch)
                 if needed is not None and Post(False, needed) not in done[stage]:
                     break
                 if not launch.forward and launch._replace(forward=True) not in done[stage]:
+                    break
+                if together.waits(stage, launch, after_last=True):
                     break
             else:
                 if launch.sends and launch.transfer.made not in done[stage]:
@@ -239,7 +290,7 @@ def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
                 at[launch.other] += 1
             done[stage].add(launch)
             at[stage] += 1
-        return at[stage] > before
+        return at[stage] > before or together.count > came
 
     while any([advance(stage) for stage in range(len(rows))]):
         pass
@@ -251,6 +302,8 @@ def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
 def stuck(order: AnyOrder, row: int, made: Pass) -> PlanError:
     """What is said of a stage (a row of a routed order) that would never get on."""
     stage = order.stage_of(row)
+    why = ("replicas of a stage wait for each other" if isinstance(order, RoutedOrder)
+           else "virtual stages need several for each chunk")
     return PlanError(f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch"
                      f" {made.micro_batch}", where="plan.schedule",
-                     hint="hold more passes in flight: virtual stages need several for each chunk")
+                     hint=f"hold more passes in flight: {why}")

@@ -48,6 +48,12 @@ class RoutedOrder:
         return tuple(max(route) + 1 for route in self.routes)
 
     @cached_property
+    def in_turn(self) -> bool:
+        """Whether the replicas of every stage take turns."""
+        return all(replica == k % n for n, route in zip(self.replicas, self.routes, strict=True)
+                   for k, replica in enumerate(route))
+
+    @cached_property
     def _first(self) -> list[int]:
         return [0, *accumulate(self.replicas)]
 
@@ -103,6 +109,18 @@ class RoutedOrder:
         """Receives posted ahead of need on a direction of the edge that `transfer` goes over, and sends that may be
         under way there: the two rows are no further apart (:meth:`_apart`)."""
         return self._windows[transfer.source, transfer.target]
+
+    def posted(self, stage: int) -> int:
+        """Stage transfers that a replica of `stage` has buffers for at most, received and sent."""
+        return max(self._buffers[self._first[stage]:self._first[stage + 1]])
+
+    @cached_property
+    def _buffers(self) -> list[int]:
+        found = [0] * self.rows
+        for ends, window in self._windows.items():
+            for row in ends:
+                found[row] += window
+        return found
 
     @cached_property
     def _windows(self) -> dict[tuple[int, int], int]:

@@ -121,6 +121,12 @@ class Widths:
         return self.stages[stage].dp
 
     @property
+    def in_turn(self) -> bool:
+        """Whether the replicas of every stage take turns. Where they do not, those that have little to do are long
+        done when others are not: no gradients are reduced, and no parameters gathered, beside computing."""
+        return not any(w.weights for w in self.stages)
+
+    @property
     def tps(self) -> tuple[int, ...]:
         """Every number of TP ranks that a stage has."""
         return tuple(sorted({w.tp for w in self.stages}))
@@ -153,22 +159,22 @@ class Widths:
 
 @lru_cache(maxsize=256)
 def _route(width: Width, stage: int, micro_batches: int) -> tuple[int, ...]:
-    """In turn, so that replicas are balanced within one micro-batch; by weight: each goes to the replica that would be
-    least far ahead of its share, the first of several."""
+    """In turn, so that replicas are balanced within one micro-batch; by weight: as many to each as make the last one
+    done earliest, each begun when the replica would have done its last one. So every replica has one of the first: in
+    their first passes all replicas of a stage gather parameters together."""
     if width.dp > micro_batches:
         raise PlanError(f"stage {stage} has {width.dp} replicas for {micro_batches} micro-batches a step",
                         where="routing", hint="use fewer replicas, or a larger batch")
     if not width.weights:
         return tuple(k % width.dp for k in range(micro_batches))
-    counts, route = [0] * width.dp, []
+    counts = [0] * width.dp
     for _ in range(micro_batches):
-        chosen = min(range(width.dp), key=lambda r: ((counts[r] + 1) / width.weights[r], r))
-        counts[chosen] += 1
-        route.append(chosen)
+        counts[min(range(width.dp), key=lambda r: ((counts[r] + 1) / width.weights[r], r))] += 1
     if 0 in counts:
         raise PlanError(f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
                         where="routing", hint="raise its weight, or leave it out")
-    return tuple(route)
+    begun = sorted((n / width.weights[r], r) for r, count in enumerate(counts) for n in range(count))
+    return tuple(r for _, r in begun)
 
 
 def pieces(source_tp: int, target_tp: int) -> list[tuple[int, int]]:

@@ -114,7 +114,7 @@ class Checkpoints:
         try:
             request = megatron_versions.save(
                 self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                METADATA)
+                METADATA, self._alike)
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -267,7 +267,7 @@ class Checkpoints:
                        and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = megatron_versions.load(state, checkpoint.path)
+            loaded = megatron_versions.load(state, checkpoint.path, self._alike)
         except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
             raise DataError(f"cannot be loaded: {no_code.line_of(_inner_error(e))}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
@@ -294,6 +294,10 @@ class Checkpoints:
                 replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
         return state
 
+    @property
+    def _alike(self) -> bool:
+        """Whether all stages cut their weights alike."""
+        return len(self.plan.parallel.tps) == 1
 
     def _place_of_generators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How many sets of generators there are that replicas share, and which one is this rank's."""

@@ -53,6 +53,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     p = plan.parallel
     # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
     overlap = train.overlap_grad_reduce and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
+    overlap = overlap and (not isinstance(p, Widths) or p.in_turn)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlap,
         overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,

@@ -30,7 +30,7 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     """
     if isinstance(plan.parallel, Widths):
         return [Load(nodes[rank], str(group.transport.nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
-                for group, rank, amount in Unequal(plan, Costs(dtype=dtype)).sent()
+                for group, rank, amount in Unequal.of(plan, Costs(dtype=dtype)).sent(plan)
                 if group.transport.nic is not None and (group.transport.nic.verbs or not group.transport.nic.rdma)]
     layout = Layout.of(plan, Costs(dtype=dtype))
     count = parameters(layout, layer_array(plan))[0].sum(axis=1)

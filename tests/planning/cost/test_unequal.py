@@ -31,9 +31,10 @@ def test_equal_widths_are_predicted_as_a_grid() -> None:
 
 
 def test_three_and_five_nodes_do_what_four_and_four_do() -> None:
+    slow = Costs(pace_layer_ms=100.0)  # beside which gradients take little
     equal = predict(spawn.plan(pp=2, dp=4, schedule="ahead", layers=[[12], [12]], model=MODEL, batch=BATCH,
-                               in_flight=[4, 2]), PACED)
-    unequal = predict(spawn.unequal((1, 3), (1, 5), layers=[9, 15], model=MODEL, batch=BATCH, in_flight=[5, 2]), PACED)
+                               in_flight=[4, 2]), slow)
+    unequal = predict(spawn.unequal((1, 3), (1, 5), layers=[9, 15], model=MODEL, batch=BATCH, in_flight=[5, 2]), slow)
     assert unequal.samples_per_s > 0.93 * equal.samples_per_s
     assert sum(unequal.breakdown.values()) == pytest.approx(unequal.step_time_s)
 
@@ -61,6 +62,6 @@ def test_the_audit_expects_what_was_predicted() -> None:
 def test_unlike_tp_sends_every_byte_once() -> None:
     whole = BATCH.sequence_length * MODEL.hidden * 4 * BATCH.global_size
     for widths in (((2, 1), (1, 2)), ((1, 3), (2, 2)), ((1, 2), (1, 1))):
-        sent = [amount for group, _, amount in Unequal(
-            spawn.unequal(*widths, model=MODEL, batch=BATCH), Costs(dtype="fp32")).sent() if group.kind == "edge"]
+        plan = spawn.unequal(*widths, model=MODEL, batch=BATCH)
+        sent = [amount for group, _, amount in Unequal.of(plan, Costs(dtype="fp32")).sent(plan) if group.kind == "edge"]
         assert sum(sent) == pytest.approx(2 * whole)  # activations down, their gradients up
