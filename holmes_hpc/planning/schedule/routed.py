@@ -138,13 +138,14 @@ class RoutedOrder:
         here, there = self.own(up), self.own(down)
         place = {m: i for i, m in enumerate(there)}
         most, sent, taken, newest = 1, 0, 0, -1
+        depths = self.depth(up), self.depth(down)
         shared = [m for m in here if m in place]
         for i, m in enumerate(here):
             sent += m in place
-            done = i - self.depth(up)
+            done = i - depths[0]
             if done >= 0 and here[done] in place:
                 newest = place[here[done]]
-            while taken < sent and place[shared[taken]] <= newest + self.depth(down) - 1:
+            while taken < sent and place[shared[taken]] <= newest + depths[1] - 1:
                 taken += 1
             most = max(most, sent - taken)
         return most

@@ -30,8 +30,10 @@ from holmes_hpc.planning.spec.widths import Width, Widths
 
 WORTH = 0.01  # what unequal widths must gain at least: they are less plain
 LOOKED_AT = 400  # shapes whose memory is looked at
-SIMULATED = 48  # of those, as they are
-IMPROVED = 6  # of those, made better
+PASSES = 250_000  # simulated of shapes as they are
+IMPROVED = 6  # of those at most, made better
+MORE = 250_000  # passes simulated of those, about
+TRIES = 16  # that it takes to make one better, about
 MOVES = 3  # of a layer, simulated at a time
 DEEPER = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
@@ -70,6 +72,11 @@ class _Way:
     what: Unequal
     seconds: float = inf
 
+    @property
+    def passes(self) -> int:
+        """How much there is to simulate."""
+        return 2 * self.what.widths.pp * self.what.order.micro_batches
+
     def simulated(self, **changed: Any) -> _Way:
         what = replace(self.what, **changed) if "bucket_bytes" in changed else self.what.varied(
             changed.get("layers", self.what.layers), changed.get("in_flight", self.what.in_flight))
@@ -87,20 +94,23 @@ def found(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cost
             if made is not None:
                 yield made
 
-    seen, done = set[object](), list[_Way]()
+    seen, done, passes = set[object](), list[_Way](), 0
     for shape in shapes(model, batch, site, options, costs)[:LOOKED_AT]:
         least = min((w.seconds for w in done), default=most)
-        if len(done) == SIMULATED or (done and clock.is_over()) or shape.estimate > OVER * least:
+        if passes > PASSES or (done and clock.is_over()):
             break
+        if shape.estimate > OVER * least:
+            continue
         key = shape.micro, shape.recompute, shape.stages
         if key in seen:
             continue
         seen.add(key)
         done += [way.simulated() for way in islice(ways(shape, orders=False), 1)]
+        passes = sum(way.passes for way in done)
         clock.tell(f"planning: {len(done)} ways with stages of unequal widths simulated")
     done.sort(key=lambda w: w.seconds)
     better = list[_Way]()
-    for way in done[:IMPROVED]:
+    for way in done[:max(1, min(IMPROVED, MORE // (TRIES * max((w.passes for w in done), default=1))))]:
         if clock.is_over() or (better and way.seconds * 0.95 > better[0].seconds):
             break
         tried = [way, *(w.simulated() for w in ways(way.shape, orders=True) if w.shape.stages != way.shape.stages)]
@@ -114,7 +124,7 @@ def _orders(shape: Shape) -> Iterator[tuple[tuple[int, int, int], ...]]:
     parts = [list(part) for _, part in groupby(shape.stages, key=lambda s: s[0])]
     for order in permutations(parts) if len(parts) <= FEW_FABRICS - 1 else [tuple(parts), tuple(parts[::-1])]:
         yield tuple(stage for part in order for stage in part)
-        if any(len(set(part)) > 1 for part in order):
+        if len(parts) < FEW_FABRICS and any(len(set(part)) > 1 for part in order):
             yield tuple(stage for part in order for stage in part[::-1])
 
 

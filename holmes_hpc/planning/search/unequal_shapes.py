@@ -8,6 +8,7 @@ these are all layers of the model. Beside tau a step takes what fills and drains
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,8 @@ from holmes_hpc.planning.search.one_size import OneSize
 FINE, WIDE = 1.006, 1.8  # taus: how much longer each is than the one before, and the last than the first
 MOST_STAGES = 12  # of one fabric
 COMBINATIONS = 8000  # of numbers of stages of all fabrics, at most
-KEPT = 12  # shapes of one micro-batch size, recomputation and choice of TPs
+FIRST, FAR = 6, 1.3  # shapes of one TP that are looked at first, and how much longer than the best they may seem
+KEPT = 24  # shapes of one micro-batch size, recomputation and choice of TPs
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,22 @@ class Shape:
 
 
 def shapes(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Shape]:
-    """From the most promising on."""
+    """From the most promising on; but the best few of each TP for all stages come first: unlike TPs look better in an
+    estimate than they are."""
     found = list[Shape]()
     chosen = offers(site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
     for micro, recompute in product(sizes, modes):
         found += _OneKind(model, batch, site, options, costs, chosen, micro, recompute).shapes()
-    return sorted(found, key=lambda s: (s.estimate, len(s.stages), s.stages))
+    found.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
+    firsts, seen = list[Shape](), Counter[int]()
+    for shape in dict.fromkeys(found):
+        tps = {tp for *_, tp in shape.stages}
+        if len(tps) == 1 and shape.estimate < FAR * found[0].estimate:
+            seen.update(tps)
+            firsts += [shape] if seen[tps.pop()] <= FIRST else []
+    return [*firsts, *(shape for shape in found if shape not in set(firsts))]
 
 
 class _OneKind:
@@ -158,11 +168,13 @@ class _OneKind:
         for at in np.argsort(seconds, kind="stable")[:KEPT].tolist():
             tau = int(first[at])
             made = [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[at, f]), tau)]
-            yield Shape(self.batch.micro_size, self.recompute, tuple(made), self._estimate(made, tables, tau))
+            estimate, order = min((self._estimate(one, tables, tau), one) for one in (made, made[::-1]))
+            yield Shape(self.batch.micro_size, self.recompute, tuple(order), estimate)
 
     def _estimate(self, made: list[tuple[int, int, int]], tables: list[_Table], tau: int) -> float:
-        """Seconds of the step: tau, or all transfers between two fabrics where those take longer; and the way of a
-        micro-batch through the other stages."""
+        """Seconds of the step: tau, or all transfers between two fabrics where those take longer; the way of a
+        micro-batch through the other stages; and what a stage of more replicas than the one above waits until each of
+        them has had its first micro-batch, and the one above for their last."""
         reach = [tables[f].own[tau, nodes - 1] for f, nodes, _ in made]
         way = [self.model.layers * r / sum(reach) * self.sizes[tp].seconds[self._at(f, tp)]
                for r, (f, _, tp) in zip(reach, made, strict=True)]
@@ -170,7 +182,8 @@ class _OneKind:
         for (a, here, tp), (b, there, other) in pairwise(made):
             if a != b:
                 wire = max(wire, self._moved(a, b, tp) / here, self._moved(b, a, other) / there)
-        return max(float(tables[0].taus[tau]), wire) + sum(way) * (1 - 1 / len(made))
+        late = sum(max(0.0, below - above) for above, below in pairwise(way))
+        return float(max(tables[0].taus[tau], wire) + sum(way) * (1 - 1 / len(made)) + late)
 
     def _moved(self, source: int, target: int, tp: int) -> float:
         """Seconds for which one node of fabric `source` would send a step's activations to `target`."""

@@ -9,7 +9,6 @@ import brute_unequal
 import pytest
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
@@ -28,7 +27,7 @@ def site(*fabrics: tuple[str, int, int, Gpu], ethernet_gbps: float = 25) -> Site
                                      rdma_gbps=200) for i, (nic, nodes, per_node, gpu) in enumerate(fabrics)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_within_a_hundredth_of_going_through_everything(seed: int) -> None:
     draw = random.Random(seed)
     at = site(*((nic, draw.randint(1, 3), draw.choice([1, 2]), draw.choice([A100, H100])) for nic in ("ib", "roce")))
@@ -37,27 +36,17 @@ def test_within_a_hundredth_of_going_through_everything(seed: int) -> None:
     assert best.seconds <= 1.01 * brute_unequal.best_step_s(SMALL, batch, at, Costs(), 3)
 
 
-def rate(at: Site, **options: object) -> float:
-    batch = Batch(1536, 4, 2048)
-    plan = best_plan(named("gpt_7_5b"), batch, at, PlanOptions(**options), Costs())  # type: ignore[arg-type]
-    assert plan.predicted is not None
-    return plan.predicted.samples_per_s
+def test_nodes_that_a_grid_leaves_out_are_used() -> None:
+    at = site(("ib", 2, 2, A100), ("roce", 3, 2, A100))
+    wide, grid = (best_plan(SMALL, Batch(60, 1, 1024), at, PlanOptions(unequal=u), Costs()) for u in (True, False))
+    assert isinstance(wide.parallel, Widths) and wide.version == 2 and not wide.unused
+    assert wide.predicted is not None and grid.predicted is not None
+    assert wide.predicted.step_time_s < 0.99 * grid.predicted.step_time_s
+    assert wide.alternatives[0]["parallel"]["dp"] == grid.parallel.dp
 
 
-def test_five_and_seven_nodes_are_as_fast_as_six_and_six() -> None:
-    plan = best_plan(named("gpt_7_5b"), Batch(1536, 4, 2048), site(("ib", 5, 8, A100), ("roce", 7, 8, A100)),
-                     PlanOptions(), Costs())
-    assert isinstance(plan.parallel, Widths) and plan.version == 2 and not plan.unused and plan.predicted is not None
-    assert plan.predicted.samples_per_s >= 0.97 * rate(site(("ib", 6, 8, A100), ("roce", 6, 8, A100)))
-
-
-def test_slower_gpus_are_used_beside_faster_ones() -> None:
-    fast, slow = ("ib", 3, 8, H100), ("roce", 5, 8, A100)
-    assert rate(site(fast, slow)) >= 1.35 * max(rate(site(fast)), rate(site(slow)))
-
-
-def test_equal_widths_when_asked_for_and_where_fabrics_are_alike() -> None:
+def test_equal_widths_unless_asked_for_and_where_fabrics_are_alike() -> None:
     uneven = site(("ib", 2, 2, A100), ("roce", 3, 2, A100))
-    for at, options in ((uneven, PlanOptions(unequal=False)), (replace(uneven, fabrics=uneven.fabrics[:1]), None)):
-        plan = best_plan(SMALL, Batch(12, 1, 1024), at, options or PlanOptions(), Costs())
+    for at, unequal in ((uneven, False), (replace(uneven, fabrics=uneven.fabrics[:1]), True)):
+        plan = best_plan(SMALL, Batch(12, 1, 1024), at, PlanOptions(unequal=unequal), Costs())
         assert not isinstance(plan.parallel, Widths) and plan.version == 1
