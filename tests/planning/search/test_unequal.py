@@ -18,7 +18,7 @@ from holmes_hpc.planning.search.unequal import found
 from holmes_hpc.planning.spec.widths import Widths
 
 A100, H100 = Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600)
-SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, max_positions=1024)
+SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
 
 
 def site(*fabrics: tuple[str, int, int, Gpu], ethernet_gbps: float = 25) -> Site:
