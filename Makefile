@@ -37,8 +37,8 @@ quick: install ## the tests that need no Slurm
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
 
 test: lint ## lint, types, import contracts and the tests, those on the testbed included
-	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking" --durations=10
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
+	$(BIN)/pytest -q -n 6 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
 
 test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
 	$(BIN)/pytest -q -m breaking --durations=10

@@ -62,14 +62,15 @@ READING = """\
 Predictions are the planner's for each run's plan, from declared rates and the pace alone: nothing was fitted to these
 runs. Over gloo plain Megatron-LM's activations and gradients wait for each other: they share one connection
 (benchmarks/one_connection.py). On connections of their own (proportional layers) the same 1F1B is faster; judge the
-method by that row as well. Without overlap of its traffic it is 8% faster there still, which the predictions miss. Six
-and eight ranks fill this machine's two cores: layers then take up to 6% longer than their pace, up to 10% in its slow
-hours (most where ranks wait least), and differences of 2% at 8 nodes are of that kind; ablations, two IB fabrics and
-the free choice at 8 nodes were run in such hours. Light at 8 nodes is of the mean of InfiniBand and RoCE, session by
-session, 101.4%, 101.1% and 95.6%, the last with layers 10% longer than their pace (its runs were made twice: at first
-97.6%, beside other work). The planner's free choice takes virtual stages in light at 6 and 8 nodes: that many short
-passes cost two cores more than they save, which only a calibration knows; unpaced, layers this small take what Python
-takes, which no published figure tells. Of systems on one fabric the table says which schedule is faster there; the free
+method by that row as well. Without overlap of its traffic it is 8% faster there still, which the predictions miss
+(docs/evaluation.md says why). Six and eight ranks fill this machine's two cores: layers then take up to 6% longer than
+their pace, up to 10% in its slow hours (most where ranks wait least), and differences of 2% at 8 nodes are
+of that kind; ablations, two IB fabrics and the free choice at 8 nodes were run in such hours. Light at 8 nodes is of
+the mean of InfiniBand and RoCE, session by session, 101.4%, 101.1% and 95.6%, the last with layers 10% longer than
+their pace (its runs were made twice: at first 97.6%, beside other work). The planner's free choice takes virtual
+stages in light at 6 and 8 nodes: that many short passes cost two cores more than they save, which only a calibration
+knows; unpaced, layers this small take what Python takes, which no published figure tells. Of systems on one fabric
+the table says which schedule is faster there; the free
 choice is in the table of every cell."""
 
 

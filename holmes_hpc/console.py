@@ -86,7 +86,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], cap
         out = Table(box=None, pad_edge=False, header_style="bold")
         widths = _widths([[row[i] for i in block] for row in [columns, *rows]], console.width - 2 * (len(block) - 1))
         for index, room in zip(block, widths, strict=True):
-            cells = [row[index] for row in rows if row[index]]
+            cells = [row[index] for row in rows if row[index] not in ("", NONE)]
             numeric = bool(cells) and all(c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x")
                                           .isdigit() for c in cells if c.strip())
             out.add_column(columns[index], justify="right" if numeric else "left", overflow="fold", width=room)

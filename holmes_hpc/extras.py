@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, requires
 
 from holmes_hpc.errors import ConfigError
 
@@ -23,6 +22,8 @@ def missing(error: ModuleNotFoundError) -> ConfigError:
 
 def _extra(module: str) -> str | None:
     """The smallest extra with a package of that name, or whose name begins so (megatron-core)."""
+    from importlib.metadata import PackageNotFoundError, requires
+
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

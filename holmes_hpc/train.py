@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import time
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from holmes_hpc import console
-from holmes_hpc.config.composition import explained, resolve, with_folders
+from holmes_hpc.config.by_hydra import explained, resolve, with_folders
 from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
@@ -33,14 +36,21 @@ from holmes_hpc.submission.lifecycle.engine import check_engine
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.sweeps.launcher import Planned
+from holmes_hpc.training.rank.log import one_line
 
 
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
     the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
-    check_engine()
     careful_umask()
-    settings, unrecorded = recorded(config)
+    with _end_recorded(RunDirectory(config["run_dir"])):
+        settings, unrecorded = recorded(config)
+        check_engine(settings.train.optimizer)
+        return _task(settings)(settings, unrecorded)
+
+
+def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:
+    """What a rank does, with torch and Megatron-Core loaded."""
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
     # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
@@ -56,7 +66,22 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
                 from holmes_hpc.training.loop import train as task
     except ModuleNotFoundError as e:
         raise missing(e) from e
-    return task(settings, unrecorded)
+    return task
+
+
+@contextlib.contextmanager
+def _end_recorded(run: RunDirectory) -> Iterator[None]:
+    """Record the end of a rank that fails where its own guard (training/rank/failure.py) is not up: a package that this
+    node lacks, for instance."""
+    began = time.time()
+    try:
+        yield
+    except Exception as e:
+        rank = _rank()[0]
+        if not any(own.get("rank") == rank and own["time"] >= began for own in run.read_exits()):
+            with contextlib.suppress(HolmesError, OSError):
+                run.write_exit(rank, "failed", one_line(e))
+        raise
 
 
 def _rank() -> tuple[int, int]:

@@ -57,7 +57,7 @@ def why_no_testbed() -> str:
     return "the testbed needs root" if os.geteuid() != 0 else ""
 
 
-LONGEST = ("test_main_job.py", "test_how_jobs_end.py", "test_readme.py", "test_export.py", "test_run_ahead.py",
+LONGEST = ("test_main_job.py", "test_how_jobs_end.py", "test_readme.py", "test_hugging_face.py", "test_run_ahead.py",
            "test_save_and_load.py", "test_layouts.py", "test_launcher_local.py", "test_failure.py")
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from command_line import holmes, refused  # noqa: F401 (a fixture)
 
+from holmes_hpc.cli import man
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.spec.plan import Plan
@@ -178,6 +179,16 @@ def test_an_ascii_terminal_gets_ascii(tmp_path):
     done = subprocess.run([sys.executable, "-m", "holmes_hpc", "predict", "größe…–"], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "gr??e...-" in done.stderr
+
+
+def test_a_plan_is_told_as_wide_as_the_terminal(holmes, site, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site))
+    assert code == 0 and max(map(len, out.splitlines())) <= 60 and "\n|     gpu-ib\n" in out and " 0%" not in out
+
+
+def test_the_manual_page_is_that_of_the_verbs():
+    assert man.PAGE.read_text(encoding="utf-8") == man.page(), "run python -m holmes_hpc.cli.man"
 
 
 def test_small_doors(holmes):

@@ -1,8 +1,10 @@
 """environment.yml makes the environment that pyproject.toml asks for."""
 
 import re
+import runpy
 from pathlib import Path
 
+import pytest
 import yaml
 
 try:
@@ -32,3 +34,11 @@ def test_conda_environment_equals_pyproject():
     wanted = {*project["dependencies"], *members("all", project["optional-dependencies"])}
     assert sorted(d for d in pip if not d.startswith("--")) == sorted(wanted)
     assert python == f"python{project['requires-python']}"
+
+
+@pytest.mark.parametrize(("python", "engine"), [("3.10", "0.16.1"), ("3.11", "0.16.1"), ("3.12", "0.19.2")])
+def test_an_images_wheels_are_those_of_its_python(python, engine):
+    wheels = runpy.run_path(str(ROOT / "containers" / "wheels.py"))
+    assert wheels["pinned"]("megatron-core", python) == f"megatron-core=={engine}"
+    assert wheels["pinned"]("torch", python).startswith("torch==")
+    assert wheels["pinned"]("pyyaml", python) == "pyyaml"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from holmes_hpc import console
 from holmes_hpc.errors import ConfigError
@@ -14,6 +15,19 @@ from holmes_hpc.errors import ConfigError
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.fabric.site import Site
+
+
+def with_keys(*groups: str) -> type[TyperCommand]:
+    """A verb whose ``--help`` ends with the keys of these groups of the configuration, looked up only then."""
+    class Verb(TyperCommand):
+        def format_epilog(self, ctx: Any, formatter: Any) -> None:
+            from holmes_hpc.config.document import help_text
+
+            self.epilog = help_text(*groups)
+            super().format_epilog(ctx, formatter)
+
+    return Verb
+
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=HELP,

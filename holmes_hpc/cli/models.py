@@ -9,6 +9,13 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
+from holmes_hpc.records.find import find_run
+
+
+def _check(run: str) -> None:
+    """Refuse a name of nothing before torch is imported, which takes long."""
+    if not Path(run).is_dir():
+        find_run(run)
 
 
 @app.command("import")
@@ -38,6 +45,7 @@ def export(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the
 
     Example: holmes export my-run --safetensors weights/
     """
+    _check(run)
     from holmes_hpc.training.checkpoint.export import choose
     from holmes_hpc.training.checkpoint.export import export as export_weights
 
@@ -60,6 +68,7 @@ def generate(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or t
 
     Example: holmes generate my-run --prompt "import os"
     """
+    _check(run)
     from holmes_hpc.training.checkpoint.generate import generate as go_on
 
     with console.waiting("loading the weights"):

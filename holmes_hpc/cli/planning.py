@@ -21,10 +21,10 @@ from holmes_hpc.cli.app import (
     asked_site,
     check_output,
     configuration,
+    with_keys,
     with_steps,
 )
 from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
-from holmes_hpc.config.document import help_text
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
 
@@ -44,7 +44,7 @@ CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "
 Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes on beside computing.")]
 
 
-@app.command(epilog=help_text("plan", "batch"))
+@app.command(cls=with_keys("plan", "batch"))
 def plan(overrides: Overrides = None, site: SiteFile = None,
          output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
          earliest: Earliest = False, steps: Steps = None,
@@ -60,7 +60,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
     from holmes_hpc.planning.cost.corrections import NONE
-    from holmes_hpc.planning.narrative import explain, throughput
+    from holmes_hpc.planning.narrative import WIDTH, explain, throughput
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import make_plan
     from holmes_hpc.planning.search.explore import Clock
@@ -97,7 +97,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     if ends:
         show_ends(ends, config.train.steps)
         console.text()
-    for line in explain(chosen, costs, asked):
+    for line in explain(chosen, costs, asked, min(console.width(), WIDTH)):
         console.text(line)
     if output:
         console.note(f"written: {output}")
@@ -264,12 +264,21 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
             *((name, f"{link.latency_s * 1e6:.4g} us", f"{link.efficiency:.3g}") for name, link in on.links.items()),
             *([("optimizer, a million parameters", f"{on.optimizer_s * 1e9:.4g} ms", "")]
               if on.optimizer_s is not None else []),
-            ("rest of a pass", f"{(on.pass_s or 0.0) * 1e3:.4g} ms", "")])
+            ("rest of a pass", f"{(on.pass_s or 0.0) * 1e3:.4g} ms", "")],
+            caption="efficiency: payload's share of the rate that the site gives")
+        above = [f"{name} {link.efficiency:.3g}" for name, link in on.links.items() if link.efficiency > 1]
+        if above:
+            console.note(f"{on.fabric}: {', '.join(above)} times the rate that the site gives: a network is faster than"
+                         " it is said to be (correct the site's figure), or its ranks share a node and never leave it")
     if found.between:
         console.table("between fabrics", ("fabrics", "rate", "delay"), [
             (" - ".join(link.between), f"{link.gbps:g} Gb/s", f"{link.delay_ms:g} ms") for link in found.between])
-    console.text(f"Its own steps took {steps['step_time_s']:.4g} s; from these figures they would take"
-                 f" {steps['predicted_step_time_s']:.4g} s, {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part.")
+    took, would = steps["step_time_s"], steps["predicted_step_time_s"]
+    console.text(f"Its own steps took {took:.4g} s; from these figures they would take {would:.4g} s,"
+                 f" {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part.")
+    if not 0.8 < would / took < 1.25:
+        console.note("these are far apart: the nodes had other work while one of the two was measured, or steps wait"
+                     " for what no part has; calibrate again on idle nodes")
     console.note(f"written: {output}")
 
 

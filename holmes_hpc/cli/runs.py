@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_steps
+from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_keys, with_steps
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
-from holmes_hpc.config.document import help_text
+from holmes_hpc.cli.sweep import sweep_status
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
 
@@ -57,7 +57,7 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
         console.text(f"job {job.id}: {run.path}")
 
 
-@app.command(epilog=help_text("train", "data", "slurm"))
+@app.command(cls=with_keys("train", "data", "slurm"))
 def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
         json: Json = False) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
@@ -166,7 +166,15 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import run_statuses
+    from holmes_hpc.submission.sweeps.status_table import is_sweep
 
+    sweeps = [name for name in runs or [] if is_sweep(name)]
+    if sweeps:
+        for name in sweeps:
+            sweep_status(name, json)
+        runs = [name for name in runs or [] if name not in sweeps]
+        if not runs:
+            return
     found = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
     if not found and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` makes one")
@@ -178,7 +186,7 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
         return
     console.table("", ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"), [
         (s.name, time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))), s.job_id,
-         f"pending ({s.reason})" if s.state == "pending" and s.reason else s.state,
+         f"{s.state} ({s.why})" if s.why else s.state,
          f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
          f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
@@ -254,14 +262,16 @@ def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
            json: Json = False) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
-    from holmes_hpc.results.page import write_page
-    from holmes_hpc.results.report import load_report
 
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
     for file in (html, trace):
         check_output(file)
-    made = load_report([name if Path(name).is_dir() else find_run(name).path for name in runs], _simulated, by)
+    paths = [name if Path(name).is_dir() else find_run(name).path for name in runs]
+    from holmes_hpc.results.page import write_page  # after what a mistyped name needs: pandas takes long
+    from holmes_hpc.results.report import load_report
+
+    made = load_report(paths, _simulated, by)
     for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
         if file:
             write(file)

@@ -53,7 +53,11 @@ def planned(overrides: list[str] | None, site: str | None = None, *, earliest: b
 
 
 def look_at_files(config: Configuration) -> None:
-    """Refuse, before anything is planned or queued, files that are not there and data that do not fit the model."""
+    """Refuse, before anything is planned or queued, files that are not there, data that do not fit the model, and ranks
+    on this machine without what they need."""
+    if config.local and (packages := lacking()):
+        raise ConfigError(f"this Python has no {packages}", where="launcher=local",
+                          hint="pip install 'holmes-hpc[train]'")
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{key} is {path!r}, which is not there", hint="give the path of one that exists")
@@ -68,6 +72,14 @@ def look_at_files(config: Configuration) -> None:
 
         with console.waiting("looking at the data"):
             look_at(config.data, config.model, config.batch, config.train.eval_interval > 0)
+
+
+def lacking() -> str | None:
+    """The packages that ranks need and this Python lacks, in words; None where it has them all."""
+    from holmes_hpc.fabric.software import NEEDED, software
+
+    has = software()
+    return " and ".join(name for name in NEEDED if name not in has) or None
 
 
 def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
@@ -115,6 +127,9 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
 
     if config.local:
         return run_plan_here(chosen, record.path, run_rank, config.to_dict(), config.slurm)
+    if not config.slurm.container and not config.slurm.setup and (packages := lacking()):
+        console.note(f"this Python has no {packages}, and the nodes start the same one: `holmes doctor` tells what they"
+                     " have; pip install 'holmes-hpc[train]' where they lack it")
     submit_plan(chosen, record.path, run_rank, config.to_dict(), config.slurm)
     return job_of(record)
 

@@ -16,21 +16,13 @@ import yaml
 from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES, MODELS
+from holmes_hpc.config.options import DEFAULTS, OPTIONS
 from holmes_hpc.schema import REQUIRED, Key, allowed, keys
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
 HEAD = "# Written from holmes_hpc/config/ by `python -m holmes_hpc.config.document`; change it there."
 WIDTH = 118
-# the batch of the model's name, where there is one: `batch` of config.yaml itself has no values
-DEFAULTS = {"model": "gpt_tiny", "optional batch": "${model}", "plan": "default", "data": "default", "train": "default",
-            "slurm": "default", "launcher": "slurm"}
-# group -> option -> what it says other than the defaults
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "plan": {"default": {}}, "train": {"default": {}}, "slurm": {"default": {}},
-    "data": {"default": {}, "synthetic": {"kind": "synthetic"},
-             "indexed": {"kind": "indexed", "prefix": "???", "split": "90,10"}},
-    "launcher": {"slurm": {}, "local": {"kind": "local"}}}
 _HYDRA = '''
 hydra:
   run: {dir: "${oc.env:HOLMES_RUNS,runs}/${now:%Y%m%d-%H%M%S}"}

@@ -32,11 +32,13 @@ class Family:
 
 
 # What people may bring, and why it cannot be trained here.
+_ONE_NORM = "Megatron-Core's layers have no norm behind attention and behind the feed-forward part"
 NOT_COVERED = {
-    "gemma": "its embeddings are scaled, and its norms multiply by one more than their weight",
-    "gemma2": "it caps its scores and logits, and every second layer attends to a window",
-    "gemma3": "five of six layers attend to a window, and each layer has four norms",
-    "gemma3_text": "five of six layers attend to a window, and each layer has four norms",
+    "gemma": "Megatron-Core scales no embeddings, and knows norms that multiply by one more than their weight with "
+             "Transformer Engine alone",
+    "gemma2": f"{_ONE_NORM}, and it caps neither scores nor logits",
+    "gemma3": f"{_ONE_NORM}, and one rotary base for all layers",
+    "gemma3_text": f"{_ONE_NORM}, and one rotary base for all layers",
     "gpt_neox": "attention and feed-forward part stand side by side in its layers, which Megatron-Core's have in turn",
     "mixtral": "mixtures of experts are not covered yet",
     "qwen2_moe": "mixtures of experts are not covered yet",

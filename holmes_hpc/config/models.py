@@ -31,11 +31,11 @@ def _llama3_1(name: str, layers: int, hidden: int, heads: int, ffn: int, factor:
                   rope_scaling=RopeScaling(factor))
 
 
-def _qwen2_5(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_heads: int, vocab: int = 152064,
-             tied: bool = False) -> ModelSpec:
+def _qwen2_5(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_heads: int, norm_eps: float,
+             vocab: int = 152064, positions: int = 131072, tied: bool = False) -> ModelSpec:
     """Qwen2.5 (arXiv 2412.15115), the base models: biases of queries, keys and values."""
-    return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, tied=tied, max_positions=131072,
-                     norm_eps=1e-6, rope_base=1000000.0, qkv_bias=True)
+    return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, tied=tied, max_positions=positions,
+                     norm_eps=norm_eps, rope_base=1000000.0, qkv_bias=True)
 
 
 def _qwen3(name: str, layers: int, hidden: int, heads: int, ffn: int, tied: bool = False) -> ModelSpec:
@@ -68,11 +68,13 @@ MODELS: dict[str, ModelSpec] = {m.name: m for m in (
     _llama3_1("llama3_2_1b", 16, 2048, 32, 8192, 32.0, tied=True),
     _llama3_1("llama3_2_3b", 28, 3072, 24, 8192, 32.0, tied=True),
     _llama("mistral_7b", 32, 4096, 32, 32768, 14336, 8, 32768, 1000000.0),
-    _qwen2_5("qwen2_5_0_5b", 24, 896, 14, 4864, 2, 151936, tied=True),
-    _qwen2_5("qwen2_5_7b", 28, 3584, 28, 18944, 4),
-    _qwen2_5("qwen2_5_32b", 64, 5120, 40, 27648, 8),
-    _qwen2_5("qwen2_5_72b", 80, 8192, 64, 29568, 8),
+    _qwen2_5("qwen2_5_0_5b", 24, 896, 14, 4864, 2, 1e-6, 151936, 32768, tied=True),
+    _qwen2_5("qwen2_5_7b", 28, 3584, 28, 18944, 4, 1e-6),
+    _qwen2_5("qwen2_5_14b", 48, 5120, 40, 13824, 8, 1e-5),
+    _qwen2_5("qwen2_5_32b", 64, 5120, 40, 27648, 8, 1e-5),
+    _qwen2_5("qwen2_5_72b", 80, 8192, 64, 29568, 8, 1e-5),
     _qwen3("qwen3_0_6b", 28, 1024, 16, 3072, tied=True),
+    _qwen3("qwen3_1_7b", 28, 2048, 16, 6144, tied=True),
     _qwen3("qwen3_4b", 36, 2560, 32, 9728, tied=True),
     _qwen3("qwen3_8b", 36, 4096, 32, 12288),
     _qwen3("qwen3_14b", 40, 5120, 40, 17408),

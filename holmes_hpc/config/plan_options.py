@@ -30,7 +30,8 @@ class PlanOptions:
     """The configuration group `plan`. None or ``auto``: the planner chooses."""
 
     strategy: Annotated[str, key("one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across) "
-                                 "or hierarchical-dp (data parallel across)", one_of=("auto", *STRATEGIES))] = "auto"
+                                 "or hierarchical-dp (pipelines in each fabric, or in each node of one; data "
+                                 "parallel across)", one_of=("auto", *STRATEGIES))] = "auto"
     nodes: Annotated[Mapping[str, int | None] | None,
                      key("{FABRIC: NODES}: only these fabrics, just as many nodes; null: the planner chooses",
                          ge=1)] = None

@@ -42,6 +42,25 @@ class ComponentSettings:
 
 
 @dataclass(frozen=True)
+class FabricSettings(ComponentSettings):
+    """What else may differ for one fabric, where partitions differ in CPU architecture or module trees: what its ranks
+    are started with."""
+
+    container: Annotated[str | None, key("as slurm.container, of this fabric's ranks; empty: none")] = None
+    mounts: Annotated[tuple[str, ...], key("what the container sees of the node: [HERE:THERE]")] = ()
+    environment: Annotated[Mapping[str, str | int | float] | None, key("variables of its ranks: {NAME: value}")] = None
+    setup: Annotated[tuple[str, ...], key("lines of shell in each rank before its program: [module load gcc]")] = ()
+    python: Annotated[str | None, key("the command that starts Python on its nodes (shell)")] = None
+    srun_args: Annotated[tuple[str, ...], key("more arguments of srun for its ranks")] = ()
+
+    def given(self) -> dict[str, Any]:
+        more = {f.name: value for f in fields(FabricSettings)
+                if f.name not in {g.name for g in fields(ComponentSettings)}
+                and (value := getattr(self, f.name)) not in (None, ())}
+        return {**super().given(), **more}
+
+
+@dataclass(frozen=True)
 class SlurmSettings(ComponentSettings):
     """The site's settings of every component, and those of the job; `fabrics` says more of single fabrics."""
 
@@ -52,7 +71,7 @@ class SlurmSettings(ComponentSettings):
                                      "a node", one_of=("block:block", "block:cyclic", "block:fcyclic"))] = "block:block"
     bind_cpus: Annotated[bool, key("keep each rank on those of its CPUs that are beside its GPU (NUMA)")] = True
     container: Annotated[str | None, key("an image for pyxis' --container-image, or an apptainer .sif")] = None
-    fabrics: Annotated[Mapping[str, ComponentSettings | None] | None,
+    fabrics: Annotated[Mapping[str, FabricSettings | None] | None,
                        key("{FABRIC: {qos: …}}: settings of one fabric's component")] = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,8 @@ class TrainConfig:
                                    "Blackwell); null: none", one_of=("delayed", "tensorwise", "mxfp8"))] = None
     # the optimizer
     optimizer: Annotated[str, key("adam: AdamW; muon: Muon for matrices and AdamW for the rest, where Megatron-Core "
-                                  "has it (the package emerging_optimizers)", one_of=("adam", "muon"))] = "adam"
+                                  "has it (0.18 and later, with the package emerging-optimizers)",
+                             one_of=("adam", "muon"))] = "adam"
     lr: Annotated[float, key("peak learning rate", ge=0)] = 1.0e-3
     min_lr: Annotated[float, key("learning rate after the decay, at most lr", ge=0)] = 1.0e-4
     warmup_steps: Annotated[int, key("steps over which the learning rate rises to lr", ge=0)] = 0

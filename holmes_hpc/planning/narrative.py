@@ -1,4 +1,4 @@
-"""What `holmes plan` says of a plan, in lines at most 100 columns wide: a drawing, its step, what binds, what helps."""
+"""What `holmes plan` says of a plan, in lines as wide as asked: a drawing, its step, what binds, what helps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ from holmes_hpc.planning.spec.plan import Plan, Predicted
 from holmes_hpc.planning.spec.widths import Widths
 
 WIDTH = 100
+TINY = 0.005  # of a step: what would be told as 0%
 CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
 
-def explain(plan: Plan, costs: Costs, steps: int | None = None) -> list[str]:
+def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
     """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions; `steps`:
-    how long that many take."""
-    lines = [*_headline(plan), "", *_drawing(plan)]
+    how long that many take. Lines of `width` columns at most, folded between words."""
+    lines = [_headline(plan), "", *_drawing(plan)]
     if plan.predicted is not None:
-        lines += ["", *_step(plan, plan.predicted), *_budget(plan, steps), *_stage_transfers(plan, costs), "",
+        lines += ["", *_step(plan, plan.predicted), _budget(plan, steps), *_stage_transfers(plan, costs), "",
                   *_helps(plan, plan.predicted, costs)]
     if plan.alternatives:
-        lines += ["", "Runners-up:", *(line for a in plan.alternatives for line in _runner_up(a)), *_too_close(plan)]
+        lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
     if plan.unused:
-        lines += _wrapped("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
+        lines.append("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
     if plan.assumptions:
-        lines += ["", "Supposed:", *(line for a in plan.assumptions for line in _wrapped(f"- {a}", "  "))]
-    return lines
+        lines += ["", "Supposed:", *(f"- {a}" for a in plan.assumptions)]
+    return [folded for line in lines for folded in _folded(line, width)]
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """A line folded between words: a drawing's goes on beside its rule, a list's under its text."""
+    hang = "|     " if line.startswith(("|", "+")) else "  " if line.startswith("- ") else ""
+    return textwrap.wrap(line, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
@@ -50,13 +57,13 @@ def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
     return found
 
 
-def _budget(plan: Plan, steps: int | None) -> list[str]:
+def _budget(plan: Plan, steps: int | None) -> str:
     """How many tokens a step and a second are, and how long a budget takes."""
     of = throughput(plan, steps)
     text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
     if steps is not None:
         text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {_duration(of['days'])}"
-    return _wrapped(text + ".")
+    return f"{text}."
 
 
 def _duration(days: float) -> str:
@@ -66,14 +73,14 @@ def _duration(days: float) -> str:
     return f"{days * 86400:.3g} s"
 
 
-def _headline(plan: Plan) -> list[str]:
+def _headline(plan: Plan) -> str:
     p, batch = plan.parallel, plan.batch
     virtual = f" x {p.virtual_stages} virtual" if p.virtual_stages > 1 else ""
     sizes = p.words if isinstance(p, Widths) else f"TP {p.tp}, PP {p.pp}{virtual}, DP {p.dp}"
-    return _wrapped(f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-                    f"tokens a step, on {p.world_size} ranks, {plan.strategy}; {sizes}, "
-                    f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
-                    f"{plan.schedule.kind}, recompute {plan.recompute}")
+    return (f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
+            f"tokens a step, on {p.world_size} ranks, {plan.strategy}; {sizes}, "
+            f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
+            f"{plan.schedule.kind}, recompute {plan.recompute}")
 
 
 def _drawing(plan: Plan) -> list[str]:
@@ -90,12 +97,11 @@ def _drawing(plan: Plan) -> list[str]:
                       for s in part.stages]
         else:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
-            text = f"stages {part.stages[0]} to {part.stages[-1]}: {layers} layers"
-            lines += [f"|   {line}" for line in textwrap.wrap(text, WIDTH - 4)]
+            lines.append(f"|   stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")
         following = (part.stages[-1], part.stages[-1] + 1)
         if following in edges and plan.strategy != "hierarchical-dp":
             lines.append(f"|     |  activations by {edges[following]}")
-    return [line[:WIDTH] for line in lines]
+    return lines
 
 
 def _stage(plan: Plan, stage: int) -> str:
@@ -108,18 +114,19 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     total = predicted.step_time_s
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PARTS), reverse=True)
     tokens = predicted.samples_per_s * plan.batch.sequence_length
-    lines = _wrapped(f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:.4g} "
-                     f"tokens/s, {_per_kind(plan, predicted)}")
-    lines += [f"  {PARTS[name]:<22} {s:9.3g} s  {s / total:4.0%}" for s, name in parts if s > 0]
+    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:.4g} "
+             f"tokens/s, {_per_kind(plan, predicted)}"]
+    lines += [f"  {PARTS[name]:<22} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
+              for s, name in parts if s > 0]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
-        lines += _wrapped(f"Of published runs like it, nine in ten took {low / total:.0%} to {high / total:.0%} of what"
-                          f" was predicted: here {low:.3g} to {high:.3g} s. `holmes calibrate` tells more.")
+        lines.append(f"Of published runs like it, nine in ten took {low / total:.0%} to {high / total:.0%} of what was "
+                     f"predicted: here {low:.3g} to {high:.3g} s. `holmes calibrate` tells more.")
     worst = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
     room = plan.site.fabric(plan.stages[worst].fabric).gpu.memory_gib
     used = predicted.memory_bytes_per_gpu[worst] / 2**30
-    lines += _wrapped(f"Memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
-                      f"What binds: the ranks mostly {_binding(predicted)}.")
+    lines.append(f"Memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
+                 f"What binds: the ranks mostly {_binding(predicted)}.")
     return lines
 
 
@@ -145,7 +152,7 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
             "transfers")
     if plan.schedule.kind == "ahead":
         text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
-    return _wrapped(text + ".")
+    return [f"{text}."]
 
 
 def _binding(predicted: Predicted) -> str:
@@ -196,11 +203,11 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         yield twice.predicted.samples_per_s / predicted.samples_per_s - 1, "twice the nodes of every fabric in use"
 
 
-def _runner_up(other: dict[str, Any]) -> list[str]:
+def _runner_up(other: dict[str, Any]) -> str:
     p = other["parallel"]
     nodes = ", ".join(f"{n} x {f}" for f, n in other["nodes"].items())
-    return _wrapped(f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
-                    f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}", "  ")
+    return (f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
+            f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}")
 
 
 def _too_close(plan: Plan) -> list[str]:
@@ -212,15 +219,11 @@ def _too_close(plan: Plan) -> list[str]:
     if not near:
         return []
     p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
-    return _wrapped(f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
-                    f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
-                    f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}.")
+    return [f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
+            f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
+            f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."]
 
 
 def _layers(layers: list[int]) -> str:
     text = [str(n) for n in layers]
     return "+".join(text if len(text) <= 8 else [*text[:3], "…", text[-1]])
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent)

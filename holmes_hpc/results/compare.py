@@ -4,7 +4,8 @@ say which placement wins, by how much, and where the time went."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,12 @@ from holmes_hpc.results.statistics import (
     scaling_efficiency,
 )
 from holmes_hpc.results.tables import PART_NAMES, interval, known, number, pace, unpacked, word
+from holmes_hpc.slurm.hostlist import compress
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
-CELL = ["system", "varied", "environment", "placement", "layers_per_stage", "schedule", "transport", "overlap",
-        "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp", "pp", "dp",
-        "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
+CELL = ["system", "varied", "environment", "placement", "strategy", "layers_per_stage", "schedule", "transport",
+        "overlap", "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp",
+        "pp", "dp", "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
 LEARNED = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
@@ -34,8 +36,8 @@ REDUNDANT = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "b
         "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
         "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
         "train.net_timeout_s", "train.pace_layer_ms",
-        "plan.nodes", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage", "plan.tp",
-        "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
+        "plan.nodes", "plan.strategy", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage",
+        "plan.tp", "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
 # What makes cells different and is not in their tables' rows: it is told where rows would look alike (see _told_apart).
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
@@ -119,9 +121,11 @@ def loss_of(cells: pd.DataFrame) -> str:
     return "validation_loss" if len(cells) and cells["validation_loss"].notna().all() else "loss"
 
 
-def _names(group: pd.DataFrame) -> str:
-    """The runs of a cell, a few by name."""
-    names = [str(name) for name in group["run"]]
+def named(names: Sequence[str]) -> str:
+    """The runs of a cell, a few by name; repeats that are numbered in one word, as Slurm names hosts (`mine-[0-2]`)."""
+    heads = {name.rstrip("0123456789") for name in names}
+    if len(names) > 1 and len(heads) == 1 and re.fullmatch(r"[\w./-]+", min(heads)):
+        return compress(names)
     return ", ".join(names if len(names) <= 3 else [*names[:2], f"+{len(names) - 2}"])
 
 
@@ -132,7 +136,8 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
             "step_time_low_s": time.low, "step_time_high_s": time.high,
             "samples_per_s": rate.median, "samples_low": rate.low, "samples_high": rate.high,
             "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
-            "predicted_step_time_s": float(group["predicted_step_time_s"].median()), "names": _names(group),
+            "predicted_step_time_s": float(group["predicted_step_time_s"].median()),
+            "names": named([str(name) for name in group["run"]]),
             **{name: float(group[name].median()) for name in LEARNED},
             "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
             **{part: float(group[part].median()) for part in PARTS},

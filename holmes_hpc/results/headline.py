@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holmes_hpc.results.compare import Comparison, entries, label
+from holmes_hpc.results.compare import Comparison, entries, labels
 from holmes_hpc.results.tables import known, number
 
 MOST_BARS = 12  # cells: more are in the table, not in a chart on a terminal
@@ -26,5 +26,5 @@ def headline(comparison: Comparison) -> list[str]:
 
 def bars(comparison: Comparison) -> list[tuple[str, float]]:
     """(name, samples/s) of the fastest cells, for a chart of bars; empty for fewer than two."""
-    rows = [(label(cell), float(cell["samples_per_s"])) for _, cell in entries(comparison.cells)]
-    return rows[:MOST_BARS] if len(rows) > 1 else []
+    cells = comparison.cells.head(MOST_BARS)
+    return list(zip(labels(cells), cells["samples_per_s"].astype(float), strict=True)) if len(cells) > 1 else []

@@ -35,6 +35,8 @@ def page(report: Report) -> str:
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     """A few (figure, what it is), shown large."""
+    if report.by == "loss" and not report.single:
+        return _facts_by_loss(report.comparison.cells)
     found = compare.winner(report.comparison)
     if found is None:
         return []
@@ -50,6 +52,19 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         facts.append((tables.percent(100 * (best["predicted_step_time_s"] / best["step_time_s"] - 1)),
                       "predicted over measured step time"))
     return facts
+
+
+def _facts_by_loss(cells: pd.DataFrame) -> list[tuple[str, str]]:
+    """Of a ranking by loss: the lowest and the highest, and the fastest setting's rate."""
+    key = compare.loss_of(cells)
+    cells = cells[cells[key].notna()]
+    if cells.empty:
+        return []
+    names, said = compare.labels(cells), key.replace("_", " ")
+    fastest = int(cells["samples_per_s"].to_numpy().argmax())
+    return [(tables.number(cells[key].iloc[0], 4), f"lowest {said}: {names[0]}"),
+            (tables.number(cells[key].iloc[-1], 4), f"highest: {names[-1]}"),
+            (tables.number(cells["samples_per_s"].iloc[fastest]), f"samples/s, the fastest: {names[fastest]}")]
 
 
 def _figures(report: Report) -> list[tuple[str, Any]]:

@@ -15,9 +15,9 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, headline, tables
 from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
+from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
-from holmes_hpc.results.sweep_tables import sweep_tables
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
@@ -58,12 +58,12 @@ class Report:
         return compare.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """(what, samples/s) of several runs' cells, for a chart on a terminal; empty for one."""
-        return [] if self.single else headline.bars(self.comparison)
+        """(what, samples/s) of several runs' cells, for a chart on a terminal; none for one, or by loss."""
+        return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """All tables, the most wanted first; each is (title, columns, rows, caption)."""
-        return tables.one_run(self.run, self.plan) if self.single else sweep_tables(self.comparison, self.by)
+        return tables.one_run(self.run, self.plan) if self.single else comparison_tables(self.comparison, self.by)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for scripts: numbers in seconds and bytes, null where unknown."""
@@ -175,7 +175,7 @@ def _what_it_was(run: dict[str, Any]) -> str:
     if tables.known(run["validation_loss"]):
         said.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
     if tables.known(run["nodes"]):
-        said.append(f"{run['nodes']} nodes, {run['ranks']} ranks")
+        said.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
     if tables.known(run["global_batch"]):
         said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
     said += [f"{name.replace('_', ' ')} {train[name]:g}" for name in HYPERPARAMETERS

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import getpass
+from dataclasses import dataclass
 
 from holmes_hpc.slurm.commands import patient
+
+_OF_QOS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit")
+
+
+@dataclass(frozen=True)
+class Qos:
+    """Limits on numbers of jobs, by QOS (name -> limit -> number); `default`: the user's own QOS, empty where none is
+    set."""
+
+    limits: dict[str, dict[str, int]]
+    default: str = ""
+
+    def fewest(self, name: str) -> tuple[str, int] | None:
+        """The tightest limit of a QOS."""
+        return min(self.limits.get(name, {}).items(), key=lambda pair: pair[1], default=None)
 
 
 def read_job_limits() -> dict[str, int]:
@@ -18,3 +34,15 @@ def read_job_limits() -> dict[str, int]:
             if text.isdigit():
                 least[name] = min(int(text), least.get(name, int(text)))
     return least
+
+
+def read_qos() -> Qos:
+    """The site's QOS as far as they limit numbers of jobs; nothing where the accounting does not answer."""
+    def rows(*words: str) -> list[list[str]]:
+        answer = patient(["sacctmgr", "--noheader", "--parsable2", "show", *words], patience_s=0, timeout_s=10)
+        return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
+
+    limits = {name: {key: int(text) for key, text in zip(_OF_QOS, texts, strict=False) if text.isdigit()}
+              for name, *texts in rows("qos", "format=" + ",".join(("Name", *_OF_QOS)))}
+    own = [row[0] for row in rows("association", "where", f"user={getpass.getuser()}", "format=DefaultQOS") if row[0]]
+    return Qos(limits, own[0] if own else "")

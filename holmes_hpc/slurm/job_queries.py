@@ -10,42 +10,43 @@ from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, join
 
 SEPARATOR = "\x1f"
-SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName")
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName", "SubmitLine")
+_TOKEN = re.compile(r"submission_file_([0-9a-f]{32})")  # in the path of a batch script of the executor's
 
 
 def sacct_command(ids: Iterable[str]) -> list[str]:
     return ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}",
-            "--format=" + ",".join(SACCT_FIELDS), "--jobs=" + ",".join(sorted(ids))]
+            "--format=" + ",".join(SACCT_FIELDS), "--jobs=" + ",".join(sorted({i.partition("_")[0] for i in ids}))]
 
 
 def parse_sacct(text: str) -> list[Row]:
     rows = []
     for line in text.splitlines():
         cells = line.split(SEPARATOR)
-        identity = _identity(cells[0])
-        if identity is None or len(cells) < len(SACCT_FIELDS):
+        if len(cells) < 7:
             continue
         code, _, signal = cells[2].partition(":")
         status = (int(code) or 128 * bool(int(signal or 0)) + int(signal or 0)) if code.isdigit() else None
-        rows.append(Row(*identity, _word(cells[1]), cells[6], _number(cells[3]), _none(cells[5]), _none(cells[4]),
-                        status))
+        rows += [Row(*identity, _word(cells[1]), cells[6], _number(cells[3]), _none(cells[5]), _none(cells[4]),
+                     status, token=_token("".join(cells[7:]))) for identity in _identities(cells[0])]
     return rows
 
 
-SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j"))
+SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j", "%S", "%o"))
 
 
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:
-    return ["squeue", "--me", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}"]
+    return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}"]
 
 
 def parse_squeue(text: str) -> list[Row]:
     rows = []
     for line in text.splitlines():
         cells = line.split(SEPARATOR)
-        identity = _identity(cells[0])
-        if identity is not None and len(cells) >= 6:
-            rows.append(Row(*identity, _word(cells[1]), cells[5], _number(cells[2]), _none(cells[4]), _none(cells[3])))
+        if len(cells) >= 6:
+            rows += [Row(*identity, _word(cells[1]), cells[5], _number(cells[2]), _none(cells[4]), _none(cells[3]),
+                         start=_number("".join(cells[6:7])), token=_token("".join(cells[7:])))
+                     for identity in _identities(cells[0])]
     return rows
 
 
@@ -65,13 +66,24 @@ def parse_scontrol(text: str) -> list[Row]:
         exit_code = re.search(r"\bExitCode=(\d+):(\d+)", line)
         reason, restarts = re.search(r"\bReason=(.*?)\s+Dependency=", line), re.search(r"\bRestarts=(\d+)", line)
         nodes, submitted = re.search(r"\sNodeList=(\S+)", line), re.search(r"\bSubmitTime=(\S+)", line)
-        rows.append(Row(
-            leader.group(1) if leader else job.group(1), int(offset.group(1)) if offset else 0, _word(state.group(1)),
+        start, command = re.search(r"\bStartTime=(\S+)", line), re.search(r"\bCommand=(.*?)\s+WorkDir=", line)
+        array = re.search(r"\bArrayJobId=(\d+) ArrayTaskId=(\S+)", line)
+        own = _identities(f"{array.group(1)}_[{array.group(2)}]") if array else [
+            (leader.group(1) if leader else job.group(1), int(offset.group(1)) if offset else 0)]
+        rows += [Row(
+            *identity, _word(state.group(1)),
             name.group(1) if name else "", _number(submitted.group(1)) if submitted else None,
             _none(nodes.group(1)) if nodes else "", _none(reason.group(1)) if reason else "",
             int(exit_code.group(1)) or int(exit_code.group(2)) if exit_code else None,
-            int(restarts.group(1)) if restarts else 0))
+            int(restarts.group(1)) if restarts else 0, _number(start.group(1)) if start else None,
+            _token(command.group(1)) if command else "") for identity in own]
     return rows
+
+
+def _token(command: str) -> str:
+    """What makes a submission unique, where its batch script was the executor's."""
+    found = _TOKEN.search(command)
+    return found.group(1) if found else ""
 
 
 def _word(state: str) -> str:
@@ -86,10 +98,18 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _identity(job_id: str) -> tuple[str, int] | None:
-    """``12+1`` -> ("12", 1); steps, arrays' sub-jobs and the like: None."""
+def _identities(job_id: str) -> list[tuple[str, int]]:
+    """``12+1`` -> ("12", 1); ``12_[3-4%2]`` -> ("12_3", 0), ("12_4", 0); of steps and the like none."""
     match = re.fullmatch(r"(\d+)(?:\+(\d+))?", job_id.strip())
-    return (match.group(1), int(match.group(2) or 0)) if match else None
+    if match:
+        return [(match.group(1), int(match.group(2) or 0))]
+    match = re.fullmatch(r"(\d+)_\[?([\d,-]+)(?:%\d+)?\]?", job_id.strip())
+    found = []
+    for part in match.group(2).split(",") if match else ():
+        low, _, high = part.partition("-")
+        if low.isdigit():
+            found += [(f"{match.group(1)}_{i}", 0) for i in range(int(low), int(high or low) + 1)] if match else []
+    return found
 
 
 def _none(text: str) -> str:

@@ -8,8 +8,10 @@ failed one fails it.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 
 UNKNOWN = "UNKNOWN"  # ours: nobody could say, or the controller does not know the job
 NOT_SUBMITTED = "NOT_SUBMITTED"  # ours too
@@ -20,17 +22,20 @@ ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALI
 ENDED = ("NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "PREEMPTED", "FAILED", "CANCELLED",
          "REVOKED", "COMPLETED")
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld
 _DUE = re.compile(r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
                   r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?")
 _DUE_STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL",
                "JOB REQUEUE": "PREEMPTED", "": "CANCELLED"}
-_STALE = ("BeginTime", "Priority", "Resources", "Dependency")  # sacct keeps why a job once waited
+_NO_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
+_STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit")  # sacct keeps why a job once waited
 
 
 @dataclass(frozen=True)
 class Row:
-    """One component as one of Slurm's commands shows it. `submitted`: epoch seconds, None when not said."""
+    """One component as one of Slurm's commands shows it. `submitted`, `start` (when it started, or is thought to):
+    epoch seconds, None when not said; `token`: of the executor's submission, empty where another made it."""
 
     leader: str
     offset: int
@@ -41,13 +46,15 @@ class Row:
     reason: str = ""
     exit_code: int | None = None
     restarts: int = 0
+    start: float | None = None
+    token: str = ""
 
 
 @dataclass(frozen=True)
 class JobState:
     """The joined state. `components`: each component's own; `source`: who said so; `unsettled`: it may still change,
     though it sounds final (a preempted job that is requeued, a leader whose components are not in the database yet);
-    `component_nodes`: each component's host list."""
+    `component_nodes`: each component's host list; `start`: when a waiting job is thought to start (epoch seconds)."""
 
     state: str = UNKNOWN
     reason: str = ""
@@ -58,6 +65,18 @@ class JobState:
     restarts: int = 0
     unsettled: bool = False
     component_nodes: tuple[str, ...] = ()
+    start: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue, or is held there."""
+        return self.state in WAITING
+
+    @property
+    def why(self) -> str:
+        """Why it waits, and about when it will start, as far as Slurm tells."""
+        at = "" if (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
+        return ", ".join(text for text in (self.reason, at) if text) if self.waits else ""
 
     @property
     def ended(self) -> bool:
@@ -67,6 +86,12 @@ class JobState:
     def forgotten(self) -> bool:
         """Whether the controller answers and does not know the job."""
         return self.state == UNKNOWN and self.source in CONTROLLER
+
+
+def when(epoch: float) -> str:
+    """A moment as a clock shows it, with the date where that is another day."""
+    at = datetime.fromtimestamp(epoch)
+    return at.strftime("%H:%M" if at.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
 
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
@@ -83,7 +108,13 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
                    and (active or r.reason not in _STALE)), "")
     code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
     return JobState(state, reason, nodes, code, tuple(states), source, max(r.restarts for r in ordered),
-                    component_nodes=tuple(r.nodes for r in ordered))
+                    component_nodes=tuple(r.nodes for r in ordered),
+                    start=max((r.start for r in ordered if r.start), default=None) if state in WAITING else None)
+
+
+def out_of_memory(text: str) -> str | None:
+    """The line of a log in which slurmd, slurmstepd or srun says that memory was too little."""
+    return next((line.strip() for line in text.splitlines() if _NO_MEMORY.search(line)), None)
 
 
 def told_to_end(text: str) -> JobState | None:

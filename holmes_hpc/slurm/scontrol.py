@@ -67,6 +67,7 @@ class Partition:
     max_time: str = ""
     max_nodes: str = ""
     priority: int = 1
+    qos: str = ""
 
     @property
     def limit_min(self) -> float | None:
@@ -97,6 +98,11 @@ class Config:
         """(22, 5) for Slurm 22.05."""
         match = re.match(r"(\d+)\.(\d+)", self.get("SLURM_VERSION"))
         return (int(match[1]), int(match[2])) if match else None
+
+    @property
+    def limits_enforced(self) -> bool:
+        """Whether limits of associations and QOS hold."""
+        return not {"limits", "safe", "all"}.isdisjoint(self.options("AccountingStorageEnforce"))
 
     def against_hetjobs(self) -> list[tuple[str, str]]:
         """What of the scheduler's settings lets no heterogeneous job run, each with what to do."""
@@ -169,7 +175,7 @@ def parse_partition(line: str) -> Partition:
                         hint="report it with `scontrol --version`")
     return Partition(record["PartitionName"], tuple(expand(record.get("Nodes", ""))), record.get("Default") == "YES",
                      record.get("State", "UP") == "UP", record.get("MaxTime", ""), record.get("MaxNodes", ""),
-                     _int(record.get("PriorityTier")))
+                     _int(record.get("PriorityTier")), record.get("QoS", "").replace("N/A", ""))
 
 
 def parse_config(text: str) -> Config:

@@ -15,17 +15,18 @@ from typing import Any
 
 from submitit.core import utils
 
-from holmes_hpc.config.slurm_settings import ComponentSettings, SlurmSettings
+from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
-from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest, component, node_share
 from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.executor.preflight import check_components
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.executor.submit import cancelled_on_error
+from holmes_hpc.submission.executor.submit import cancelled_on_error, refusals
 from holmes_hpc.submission.lifecycle.starts import START_MARK, gained, note_progress, start_of
 
 WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
@@ -60,7 +61,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, known))
     made = []
     for index, part in enumerate(plan.components):
-        own = fabrics.get(part.fabric) or ComponentSettings()
+        own = fabrics.get(part.fabric) or FabricSettings()
         values = {**settings.given(), **own.given(), "additional": {**(settings.additional or {}),
                                                                    **(own.additional or {})}}
         fabric = plan.site.fabric(part.fabric)
@@ -70,6 +71,8 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             share = node_share(part.gpus_per_node, fabric.node_gpus or fabric.gpus_per_node, fabric.node_cpus,
                                fabric.node_memory_gib, part.gpus_per_node, values.get("exclusive") is True)
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in said}, **values}
+        if own.container is not None and own.python is None:  # the image's own, or the one outside
+            values["python"] = "python3" if own.container else shlex.quote(sys.executable)
         values |= {"partition": part.partition or None, "constraint": part.constraint or None, "nodes": part.nodes,
                    "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
         made.append(component(values, index))
@@ -79,8 +82,8 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
 class PlanExecutor(SlurmHetExecutor):
     """The executor, arranged around a run directory: logs/rank-N.txt, and result.json at the end."""
 
-    def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings,
-                 *, dependency: str | None = None) -> None:
+    def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str,
+                 settings: SlurmSettings) -> None:
         self.run_path = Path(run.path).expanduser().absolute()
         self.container = settings.container
         python = "python3" if self.container else None  # the image's own
@@ -88,7 +91,7 @@ class PlanExecutor(SlurmHetExecutor):
                          max_num_timeout=WHILE_IT_GAINS)
         self._internal_update_parameters(
             job_name=name, time=settings.timeout_min, setup=list(settings.setup),
-            container=self.container, requeue=True, dependency=dependency, distribution=settings.distribution)
+            container=self.container, requeue=True, distribution=settings.distribution)
 
     @classmethod
     def name(cls) -> str:
@@ -101,26 +104,19 @@ class PlanExecutor(SlurmHetExecutor):
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
         return in_run_directory(super()._request(parameters, token), self.run_path)
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._text(self._request(self.parameters, token=f"holmes-{uid}"), command)
-
-    def text(self) -> str:
-        """The script as it would be submitted, without the token that makes a submission unique."""
-        return self._text(self.request(), self._submitit_command_str)
-
     def _text(self, request: JobRequest, command: str) -> str:
         judge = finish_command(self.run_path)
         begin = [f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
                  f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {finish_command(self.run_path, "1", "")} --again || exit']
-        return script_text(request, command, begin=begin, interrupted=[f"{judge} --so-far"],
+        return script_text(request, self._commands(request, command), begin=begin, interrupted=[f"{judge} --so-far"],
                            finish=[f"{judge}; status=$?"])
 
 
 def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
-    """`request` with its logs in a run directory."""
+    """`request` with its logs in a run directory, and the signal that training listens for."""
     logs = run_path / "logs"
     environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
-    return replace(request, environment=environment, output=str(logs / "batch.txt"), error=None,
+    return replace(request, environment=environment, signal=USER_SIGNAL, output=str(logs / "batch.txt"), error=None,
                    rank_output=str(logs / "rank-%t.txt"), rank_error=None, step_errors=str(logs / "srun.txt"),
                    directories=(*request.directories, str(logs)))
 
@@ -131,28 +127,30 @@ def finish_command(run_path: Path, status: str = "$status", signalled: str = "$s
     return f'{python} -m holmes_hpc.submission.lifecycle.finish {words([str(run_path)])} "{status}" "{signalled}"'
 
 
-def _executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings,
-              dependency: str | None = None) -> PlanExecutor:
+def _executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
     run = RunDirectory(run_dir)
-    return PlanExecutor(run, plan_components(plan, settings), f"holmes-{run.name}", settings, dependency=dependency)
+    return PlanExecutor(run, plan_components(plan, settings), name or f"holmes-{run.name}", settings)
 
 
 def script_for_plan(plan: Plan, run_dir: str | Path, settings: SlurmSettings) -> str:
     """The batch script that :func:`submit_plan` hands to Slurm (``holmes submit --dry-run``)."""
-    return _executor(plan, run_dir, settings).text()
+    return _executor(plan, run_dir, settings).job_script()
 
 
 def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any],
-                settings: SlurmSettings, *, dependency: str | None = None) -> SlurmHetJob:
+                settings: SlurmSettings, *, name: str | None = None, line: Line | None = None) -> SlurmHetJob:
     """Submit `plan`: every rank calls ``function(config)``, with `config["plan_file"]` and `config["run_dir"]` set.
 
-    `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. Raises SubmissionError when a
-    component is impossible or Slurm refuses; nothing is submitted then.
+    `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. `name`: the job's, else made of
+    the run's; `line`: where it waits with others of its sweep. Raises SubmissionError when a component is impossible or
+    Slurm refuses; nothing is submitted then.
     """
     run = RunDirectory(Path(run_dir).absolute())
-    executor = _executor(plan, run.path, settings, dependency)
-    request = executor.request()  # tested also if it is a single component: a refused sbatch leaves a failed job behind
-    check_components(request.components, timeout_min=request.timeout_min)
+    executor = _executor(plan, run.path, settings, name)
+    executor.line = line
+    with refusals():  # tested also if it is a single component: a refused sbatch leaves a failed job behind
+        request = executor.request()
+        check_components(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
     with uninterrupted():
         job: SlurmHetJob = executor.submit(task)

@@ -8,6 +8,7 @@ import pytest
 from made_runs import make_run
 
 from holmes_hpc import console
+from holmes_hpc.results import compare
 from holmes_hpc.results.report import load_report
 from holmes_hpc.testbed.topology import read
 
@@ -49,3 +50,11 @@ def test_the_demos_networks_are_the_evaluations() -> None:
     def rates(name: str) -> dict[str, float | None]:
         return {f.name: f.rdma_mbit for f in read(name).fabrics if f.name != "ib-b"}
     assert rates("demo") == rates("evaluation") and read("demo").ethernet_mbit == read("evaluation").ethernet_mbit
+
+
+@pytest.mark.parametrize(("names", "told"), [
+    (["mine-0", "mine-1", "mine-2"], "mine-[0-2]"), (["a/b-1", "a/b-7"], "a/b-[1,7]"), (["mine-0"], "mine-0"),
+    (["0", "1"], "0, 1"), (["mine-0", "yours-1"], "mine-0, yours-1"), (["a b-1", "a b-2"], "a b-1, a b-2"),
+    (["a", "b", "c", "d"], "a, b, +2")])
+def test_numbered_repeats_are_named_in_one_word(names: list[str], told: str) -> None:
+    assert compare.named(names) == told

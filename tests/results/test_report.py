@@ -13,7 +13,7 @@ from made_runs import make_run
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import compare, load_runs, tables
+from holmes_hpc.results import compare, load_runs, page, tables
 from holmes_hpc.results.page import write_page
 from holmes_hpc.results.report import Report, load_report
 
@@ -213,8 +213,12 @@ def test_what_did_other_work_and_was_faster_is_said(tmp_path: Path) -> None:
 
 def test_settings_are_ranked_by_loss_on_request(tmp_path: Path) -> None:
     for i, steps in enumerate((20, 40, 30)):  # made-up losses fall with the steps
-        make_run(tmp_path / f"run-{i}", steps=steps, seed=i).update_run(overrides=[f"train.lr={i}"])
+        run = make_run(tmp_path / f"run-{i}", steps=steps, seed=i, step_time_s=1.0 + i)
+        run.update_run(overrides=[f"train.lr={i}"])
     made = load_report([tmp_path], by="loss")
+    told = [what for _, what in page._facts(made)]
+    assert told == ["lowest loss: run-1, train.lr=1", "highest: run-0, train.lr=0",
+                    "samples/s, the fastest: run-0, train.lr=0"] and made.bars() == []
     rows = cells_of(made, "Settings by loss")
     assert [row["run"] for row in rows] == ["run-1", "run-2", "run-0"]
     assert made.answer()[0].startswith("Lowest loss: run-1, train.lr=1 with 3.5")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from slurm_text import sacct_line, squeue_line
 
-from holmes_hpc.slurm.job_queries import parse_sacct, parse_scontrol, parse_squeue
-from holmes_hpc.slurm.job_states import join
+from holmes_hpc.slurm.job_queries import parse_sacct, parse_scontrol, parse_squeue, sacct_command
+from holmes_hpc.slurm.job_states import join, out_of_memory
 
 
 @pytest.mark.parametrize("states, joined", [
@@ -45,3 +45,22 @@ def test_scontrol_is_read() -> None:
     assert [(r.leader, r.offset, r.state) for r in rows] == [("23", 0, "RUNNING"), ("23", 1, "FAILED")]
     assert rows[0].name == "a b c" and rows[0].nodes == "ib[1-2]" and rows[0].submitted == 1700000000
     assert join(rows).restarts == 2 and rows[1].exit_code == 9
+
+
+def test_elements_of_an_array_are_jobs_of_their_own() -> None:
+    assert [row.leader for row in parse_squeue(squeue_line("41_7", "RUNNING"))] == ["41_7"]
+    assert [row.leader for row in parse_sacct(sacct_line("41_[2-3,7%2]", "PENDING"))] == ["41_2", "41_3", "41_7"]
+    assert sacct_command(["41_2", "41_3", "9"])[-1] == "--jobs=41,9"
+    line = "JobId=43 ArrayJobId=41 ArrayTaskId={} JobName=a UserId=r JobState=PENDING Reason=Resources Dependency="
+    assert [row.leader for row in parse_scontrol(line.format("1-2%2"))] == ["41_1", "41_2"]
+    assert [row.leader for row in parse_scontrol(line.format("5"))] == ["41_5"]
+    assert parse_sacct(sacct_line("41_2.0", "RUNNING")) == []
+
+
+@pytest.mark.parametrize("line", [
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
+    "slurmstepd: error: Step 5.0 exceeded memory limit (1532 > 1024), being killed",
+    "slurmstepd: error: Exceeded job memory limit", "srun: error: ib1: task 0: Out Of Memory"])
+def test_too_little_memory_is_read_from_slurms_words(line: str) -> None:
+    assert out_of_memory(f"step 1\n{line}\nsrun: error: ib1: task 0: Killed\n") == line
+    assert out_of_memory("rank 3: the memory of node ib1 is 16 GiB\nsrun: error: ib1: task 0: Killed\n") is None

@@ -14,7 +14,7 @@ import pytest
 from holmes_hpc import cli
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
-from holmes_hpc.submission.sweeps.table import SweepRow, worth_showing
+from holmes_hpc.submission.sweeps.status_table import SweepRow, worth_showing
 
 pytestmark = pytest.mark.integration
 

@@ -1,5 +1,6 @@
-"""Small random models of every family in Hugging Face's format, their logits by `transformers`, and Megatron-Core's
-logits with the same weights in several layouts: ``python hugging_face_models.py DIR`` writes all of it into DIR."""
+"""Small random models of every family in Hugging Face's format, their logits by `transformers`, and from the same
+weights in several layouts Megatron-Core's logits, its checkpoint, and the losses of three more steps:
+``python hugging_face_models.py DIR`` writes all of it into DIR."""
 
 from __future__ import annotations
 
@@ -45,11 +46,12 @@ def make(root: Path) -> None:
         torch.save({"tokens": tokens, "logits": logits}, root / f"{name}.pt")
 
 
-def rank_logits(rank: int, root: Path, layout: str) -> None:
-    """One rank's part of every model in a layout; the last stage writes `LAYOUT NAME.pt`."""
+def rank(number: int, root: Path, layout: str) -> None:
+    """One rank's part of every model in a layout. The last stage writes `LAYOUT NAME.pt`: the logits, and losses
+    and gradient norms of three steps from these weights on; all ranks of TP 2 x PP 2 save `saved NAME` before those."""
     import spawn
     import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
     from holmes_hpc.config.hugging_face import read_model
     from holmes_hpc.training.checkpoint import begin
@@ -58,10 +60,9 @@ def rank_logits(rank: int, root: Path, layout: str) -> None:
 
     tp, pp = LAYOUTS[layout]
     cpu.install()
-    dist.init_process_group("gloo", init_method=f"file://{root}/{layout}.store", rank=rank, world_size=tp * pp)
+    dist.init_process_group("gloo", init_method=f"file://{root}/{layout}.store", rank=number, world_size=tp * pp)
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    group = parallel_state.get_tensor_model_parallel_group()
     for name in MODELS:
         spec = read_model(root / name)
         plan = spawn.plan(tp=tp, pp=pp, model=spec)
@@ -69,32 +70,71 @@ def rank_logits(rank: int, root: Path, layout: str) -> None:
         (model,) = gpt.build(plan, config, None, torch.device("cpu"))
         assert begin.read(root / name, spec, [model], parallel_state.get_tensor_model_parallel_rank()) is None
         tokens = torch.load(root / f"{name}.pt")["tokens"]
-        with torch.no_grad():
-            if rank >= tp:
-                hidden = torch.empty(LENGTH, 2, spec.hidden)
-                dist.recv(hidden, rank - tp)
-                model.set_input_tensor(hidden)
-            output = model.eval()(tokens, torch.arange(LENGTH).repeat(2, 1), None)
-            if rank < tp * (pp - 1):
-                dist.send(output.contiguous(), rank + tp)
-                continue
-        parts = [torch.empty_like(output) for _ in range(tp)]
-        dist.all_gather(parts, output.contiguous(), group=group)
-        if rank % tp == 0:
-            torch.save(torch.cat(parts, -1)[..., :spec.vocab], root / f"{layout} {name}.pt")
+        logits = _logits(model, tokens, number, tp, pp)
+        if tp * pp == 4:
+            (root / f"saved {name}").mkdir(exist_ok=True)
+            dist_checkpointing.save({"model": model.sharded_state_dict()}, str(root / f"saved {name}"))
+        losses, norms = _three_steps(model, plan, config, tokens)
+        if number == tp * (pp - 1):
+            torch.save({"logits": logits[..., :spec.vocab], "losses": losses, "norms": norms},
+                       root / f"{layout} {name}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
+def _logits(model: Any, tokens: torch.Tensor, number: int, tp: int, pp: int) -> torch.Tensor:
+    """On the last stage those of the whole vocabulary; elsewhere what this stage hands on."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    with torch.no_grad():
+        if number >= tp:
+            hidden = torch.empty(LENGTH, 2, model.config.hidden_size)
+            dist.recv(hidden, number - tp)
+            model.set_input_tensor(hidden)
+        output: torch.Tensor = model.eval()(tokens, torch.arange(LENGTH).repeat(2, 1), None).contiguous()
+        model.set_input_tensor(None)
+        if number < tp * (pp - 1):
+            dist.send(output, number + tp)
+            return output
+    parts = [torch.empty_like(output) for _ in range(tp)]
+    dist.all_gather(parts, output, group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, -1)
+
+
+def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Each row is a micro-batch. The losses, on the last stage, and the gradients' norms."""
+    import spawn
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from holmes_hpc.training.loop import forward_step
+    from holmes_hpc.training.metrics.breakdown import Breakdown
+    from holmes_hpc.training.model import optimizer
+
+    models = optimizer.wrap([model.train()], config, plan, spawn.TRAIN)
+    made = optimizer.build(models, config, plan, spawn.TRAIN, Breakdown(False))
+    batches = [{"tokens": row[None], "labels": row.roll(-1)[None], "position_ids": torch.arange(LENGTH)[None],
+                "loss_mask": torch.ones(1, LENGTH)} for row in tokens]
+    losses, norms = [], []
+    for _ in range(3):
+        models[0].zero_grad_buffer()
+        made.zero_grad()
+        stored = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iter(batches), model=models[0], num_microbatches=len(batches),
+            seq_length=LENGTH, micro_batch_size=1, forward_only=False)
+        optimizer.set_options(made, spawn.TRAIN, 1e-4)
+        norms.append(float(made.step()[1]))
+        losses.append(sum(float(entry["loss"]) for entry in stored) / len(batches))
+    return losses, norms
+
+
 def main(root: Path) -> None:
     make(root)
-    import megatron.core
-    import spawn  # noqa: F401 (loaded once, before the ranks are forked)
+    import holmes_hpc.training.loop  # noqa: F401 (loaded once, before the ranks are forked)
 
-    assert megatron.core
     fork = torch.multiprocessing.get_context("fork")
     for layout, (tp, pp) in LAYOUTS.items():
-        ranks = [fork.Process(target=rank_logits, args=(rank, root, layout)) for rank in range(tp * pp)]
+        ranks = [fork.Process(target=rank, args=(number, root, layout)) for number in range(tp * pp)]
         for process in ranks:
             process.start()
         for process in ranks:

@@ -39,9 +39,17 @@ def partition(name: str, nodes: str, **rest: object) -> Partition:
     return parse_partition(partition_line(name, nodes, **rest))  # type: ignore[arg-type]
 
 
-def sacct_line(job: str, state: str, *, code: str = "0:0", submit: float = 1000, name: str = "a") -> str:
-    return SEPARATOR.join([job, state, code, str(int(submit)), "None", "ib1", name]) + "\n"
+def script(token: str) -> str:
+    return f"/log/.submission_file_{token}.sh"
 
 
-def squeue_line(job: str, state: str, *, submit: float = 1000, reason: str = "None", name: str = "a") -> str:
-    return SEPARATOR.join([job, state, str(int(submit)), reason, "ib1", name]) + "\n"
+def sacct_line(job: str, state: str, *, code: str = "0:0", submit: float = 1000, name: str = "a", reason: str = "None",
+               token: str = "") -> str:
+    line = f"sbatch --parsable {script(token)}" if token else "sbatch job.sh"
+    return SEPARATOR.join([job, state, code, str(int(submit)), reason, "ib1", name, line]) + "\n"
+
+
+def squeue_line(job: str, state: str, *, submit: float = 1000, reason: str = "None", name: str = "a",
+                start: float | None = None, token: str = "") -> str:
+    at = "N/A" if start is None else str(int(start))
+    return SEPARATOR.join([job, state, str(int(submit)), reason, "ib1", name, at, script(token)]) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import spawn
 import torch
 
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.training.model import gpt
 
 STEPS = {"steps": 6}
@@ -50,6 +52,24 @@ def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended
     assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
     if layout.get("optimizer_instances"):  # not bucket by bucket, in the way of the backward pass
         assert all(stage["grad_sync_s"] > 2e-4 for line in ended.run.metrics() for stage in line["breakdown"])
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="Muon needs the package emerging-optimizers")
+def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.Ended, tmp_path: Path) -> None:
+    found = {}
+    for name, layout in {"one": {}, "dp2": {"dp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}.items():
+        plan = spawn.plan(**layout, distributed_optimizer=False)
+        muon = {"plan": PlanOptions(distributed_optimizer=False),
+                "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 6, "checkpoint_interval": 3}}
+        if name == "tp2 pp2":
+            spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 3}})
+        ended = spawn.train(tmp_path / name, plan, muon)
+        assert set(ended.codes) == {0}, ended.output
+        found[name] = ended.column("loss")
+    assert found["one"][0] == alone.column("loss")[0] and found["one"][3:] != alone.column("loss")[3:]  # not Adam
+    for losses in found.values():
+        assert losses == pytest.approx(found["one"], rel=1e-5)
 
 
 def test_gelu_is_one_function_on_all_devices() -> None:

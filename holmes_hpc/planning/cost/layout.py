@@ -4,11 +4,11 @@ found without listing every rank's groups (a plan may have tens of thousands of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
@@ -21,6 +21,9 @@ from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
 from holmes_hpc.planning.spec.transport import Transport, TransportRule
 
+T = TypeVar("T")
+_order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
+
 
 def grid_of(plan: Plan) -> Parallel:
     """Its sizes. PlanError where stages have unequal widths (of which cost/unequal.py knows)."""
@@ -30,7 +33,12 @@ def grid_of(plan: Plan) -> Parallel:
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a Plan but its layers per stage, and the costs it is judged by."""
+    """All of a Plan but its layers per stage, and the costs it is judged by.
+
+    `memo`: what was worked out of where the ranks are. `common`: what does not even depend on that, but on fabrics
+    alone (:meth:`once`); layouts that differ in nothing but their components, schedule, recomputation, virtual stages
+    and buckets may share one.
+    """
 
     model: ModelSpec
     batch: Batch
@@ -44,8 +52,8 @@ class Layout:
     edge_dtype: str = "same"
     edge_connections: int = 1
     bucket_bytes: int = 40_000_000
+    common: dict[tuple[object, ...], Any] = field(repr=False, compare=False, default_factory=dict)
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
-    _rates: dict[tuple[str, str, str, str], float] = field(init=False, repr=False, compare=False, default_factory=dict)
     memo: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,12 +78,20 @@ class Layout:
                    costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections,
                    plan.bucket_bytes)
 
+    def once(self, key: tuple[object, ...], made: Callable[[], T]) -> T:
+        """What `made` gives, worked out once for all layouts with the same `common`: `key` says all that it goes by
+        beside what they have in common, fabrics by name."""
+        if key not in self.common:
+            self.common[key] = made()
+        found: T = self.common[key]
+        return found
+
     @cached_property
     def order(self) -> Order:
         p = self.parallel
         micro_batches = self.batch.micro_batches(p.dp)
-        return Order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
-                     self.costs.software.overlap_transfers)
+        return _order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
+                      self.costs.software.overlap_transfers)
 
     @property
     def hierarchical(self) -> bool:
@@ -92,6 +108,15 @@ class Layout:
             raise PlanError(f"components hold stages {sorted(at)} of PP {self.parallel.pp}", where="components",
                             hint="give every stage to one component")
         return (tuple(at[s] for s in range(self.parallel.pp)),)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(first, end) of each run of stages of one component, for each kind of pipeline replica."""
+        found = []
+        for stages in self.replicas:
+            starts = [s for s in range(len(stages)) if s == 0 or stages[s] is not stages[s - 1]]
+            found.append(tuple(zip(starts, [*starts[1:], len(stages)], strict=True)))
+        return tuple(found)
 
     def pipelines(self, component: Component) -> int:
         """Pipelines that run in `component`, if hierarchical; else all of them go through it."""
@@ -118,23 +143,30 @@ class Layout:
 
     @cached_property
     def _edges(self) -> tuple[tuple[Transport, ...], ...]:
-        return tuple(tuple(self._edge(replica, s) for s in range(self.parallel.pp))
-                     for replica in range(len(self.replicas)))
+        known: dict[tuple[str, str, bool], Transport] = {}
+        found = []
+        for replica, stages in enumerate(self.replicas):
+            ends = [(here.fabric, there.fabric) for here, there in zip(stages, (*stages[1:], stages[0]), strict=True)]
+            keys = [(*end, self._local(replica, s)) for s, end in enumerate(ends)]
+            for here, there, local in keys:
+                if (here, there, local) not in known:
+                    known[here, there, local] = self.rule.of({here, there}, local)
+            found.append(tuple(known[key] for key in keys))
+        return tuple(found)
 
-    def _edge(self, replica: int, stage: int) -> Transport:
+    def _local(self, replica: int, stage: int) -> bool:
+        """Whether the stage transfer from `stage` to the next never leaves a node."""
         p, stages = self.parallel, self.replicas[replica]
         here, there = stages[stage], stages[(stage + 1) % p.pp]
         if self.hierarchical:
             per_node = here.gpus_per_node // p.tp
             whole = per_node % p.pp == 0  # pipelines that never leave their node, nor does their way back
-            local = here.nodes == 1 or whole or (
+            return here.nodes == 1 or whole or (
                 stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0)
-        else:
-            block, first = p.dp * p.tp, stage - here.stages[0]
-            ahead = (stage + 1) % p.pp - stage
-            span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
-            local = here is there and (here.nodes == 1 or (ahead > 0 and span <= here.gpus_per_node))
-        return self.rule.of({here.fabric, there.fabric}, local)
+        block, first = p.dp * p.tp, stage - here.stages[0]
+        ahead = (stage + 1) % p.pp - stage
+        span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
+        return here is there and (here.nodes == 1 or (ahead > 0 and span <= here.gpus_per_node))
 
     def nodes_of_run(self, replica: int, stage: int) -> int:
         """Nodes that the ranks of one data-parallel run are spread over."""
@@ -166,10 +198,8 @@ class Layout:
              ) -> float:
         """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective; `peer`: to
         whom, if that may be another fabric."""
-        key = transport.kind, component.fabric, collective, peer.fabric if peer else ""
-        if key not in self._rates:
-            self._rates[key] = self._rate(transport, component, collective, peer)
-        return self._rates[key]
+        return self.once(("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
+                         lambda: self._rate(transport, component, collective, peer))
 
     def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:
         fabric, between = self.fabric(component), self._between(transport, component, peer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -99,7 +100,6 @@ def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
-    stages = layout.replicas[replica]
     tokens = layout.batch.micro_size * layout.batch.sequence_length
     count = parameters(layout, layers).sum(axis=2)
 
@@ -112,7 +112,7 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
 
     key = "memory", replica, layout.recompute
     if key not in layout.memo:
-        layout.memo[key] = by_stage(stages, of).T
+        layout.memo[key] = by_stage(layout, replica, ("memory", layout.recompute), of).T
     element, gradient, moments, outside, kept, more, whole = layout.memo[key]
     weights, gradients = count * element, count * gradient
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
@@ -139,7 +139,7 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     # torch's own loss: their parts, log-probabilities, a cast gradient
     lost = 12 if costs.software.gathered_logits else 0
     beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + lost) + matrix)  # softmax becomes its gradient
-    buffers = gathered + beside + np.array([_posted(layout, s) for s in range(p.pp)]) * transfer
+    buffers = gathered + beside + np.array(_posted(layout.order)) * transfer
     buffers += outside
     return StageMemory(weights, gradients, optimizer, held, buffers)
 
@@ -188,15 +188,16 @@ def held_passes(order: Order, stage: int) -> np.ndarray:
     return np.unique([gone[0][min(depth + k, len(chunk))] - gone[1][k] for k in moments], axis=0)
 
 
-def _posted(layout: Layout, stage: int) -> int:
-    """Stage transfers that a stage holds buffers for: received and sent, ahead of need in this project's schedule."""
-    order, stages = layout.order, layout.parallel.pp
-    if stages == 1:
-        return 0
+@lru_cache(maxsize=1024)
+def _posted(order: Order) -> tuple[int, ...]:
+    """Stage transfers that each stage holds buffers for: received and sent, ahead of need in this project's
+    schedule."""
+    if order.stages == 1:
+        return (0,)
     if order.kind != "ahead":
-        return 2
-    above, below = (order.window_below(s) if 0 <= s < stages - 1 else 0 for s in (stage - 1, stage))
-    return 2 * (above + below)
+        return (2,) * order.stages
+    windows = [0, *(order.window_below(s) for s in range(order.stages - 1)), 0]
+    return tuple(2 * (above + below) for above, below in pairwise(windows))
 
 
 def capacity(gpu: Gpu, most_gib: float | None = None) -> float:
@@ -211,8 +212,8 @@ def fits(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> n
 
 def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
     """Bytes of a GPU of each stage that a plan may use, the least of all pipeline replicas, (S,)."""
-    return np.asarray(np.min([by_stage(replica, lambda c: capacity(layout.fabric(c).gpu, most_gib))
-                              for replica in layout.replicas], axis=0))
+    return np.asarray(np.min([by_stage(layout, replica, ("room", most_gib), lambda c: capacity(
+        layout.fabric(c).gpu, most_gib)) for replica in range(len(layout.replicas))], axis=0))
 
 
 def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> None:

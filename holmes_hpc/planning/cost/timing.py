@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,6 @@ from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.traffic import Traffic, by_stage, networks
 from holmes_hpc.planning.schedule.simulation import WHOLE, Durations, least_seconds, step_seconds
-from holmes_hpc.planning.spec.plan import Component
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
@@ -93,7 +91,7 @@ def computing(layout: Layout) -> tuple[Computing, ...]:
     """Of each replica; worked out once for a layout and its variants with the same recomputation."""
     key = "computing", layout.recompute
     if key not in layout.memo:
-        layout.memo[key] = tuple(_computing(layout, stages) for stages in layout.replicas)
+        layout.memo[key] = tuple(_computing(layout, replica) for replica in range(len(layout.replicas)))
     found: tuple[Computing, ...] = layout.memo[key]
     return found
 
@@ -109,18 +107,19 @@ def _nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
     return found
 
 
-def _computing(layout: Layout, stages: Sequence[Component]) -> Computing:
-    m, p, costs = layout.model, layout.parallel, layout.costs
+def _computing(layout: Layout, replica: int) -> Computing:
+    m, p, costs, stages = layout.model, layout.parallel, layout.costs, layout.replicas[replica]
     def layer(recompute: str) -> np.ndarray:
-        return by_stage(stages, lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel,
-                                                        recompute)).T
+        return by_stage(layout, replica, ("layer", recompute), lambda c: costs.layer_s(
+            m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel, recompute)).T
 
     once = layer("none" if layout.recompute == "full" else layout.recompute)
     again = layer("full")[1] - once[1] if layout.recompute == "full" else np.zeros(p.pp)
     ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
-    return Computing(once, again, np.array(costs.embedding_s(m, layout.batch, p.tp, ends[0])),
-                     np.array(costs.head_s(m, layout.batch, p.tp, ends[1])),
-                     by_stage(stages, lambda c: costs.pass_s(layout.fabric(c))))
+    embedding = layout.once(("embedding", ends[0].name), lambda: costs.embedding_s(m, layout.batch, p.tp, ends[0]))
+    head = layout.once(("head", ends[1].name), lambda: costs.head_s(m, layout.batch, p.tp, ends[1]))
+    return Computing(once, again, np.array(embedding), np.array(head),
+                     by_stage(layout, replica, ("pass",), lambda c: costs.pass_s(layout.fabric(c))))
 
 
 def _replica(layout: Layout, traffic: Traffic, computes: Computing, layers: np.ndarray, count: np.ndarray,

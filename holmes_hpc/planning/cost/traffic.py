@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -49,8 +50,8 @@ class Networks:
 def networks(layout: Layout) -> Networks:
     """Worked out once for a layout and its variants."""
     if "networks" not in layout.memo:
-        each = np.max([by_stage(replica, lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
-                       for replica in layout.replicas], axis=0)
+        each = np.max([by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(
+            1.0, layout.fabric(c))) for replica in range(len(layout.replicas))], axis=0)
         layout.memo["networks"] = Networks(
             tuple(_traffic(layout, replica) for replica in range(len(layout.replicas))), _tied_s(layout),
             _norm_s(layout), max(layout.costs.step_s(layout.fabric(c)) for c in layout.components), each)
@@ -63,15 +64,20 @@ def _traffic(layout: Layout, replica: int) -> Traffic:
     down, up = transfers_s(layout, replica)
     reduce, gather, passing = np.zeros((2, p.pp)), np.zeros((2, p.pp)), np.zeros((2, 2, p.pp))
     beside = np.zeros(p.pp, dtype=bool)
-    for first, end in runs(stages):
-        found = _synchronise(layout, replica, first, stages[first])
+    in_passes = costs.software.sharding in ("gradients", "full")
+    others = tuple(c.fabric for c in layout.components) if p.optimizer_instances > 1 else ()
+    for first, end in layout.runs[replica]:
+        reduction, nodes = layout.reduction(replica, first), layout.nodes_of_run(replica, first)
+        key = stages[first].fabric, reduction.kind, nodes, others
+        found = layout.once(("synchronise", *key), partial(_synchronise, layout, stages[first], reduction, nodes))
         reduce[:, first:end], gather[:, first:end] = found[0][:, None], found[1][:, None]
-        passing[:, :, first:end] = _passing(layout, replica, first, stages[first])[:, :, None]
+        if in_passes:
+            each = layout.once(("passing", *key), partial(_passing, layout, stages[first], reduction, nodes))
+            passing[:, :, first:end] = each[:, :, None]
         if p.pp > 1 and layout.run > 1:
-            reduction = layout.reduction(replica, first)
             beside[first:end] = [layout.edge(replica, (s - 1) % p.pp) == reduction for s in range(first, end)]
-    return Traffic(down, up, reduce, gather, passing, by_stage(stages, lambda c: costs.gradient_size(
-        layout.fabric(c).gpu)), beside)
+    return Traffic(down, up, reduce, gather, passing, by_stage(layout, replica, ("gradient",), lambda c: (
+        costs.gradient_size(layout.fabric(c).gpu))), beside)
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
@@ -115,20 +121,18 @@ def _ranks_at_edge(layout: Layout, component: Component) -> int:
 
 def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a stage transfer (down from each stage, up from each), (S,) each; equal neighbours have equal ones."""
-    p, stages = layout.parallel, layout.replicas[replica]
-    known: dict[tuple[object, ...], float] = {}
-
-    def transfer(stage: int, forward: bool) -> float:
-        here, there = stages[stage], stages[(stage + 1) % p.pp]
-        key = here.fabric, there.fabric, layout.edge(replica, stage).kind, forward
-        if key not in known:
-            known[key] = transfer_s(layout, replica, stage, forward)
-        return known[key]
-
-    if p.pp == 1:
+    pp, stages = layout.parallel.pp, layout.replicas[replica]
+    if pp == 1:
         return np.zeros(1), np.zeros(1)
-    return (np.array([transfer(s, True) for s in range(p.pp)]),
-            np.array([transfer((s - 1) % p.pp, False) for s in range(p.pp)]))
+    both = np.array([layout.once(
+        ("transfer", here.fabric, there.fabric, layout.edge(replica, s).kind),
+        partial(_both_ways, layout, replica, s)) for s, (here, there) in enumerate(zip(stages, (*stages[1:], stages[0]),
+                                                                                       strict=True))])
+    return both[:, 0], np.roll(both[:, 1], 1)
+
+
+def _both_ways(layout: Layout, replica: int, stage: int) -> tuple[float, float]:
+    return transfer_s(layout, replica, stage, True), transfer_s(layout, replica, stage, False)
 
 
 def collective(layout: Layout, component: Component, transport: Transport, ranks: int, nodes: int, what: str,
@@ -153,22 +157,21 @@ def collective(layout: Layout, component: Component, transport: Transport, ranks
     return np.array([max(inside if ranks > nodes else 0.0, outside), steps])
 
 
-def _passing(layout: Layout, replica: int, stage: int, component: Component) -> np.ndarray:
+def _passing(layout: Layout, component: Component, reduction: Transport, nodes: int) -> np.ndarray:
     """Seconds to (gather the parameters, reduce the gradients) in every pass, for each parameter and each call, (2, 2),
     as FSDP does."""
     gpu, costs, tp = layout.fabric(component).gpu, layout.costs, layout.parallel.tp
-    nodes, reduction = layout.nodes_of_run(replica, stage), layout.reduction(replica, stage)
     return np.array([np.array([size, 1.0]) * collective(layout, component, reduction, layout.run, nodes, what, 1.0, tp)
                      for what, size in (("all_gather", costs.weight_bytes(gpu)),
                                         ("reduce_scatter", costs.gradient_size(gpu)))])
 
 
-def _synchronise(layout: Layout, replica: int, stage: int, component: Component) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds to (reduce the gradients, gather the parameters) of stages of one component, of which `stage` is the
-    first: for each parameter, and for each bucket, (2,) each."""
+def _synchronise(layout: Layout, component: Component, transport: Transport, nodes: int,
+                 ) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds to (reduce the gradients, gather the parameters) of a stage of one component, by runs over `nodes` of its
+    nodes: for each parameter, and for each bucket, (2,) each."""
     p, gpu, costs = layout.parallel, layout.fabric(component).gpu, layout.costs
-    how, transport = costs.collectives(gpu), layout.reduction(replica, stage)
-    nodes = layout.nodes_of_run(replica, stage)
+    how = costs.collectives(gpu)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.hierarchical else 1)
 
     def ring(what: str, factor: float, size: float) -> np.ndarray:
@@ -209,18 +212,19 @@ def _norm_s(layout: Layout) -> float:
     if layout.costs.calibration is not None and layout.costs.calibration.step_s:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
-    pairs = *((c, c) for c in layout.components), *layout.linked
-    return steps * max(layout.latency(layout.rule.shared, c, "reduce_scatter", to) for c, to in pairs)
+    shared = layout.rule.shared
+
+    def longest() -> float:
+        pairs = *((c, c) for c in layout.components), *layout.linked
+        return max(layout.latency(shared, c, "reduce_scatter", to) for c, to in pairs)
+
+    return steps * layout.once(("norm", shared.kind, *(c.fabric for c in layout.components)), longest)
 
 
-def runs(stages: Sequence[Component]) -> list[tuple[int, int]]:
-    """(first, end) of each run of stages of one component."""
-    starts = [s for s in range(len(stages)) if s == 0 or stages[s] is not stages[s - 1]]
-    return list(zip(starts, [*starts[1:], len(stages)], strict=True))
-
-
-def by_stage(stages: Sequence[Component], of: Callable[[Component], float | tuple[float, ...]]) -> np.ndarray:
-    """`of` each stage's component, (S,) or (S, numbers): asked once for each run."""
-    pieces = runs(stages)
-    asked = np.array([of(stages[first]) for first, _ in pieces])
+def by_stage(layout: Layout, replica: int, what: tuple[object, ...],
+             of: Callable[[Component], float | tuple[float, ...]]) -> np.ndarray:
+    """`of` each stage's component, (S,) or (S, numbers), which must go by its fabric alone: asked once for each under
+    the name `what`."""
+    stages, pieces = layout.replicas[replica], layout.runs[replica]
+    asked = np.array([layout.once((*what, stages[first].fabric), partial(of, stages[first])) for first, _ in pieces])
     return np.repeat(asked, [end - first for first, end in pieces], axis=0)

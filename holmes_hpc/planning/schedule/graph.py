@@ -34,10 +34,11 @@ class Graph:
 
     def ends(self, table: np.ndarray) -> np.ndarray:
         """When each node is done, (plans, nodes), from a table of durations, (plans, columns)."""
-        ends = table[:, self.column]
+        ends = table[0, self.column] if len(table) == 1 else table.T[self.column]  # of one plan numbers, else rows
+        latest = np.maximum.reduceat
         for first, end, before, starts in self.levels:
-            ends[:, first:end] += np.maximum.reduceat(ends[:, before], starts, axis=1)
-        return ends
+            ends[first:end] += latest(ends[before], starts)
+        return ends[None] if len(table) == 1 else ends.T
 
 
 class Numbers:

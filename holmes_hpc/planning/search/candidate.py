@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, permutations
 from math import ceil, inf
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,7 @@ BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 PLAINER = 0.003  # what the schedule that runs ahead, and virtual stages, must each gain at least to be worth it
 FEW_FABRICS = 4  # up to which every order of them is tried
 DEEPER = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
+_schedule = lru_cache(maxsize=4096)(Schedule)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,9 @@ class Evaluator:
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
         self._last: tuple[Placement, Layout] | None = None  # many ways of one placement are asked for in turn
+        self._common: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = {}  # of layouts that are alike
+        self._components: dict[tuple[object, ...], Component] = {}
+        self._batches: dict[int, Batch] = {}
 
     def ways(self, placement: Placement, most_s: float = inf) -> Iterator[Candidate]:
         """Every number of virtual stages that is estimated to take `most_s` seconds a step at most, each with the least
@@ -101,7 +107,7 @@ class Evaluator:
 
     def _could_fit(self, placement: Placement, recompute: str, chunks: int) -> bool:
         """Whether the stages could hold all layers, by what these keep themselves: quick, and never wrongly false."""
-        batch = replace(self.batch, micro_size=placement.micro)
+        batch = self._batch(placement.micro)
         depth = np.array(in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         run = placement.dp // placement.instances if self.options.distributed_optimizer else 1
         parallel = placement.tp > 1 and self.options.sequence_parallel is not False
@@ -128,18 +134,16 @@ class Evaluator:
             self._last = placement, self._layout(placement)
         made = self._last[1]
         depths = in_flight(placement.pp, made.batch.micro_batches(placement.dp), chunks)
-        return made.varied(Schedule(kind, depths), recompute=recompute, virtual_stages=chunks)
+        return made.varied(_schedule(kind, depths), recompute=recompute, virtual_stages=chunks)
 
     def _layout(self, placement: Placement) -> Layout:
         o, pp = self.options, placement.pp
         hierarchical = placement.strategy == "hierarchical-dp"
         components, at = [], 0
         for b in placement.blocks:
-            stages = range(pp) if hierarchical else range(at, at + b.stages)
-            components.append(Component(b.fabric.partition, b.fabric.constraint, b.fabric.name, b.nodes, b.per_node,
-                                        tuple(stages)))
+            components.append(self._component(b, 0 if hierarchical else at, pp if hierarchical else b.stages))
             at += b.stages
-        batch = replace(self.batch, micro_size=placement.micro)
+        batch = self._batch(placement.micro)
         order = HIERARCHICAL_ORDER if hierarchical else PIPELINE_ORDER
         divides = batch.sequence_length % placement.tp == 0
         if o.sequence_parallel and not divides:
@@ -148,9 +152,24 @@ class Evaluator:
         parallel = Parallel(placement.tp, pp, placement.dp, order=order, optimizer_instances=placement.instances,
                             distributed_optimizer=o.distributed_optimizer,
                             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False)
-        schedule = Schedule("1f1b", in_flight(pp, batch.micro_batches(placement.dp)))
+        schedule = _schedule("1f1b", in_flight(pp, batch.micro_batches(placement.dp)))
+        alike = hierarchical and pp, placement.micro, placement.tp, placement.dp, placement.instances
         return Layout(self.model, batch, parallel, "none", schedule, tuple(components), self.site, self.costs,
-                      o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES)
+                      o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES,
+                      self._common.setdefault(alike, {}))
+
+    def _component(self, block: Block, first: int, stages: int) -> Component:
+        """`stages` stages of a block, from `first` on; a search asks for the same ones again and again."""
+        fabric, key = block.fabric, (block.fabric.name, block.nodes, first, stages)
+        if key not in self._components:
+            self._components[key] = Component(fabric.partition, fabric.constraint, fabric.name, block.nodes,
+                                              block.per_node, tuple(range(first, first + stages)))
+        return self._components[key]
+
+    def _batch(self, micro: int) -> Batch:
+        if micro not in self._batches:
+            self._batches[micro] = replace(self.batch, micro_size=micro)
+        return self._batches[micro]
 
     def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Candidate | None:
         try:
@@ -188,28 +207,29 @@ class Evaluator:
         kind = candidate.layout.schedule.kind
         if kind != "ahead":
             return self._timed(candidate, passes)
-        return self._early(self._deepest(candidate, passes), passes)
+        extra = extra_depth(candidate.layout, candidate.layers)
+        return self._early(self._deepest(candidate, extra, passes), extra, passes)
 
     @staticmethod
     def _timed(candidate: Candidate, passes: int = WHOLE) -> Candidate:
         return replace(candidate, seconds=float(step_s(candidate.layout, candidate.layers, passes)[0]))
 
-    def _deepest(self, candidate: Candidate, passes: int) -> Candidate:
-        """Deep enough to hide the transfers, as far as memory allows: twice a transfer's time, in passes of the slowest
-        stage, more than the stage below."""
-        for _, layout in self._depths(candidate, extra_depth(candidate.layout, candidate.layers)):
+    def _deepest(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
+        """Deep enough to hide the transfers, as far as memory allows: `extra` more passes than the stage below, twice a
+        transfer's time in passes of the slowest stage."""
+        for _, layout in self._depths(candidate, extra):
             try:
                 return self._timed(replace(candidate, layout=layout), passes)
             except PlanError:  # virtual stages that would lock up at this depth
                 continue
         return candidate
 
-    def _early(self, candidate: Candidate, passes: int) -> Candidate:
+    def _early(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
         """The candidate, or if its step is shorter the one whose first stages have more layers and run far ahead: they
         compute while the pipeline fills and parameters are gathered."""
         if not self._free_layers or not _may_be_early(candidate.layout):
             return candidate
-        wanted = [e + DEEPER[-1] for e in extra_depth(candidate.layout, candidate.layers)[:-1]] + [0]
+        wanted = [e + DEEPER[-1] for e in extra[:-1]] + [0]
         _, layout = next(self._depths(candidate, wanted))
         stages = split.Stages(layout, self.options.max_memory_gib)
         layers = stages.early() if stages.fit else candidate.layers
@@ -290,7 +310,7 @@ class Evaluator:
         chunks, p = s.parallel.virtual_stages, candidate.placement
         kind = "1f1b" if chunks == 1 else "interleaved"
         depths = in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(candidate, layout=s.varied(Schedule(kind, depths))))
+        other = self._timed(replace(candidate, layout=s.varied(_schedule(kind, depths))))
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
@@ -318,7 +338,7 @@ def deepened(layout: Layout, extra: list[int]) -> Layout:
     base, total = in_flight(p.pp, layout.order.micro_batches, p.virtual_stages), layout.order.micro_batches
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
     order = replace(layout.order, kind="ahead", in_flight=depths)
-    return layout.varied(Schedule("ahead", tuple(order.depth(s) for s in range(p.pp))))
+    return layout.varied(_schedule("ahead", tuple(order.depth(s) for s in range(p.pp))))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:

@@ -1,4 +1,4 @@
-"""Placements with whole pipelines in each fabric and data parallel across them."""
+"""Placements with whole pipelines in each fabric, or in each node of one, and data parallel across them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         pp = int(depths[at])
         units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
         most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
-        for counts, run in _splits(size, dp, most, units, partial(_too_slow, size, dp, pp, limit)):
+        for counts, run in _splits(size, dp, most, units, _alone(size, pp), partial(_too_slow, size, dp, pp, limit)):
             used = [f for f, n in enumerate(counts) if n]
             if size.linked and options.fabric_order is None:
                 used = along(1 / size.between, used, ring=True)
@@ -66,19 +66,29 @@ def _too_slow(size: OneSize, dp: int, pp: int, limit: Limit, chosen: Sequence[in
     return micro_batches * (tau + size.head / pp) + (pp - 1) * tau / size.most_chunks(pp, micro_batches) > most
 
 
-def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int],
+def _alone(size: OneSize, pp: int) -> frozenset[int]:
+    """The fabrics that pipelines of `pp` stages may have to themselves: where each lies in a node. Longer ones in one
+    fabric are :mod:`.pipelines`'. Told a hierarchy, several fabrics are all meant."""
+    if pp == 1 or (size.options.strategy != "auto" and len(size.offers) > 1):
+        return frozenset()
+    return frozenset(f for f, per in enumerate(size.per_node.tolist()) if per % (pp * size.tp) == 0)
+
+
+def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int], alone: frozenset[int],
             left_out: Callable[[Sequence[int], frozenset[str]], bool]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics that is
-    not `left_out`."""
+    """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics, or one
+    `alone`, that is not `left_out`."""
     if size.fixed:
-        if sum(most) == dp and all(most):
+        if sum(most) == dp and all(most) and (len(most) > 1 or alone):
             yield tuple(most), gcd(*most)
         return
     for chosen, names in size.choices:
-        if len(chosen) < 2 or sum(most[f] for f in chosen) < dp or left_out(chosen, names):
+        if len(chosen) == 1 and chosen[0] not in alone:
+            continue
+        if sum(most[f] for f in chosen) < dp or left_out(chosen, names):
             continue
         by_room = sorted(chosen, key=lambda f: (-most[f], f))
-        for run in reversed(divisors(dp)):
+        for run in reversed(divisors(dp)) if len(chosen) > 1 else (dp,):
             made = [0] * len(most)
             for f in chosen:  # each fabric has a part
                 made[f] = run * units[f] // gcd(run, units[f])
@@ -98,7 +108,7 @@ def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int],
 def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Estimate:
     """Of pipelines in the fabrics `used`, with optimizer instances of `run` ranks."""
     per_stage = -(-size.layers // pp)
-    across = size.around_s(tuple(used)) * per_stage / run
+    across = size.around_s(tuple(used)) * per_stage / run if run < dp else 0.0
     reduce, gather = size.known(size.sync_s, run, min(pp, size.whole_node))
     each = max(size.seconds[f] for f in used)
     stages = min(pp, max(size.offers[f].per_node for f in used) // size.tp)  # of a node, which share its NIC

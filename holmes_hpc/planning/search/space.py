@@ -44,7 +44,7 @@ class Space:
                                 for dp in divisors(size.shares) if self.options.dp in (None, dp)):
             if self.options.strategy != "hierarchical-dp":
                 found += pipelines(self._sizes[at], dp, limit)
-            if self.options.strategy in ("auto", "hierarchical-dp") and len(self._sizes[at].offers) > 1:
+            if self.options.strategy in ("auto", "hierarchical-dp"):
                 found += hierarchies(self._sizes[at], dp, limit)
         self.small = limit.count <= SMALL
         return sorted((p for p in found if p.least_s <= limit.most(p.fabrics)), key=Placement.key)

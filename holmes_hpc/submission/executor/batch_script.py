@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from holmes_hpc.submission.executor.component import (
 )
 
 USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
+SIGNAL_DELAY_S = 90  # submitit's
 # In the batch script of a hetjob these describe component 0 only, and srun takes each as an option for all components.
 FIRST_COMPONENT_ONLY = (
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE",
@@ -35,9 +37,11 @@ class JobRequest:
     `output`, `error`: files of the batch script itself; `rank_output`, `rank_error`: of each task, where ``%j`` is the
     leader's id and ``%t`` the global rank. `directories` are made before the step starts. `exit_record`: the file that
     gets the step's exit status, `step_errors` the one that gets srun's own complaints. `setup`, `teardown`: lines of
-    shell, as in submitit, around the step. `max_requeues`: after so many restarts the job ends instead of starting its
-    step; 0: it never does. `distribution`: of ranks over nodes and sockets; over nodes always block, since component
-    order is rank order.
+    shell, as in submitit, around the step. `signal`: what the tasks listen for, sent `signal_delay_s` before the time
+    limit (None: 90, less in short jobs). `max_requeues`: after so many restarts the job ends instead of starting its
+    step; 0: it never does. `array`: as sbatch's; ``%j`` is then the array's id and the element's number. `line`: the
+    file of a Line (line.py) that the job leaves when it ends. `distribution`: of ranks over nodes and sockets; over
+    nodes always block, since component order is rank order.
     """
 
     components: tuple[ComponentRequest, ...]
@@ -50,7 +54,8 @@ class JobRequest:
     directories: tuple[str, ...] = ()
     exit_record: str | None = None
     step_errors: str | None = None
-    signal_delay_s: int = 90
+    signal: str = USER_SIGNAL
+    signal_delay_s: int | None = None
     requeue: bool | None = None
     dependency: str | None = None
     comment: str | None = None
@@ -64,6 +69,8 @@ class JobRequest:
     use_srun: bool = True
     distribution: str = "block:block"
     container: str | None = None
+    array: str | None = None
+    line: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
     additional: tuple[tuple[str, Value], ...] = field(default=())
 
@@ -94,11 +101,28 @@ class JobRequest:
     def ranks(self) -> int:
         return sum(c.ranks for c in self.components)
 
+    @property
+    def elements(self) -> int:
+        """How many jobs it is."""
+        return 1 if self.array is None else int(self.array.partition("%")[0].partition("-")[2]) + 1
+
+    def word(self, text: str) -> str:
+        """`text` as one word of the script's shell, with the job's id for ``%j``."""
+        own = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'
+        return shell_word(text, own)
+
+    def _pattern(self, path: str) -> str:
+        """A path for sbatch's file name pattern: only ``%j`` is one, every other % is itself."""
+        if "\\" in path:  # in a pattern a backslash switches all symbols off
+            raise SubmissionError(f"the path {path!r} holds a backslash", where="job", hint="use another directory")
+        return ("%A_%a" if self.array else "%j").join(part.replace("%", "%%") for part in path.split("%j"))
+
     def options(self) -> list[tuple[str, Value]]:
         """The options of the whole job; they stand with the first component."""
         given: list[tuple[str, Value | None]] = [
-            ("job-name", self.name), ("time", self.timeout_min), ("output", _pattern(self.output)),
-            ("error", None if self.error is None else _pattern(self.error)), ("open-mode", "append"),
+            ("job-name", self.name), ("time", self.timeout_min), ("output", self._pattern(self.output)),
+            ("error", None if self.error is None else self._pattern(self.error)), ("open-mode", "append"),
+            ("array", self.array),
             ("signal", self._signal()),
             ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
             ("dependency", self.dependency), ("comment", self.comment), ("mail-type", self.mail_type),
@@ -109,22 +133,17 @@ class JobRequest:
 
     def _signal(self) -> str | None:
         """When to warn of the end. Slurm may send it a minute early, and a task needs time to be ready for it, so in
-        short jobs it comes later, or not at all."""
-        if not isinstance(self.timeout_min, int):
-            return f"{USER_SIGNAL}@{self.signal_delay_s}"
-        delay = min(self.signal_delay_s, 60 * self.timeout_min - 90)
-        return f"{USER_SIGNAL}@{delay}" if delay > 0 else None
+        short jobs, where nobody says when, it comes later, or not at all."""
+        delay = self.signal_delay_s
+        if delay is None:
+            delay = SIGNAL_DELAY_S
+            if isinstance(self.timeout_min, int):
+                delay = min(delay, 60 * self.timeout_min - 90)
+        return f"{self.signal}@{delay}" if delay > 0 else None
 
 
-def _pattern(path: str) -> str:
-    """A path for sbatch's file name pattern: only ``%j`` is one, every other % is itself."""
-    if "\\" in path:  # in a pattern a backslash switches all symbols off
-        raise SubmissionError(f"the path {path!r} holds a backslash", where="job", hint="use another directory")
-    return "%j".join(part.replace("%", "%%") for part in path.split("%j"))
-
-
-def _into_files(job: JobRequest) -> str:
-    """Words of shell that start a task with its output in the files of its rank.
+def _into_files(job: JobRequest, setup: Sequence[str] = ()) -> str:
+    """Words of shell that start a task, after the lines of `setup`, with its output in the files of its rank.
 
     srun's own patterns will not do: in a step over several components ``%j`` is each component's own id, and ``%t`` is
     the rank plus the component's index (measured on 22.05). The file names are arguments, so no shell parses them.
@@ -135,13 +154,15 @@ def _into_files(job: JobRequest) -> str:
         parts = pattern.split("%t")
         names = []
         for part in parts:
-            places.append(shell_word(part))
+            places.append(job.word(part))
             names.append(f"${{{len(places)}}}")
         return '"' + "$SLURM_PROCID".join(names) + '"'
 
     out = target(job.rank_output)
     redirect = f"exec >>{out} 2>" + ("&1" if job.rank_error is None else f">{target(job.rank_error)}")
-    return " ".join(["sh", "-c", shlex.quote(f'{redirect}; shift {len(places)}; exec "$@"'), "task", *places])
+    lines = "\n".join([f"{redirect}; shift {len(places)}", *setup, 'exec "$@"']) if setup else (
+        f'{redirect}; shift {len(places)}; exec "$@"')
+    return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *places])
 
 
 def directives(job: JobRequest) -> list[str]:
@@ -155,36 +176,56 @@ def directives(job: JobRequest) -> list[str]:
     return lines
 
 
-def _step(job: JobRequest, command: str) -> str:
-    """The srun command: one step over all components, block distribution, so component order is rank order."""
-    common = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", f"--distribution={job.distribution}"]
-    if job.container and not is_apptainer(job.container):
-        common.append(f"--container-image={shlex.quote(job.container)}")
-    common += [shlex.quote(a) for a in job.srun_args]
-    groups = [(str(i), c.cpus_per_task) for i, c in enumerate(job.components)]
-    if len({cpus for _, cpus in groups}) == 1:
-        groups = [(",".join(g for g, _ in groups), groups[0][1])]
-    parts = []
-    for group, cpus in groups:
-        words = list(common)
-        if len(job.components) > 1:
-            words.insert(0, f"--het-group={group}")
-        if cpus:  # not inherited from sbatch since Slurm 22.05
-            words.append(f"--cpus-per-task={cpus}")
-        parts.append(" \\\n  ".join([" ".join(words), _into_files(job), command]))
-    return "srun " + " : \\\n  ".join(parts)
+def _step(job: JobRequest, commands: Sequence[str]) -> str:
+    """The srun command: one step over all components, block distribution, so component order is rank order. Components
+    whose tasks are started alike share its options."""
+    parts = [_task(job, part, command) for part, command in zip(job.components, commands, strict=True)]
+    groups = [(str(index), part) for index, part in enumerate(parts)]
+    if len(set(parts)) == 1:
+        groups = [(",".join(index for index, _ in groups), parts[0])]
+    starts = []
+    for group, (options, *program) in groups:
+        whose = f"--het-group={group} " if len(job.components) > 1 else ""
+        starts.append(" \\\n  ".join([whose + options, *program]))
+    return "srun " + " : \\\n  ".join(starts)
+
+
+def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str, str]:
+    """srun's options of one component, and the words that start a task of it."""
+    options = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", f"--distribution={job.distribution}"]
+    image = _image(job, part)
+    if image and not is_apptainer(image):
+        options.append(f"--container-image={shlex.quote(image)}")
+        options += [f"--container-mounts={shlex.quote(','.join(part.mounts))}"] * bool(part.mounts)
+    options += [shlex.quote(a) for a in (*job.srun_args, *part.srun_args)]
+    if part.cpus_per_task:  # not inherited from sbatch since Slurm 22.05
+        options.append(f"--cpus-per-task={part.cpus_per_task}")
+    return " ".join(options), *_program(job, part, command)
+
+
+def _program(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str]:
+    """The words that start a task of `part`: into its files, with its variables; and those of its container and
+    `command`."""
+    variables = ["env", *(shlex.quote(f"{k}={v}") for k, v in part.environment)] if part.environment else []
+    return " ".join([_into_files(job, part.setup), *variables]), wrap_container(job, part, command)
+
+
+def _image(job: JobRequest, part: ComponentRequest) -> str | None:
+    return job.container if part.container is None else part.container or None
 
 
 def is_apptainer(image: str) -> bool:
     return image.startswith("apptainer:") or image.endswith(".sif")
 
 
-def wrap_container(job: JobRequest, command: str) -> str:
+def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str:
     """`command` inside an apptainer image (pyxis is an option of srun instead)."""
-    if not job.container or not is_apptainer(job.container):
+    image = _image(job, part)
+    if not image or not is_apptainer(image):
         return command
     gpu = " --nv" if any(c.gpus_per_node or c.gpus_per_task or c.gres for c in job.components) else ""
-    return f"apptainer exec{gpu} {shlex.quote(job.container.removeprefix('apptainer:'))} {command}"
+    mounts = "".join(f" --bind {shlex.quote(m)}" for m in part.mounts)
+    return f"apptainer exec{gpu}{mounts} {shlex.quote(image.removeprefix('apptainer:'))} {command}"
 
 
 def note_exit(record: str, status: str, signal: str = "-") -> str:
@@ -201,19 +242,20 @@ def _not_again(most: int, record: str | None) -> list[str]:
     return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", *note, "  exit 1", "fi"]
 
 
-def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
+def script_text(job: JobRequest, command: str | Sequence[str], *, begin: Sequence[str] = (),
                 interrupted: Sequence[str] = (), finish: Sequence[str] = ()) -> str:
-    """The whole batch script. `command`: what every task runs, already words of shell (see :func:`words`).
+    """The whole batch script. `command`: what every task runs, or those of each component, already words of shell (see
+    :func:`words`).
 
     Lines of shell: `begin` before the set-up; `interrupted` for when the job is told to end, while the step still runs;
     `finish` after the step. In the last two ``$status`` is the step's exit status so far and ``$signalled`` the signal
     that the script got.
     """
     lines = ["#!/bin/bash", *directives(job), ""]
-    lines += [f"export {key}={shell_word(value)}" for key, value in job.environment]
+    lines += [f"export {key}={job.word(value)}" for key, value in job.environment]
     if job.directories:
-        lines.append("mkdir -p -- " + " ".join(shell_word(d) for d in job.directories))
-    record = None if job.exit_record is None else shell_word(job.exit_record)
+        lines.append("mkdir -p -- " + " ".join(job.word(d) for d in job.directories))
+    record = None if job.exit_record is None else job.word(job.exit_record)
     if record:
         lines.append(f"rm -f -- {record}")
     lines += [*_not_again(job.max_requeues, record), *begin]
@@ -222,21 +264,25 @@ def script_text(job: JobRequest, command: str, *, begin: Sequence[str] = (),
     if len(job.components) > 1:
         names = textwrap.wrap(" ".join(FIRST_COMPONENT_ONLY), 100)
         lines += ["# of component 0 only; srun would take them for all", "unset " + " \\\n  ".join(names)]
-    inner = wrap_container(job, command)
-    complaints = f" 2> {shell_word(job.step_errors)}" if job.step_errors else ""
+    commands = [command] * len(job.components) if isinstance(command, str) else command
+    step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
+    complaints = f" 2> {job.word(job.step_errors)}" if job.step_errors else ""
     lines += ["", "# the step over all components; in the background, so that a signal is noticed at once",
               "signalled=", "trap 'signalled=TERM' TERM",
               "# shellcheck disable=SC2016 # what sh -c expands in each task must not be expanded here",
-              f"{_step(job, inner) if job.use_srun else inner}{complaints} &", "step=$!",
+              f"{step}{complaints} &", "step=$!",
               "while :; do", '  wait "$step"; status=$?', '  kill -0 "$step" 2>/dev/null || break',
               *(f"  {line}" for line in interrupted), "done", ""]
     if job.step_errors:
-        lines.append(f"cat -- {shell_word(job.step_errors)} >&2")
+        lines.append(f"cat -- {job.word(job.step_errors)} >&2")
     if record:
         lines.append(note_exit(record, '"$status"', '"${signalled:--}"'))
     lines += finish
     if job.teardown:
         lines += ["# teardown", *job.teardown]
+    if job.line:
+        lines.append(f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.line {job.word(job.line)} "
+                     f"{job.word('%j')}")
     lines += ['exit "$status"', ""]
     text = "\n".join(lines)
     if "\0" in text:

@@ -20,6 +20,8 @@ OF_THE_JOB = frozenset((
     "mail-type", "mail-user", "nice", "no-requeue", "open-mode", "output", "parsable", "priority", "profile",
     "propagate", "quiet", "requeue", "signal", "spread-job", "time", "time-min", "uid", "verbose", "wait",
     "wait-all-nodes", "wckey"))
+OF_THE_TASKS = ("container", "mounts", "environment", "setup", "python", "srun_args")  # no options of sbatch
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 LONGEST = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 
@@ -45,12 +47,13 @@ def check_line(text: str, what: str) -> None:
         raise SubmissionError(f"{what} is {len(text)} characters long", where="sbatch", hint="shorten it")
 
 
-def shell_word(text: str) -> str:
-    """`text` as one word for bash, where ``%j`` becomes the id of the job's leader (known only in the batch script)."""
+def shell_word(text: str, job_id: str = '"$SLURM_JOB_ID"') -> str:
+    """`text` as one word for bash, where ``%j`` becomes `job_id`: words of shell for the id that users see, which is
+    known only in the batch script."""
     if "\0" in text:
         raise SubmissionError(f"{text[:40]!r} holds a zero byte", where="batch script", hint="remove it")
     parts = [shlex.quote(part) if part else "" for part in text.split("%j")]
-    return '"$SLURM_JOB_ID"'.join(parts) or "''"
+    return job_id.join(parts) or "''"
 
 
 def option(key: str, where: str) -> str:
@@ -64,7 +67,12 @@ def option(key: str, where: str) -> str:
 @dataclass(frozen=True)
 class ComponentRequest:
     """What one component of a job asks for. None: not said, so Slurm's default. `exclusive`: True, or ``user`` and the
-    like. `mem` as Slurm reads it (``8GB``). `additional`: any other sbatch option of this component."""
+    like. `mem` as Slurm reads it (``8GB``). `additional`: any other sbatch option of this component.
+
+    What its tasks are started with, for sites whose partitions differ: `container` (else the job's; empty: none), its
+    `mounts` (``HERE:THERE``), `environment` (variables), `setup` (lines of shell before the program, in each task),
+    `python` (shell, else the job's), `srun_args`.
+    """
 
     nodes: int = 1
     tasks_per_node: int = 1
@@ -85,14 +93,30 @@ class ComponentRequest:
     exclude: str | None = None
     exclusive: bool | str | None = None
     additional: tuple[tuple[str, Value], ...] = ()
+    container: str | None = None
+    mounts: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    setup: tuple[str, ...] = ()
+    python: str | None = None
+    srun_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("nodes", "tasks_per_node", "cpus_per_task", "cpus_per_gpu"):
             value = getattr(self, key)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SubmissionError(f"{key} is {value!r}", where="component", hint="use a whole number above 0")
-        if isinstance(self.additional, Mapping):
-            object.__setattr__(self, "additional", tuple(self.additional.items()))
+        for key in ("additional", "environment"):
+            if isinstance(getattr(self, key), Mapping):
+                object.__setattr__(self, key, tuple(getattr(self, key).items()))
+        for key in ("mounts", "setup", "srun_args"):
+            if isinstance(getattr(self, key), str):
+                raise SubmissionError(f"{key} is a text, must be a list", where="component", hint="write [one, two]")
+            object.__setattr__(self, key, tuple(str(v) for v in getattr(self, key) or ()))
+        object.__setattr__(self, "environment", tuple((str(k), str(v)) for k, v in self.environment or ()))
+        for name, _ in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise SubmissionError(f"{name!r} is no name of a variable", where="component",
+                                      hint="write {NAME: value}")
         object.__setattr__(self, "additional",
                            tuple((option(k, "component"), v) for k, v in self.additional if v is not None))
         if isinstance(self.nodelist, list | tuple):
@@ -109,7 +133,7 @@ class ComponentRequest:
         given: dict[str, Value] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == "additional" or value is None or value is False or value == "":
+            if f.name == "additional" or f.name in OF_THE_TASKS or value is None or value is False or value == "":
                 continue
             given["ntasks-per-node" if f.name == "tasks_per_node" else f.name.replace("_", "-")] = value
         if given.get("gpus-per-node") == 0:

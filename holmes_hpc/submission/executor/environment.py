@@ -16,9 +16,16 @@ from submitit.core import job_environment, logger, utils
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 
 LEADER = "HOLMES_LEADER_JOB_ID"  # exported by the batch script
 MAX_REQUEUES = "HOLMES_MAX_REQUEUES"
+PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # what tasks listen for, where it is not USER_SIGNAL
+
+
+def preempt_signal() -> str:
+    """What the tasks of a job that is submitted now will listen for: submitit reads it from their environment."""
+    return os.environ.get(PREEMPT_SIGNAL) or USER_SIGNAL
 
 
 def component_nodes(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
@@ -62,6 +69,16 @@ def leader_id(environ: Mapping[str, str] = os.environ) -> str:
     raise SubmissionError("no job id in the environment", where="task", hint="run inside a Slurm job")
 
 
+class TaskCount(int):
+    """The number of a job's tasks. submitit takes ``num_tasks // num_nodes`` for the tasks of a node
+    (TorchDistributedEnvironment's LOCAL_WORLD_SIZE); where components differ, only this node's own number is right."""
+
+    def __floordiv__(self, nodes: int) -> int:
+        groups = component_nodes()
+        own = os.environ.get(f"HOLMES_TASKS_PER_NODE_{own_component()}") if nodes == sum(map(len, groups)) else None
+        return int(own) if own else int(self) // nodes
+
+
 class SlurmHetJobEnvironment(job_environment.JobEnvironment):
     """submitit's view of a task of a (heterogeneous) job: ranks, nodes and ids are those of the whole job."""
 
@@ -76,6 +93,10 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
     def hostnames(self) -> Sequence[str]:
         names = [name for group in component_nodes() for name in group]
         return names or [self.hostname]
+
+    @property
+    def num_tasks(self) -> int:
+        return TaskCount(super().num_tasks)
 
     @property
     def component(self) -> int:

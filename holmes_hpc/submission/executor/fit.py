@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.slurm.accounting import Qos
 from holmes_hpc.slurm.constraint import matcher
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.scontrol import Config, Node, Partition, minutes
@@ -23,6 +25,20 @@ def beyond_limit(request: ComponentRequest, timeout_min: object, partitions: Ite
         return None
     most = max(limits[name] for name in names)
     return f"{timeout_min} min is beyond the time limit of its partition, {most:g} min" if wanted > most else None
+
+
+def beyond_qos(requests: Sequence[ComponentRequest], partitions: Iterable[Partition], qos: Qos) -> str | None:
+    """Why components together would wait for ever: each counts as a job, and one QOS allows fewer at a time."""
+    of_partition = {p.name: p.qos for p in partitions if p.qos}
+    count: Counter[str] = Counter()
+    for request in requests:
+        names = {request.qos or qos.default, *(of_partition.get(n, "") for n in (request.partition or "").split(","))}
+        count.update(names - {""})
+    for name, components in count.items():
+        fewest = qos.fewest(name)
+        if fewest is not None and fewest[1] < components:
+            return f"{fewest[0]} of QOS {name} is {fewest[1]}, and each of {components} components counts as a job"
+    return None
 
 
 def eligible(request: ComponentRequest, nodes: Iterable[Node]) -> frozenset[str]:

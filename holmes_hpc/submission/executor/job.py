@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core import core
+from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.logs import tail
 from holmes_hpc.slurm.commands import patient
-from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
-from holmes_hpc.submission.executor.environment import exit_record_path
+from holmes_hpc.slurm.job_states import JobState, out_of_memory
+from holmes_hpc.submission.executor.environment import exit_record_path, preempt_signal
 from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 
 
@@ -25,30 +25,49 @@ def ticket_path(folder: Path, job_id: str) -> Path:
     return folder / f"{job_id}_job.json"
 
 
+def batch_log(folder: Path) -> Path | None:
+    """Where the batch script's own output lies (``%j``: the job's id); None: in the files of task 0. Those of a folder
+    with ``%j`` will not do, for Slurm opens the file before anything in the job could make the directory."""
+    static = utils.JobPaths.get_first_id_independent_folder(folder)
+    return None if static == folder else static / "%j_batch.out"
+
+
+def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
+    """What the executor noted of a job; nothing where there is no ticket."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(ticket_path(folder, job_id).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 class SlurmHetJob(core.Job[Any]):
-    """A job of one or more components. Its id is the leader's; its tasks are the ranks over all components."""
+    """A job of one or more components. Its id is the leader's; its tasks are the ranks over all components, as many as
+    its ticket says unless `tasks` does."""
 
     _cancel_command = "scancel"
     _results_timeout_s = 15
     watcher = WATCHER
 
-    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
-        super().__init__(folder=folder, job_id=job_id, tasks=tasks)
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] | None = None) -> None:
+        if tasks is None:
+            paths = utils.JobPaths(folder, job_id=job_id)
+            tasks = range(int(read_ticket(paths.folder, job_id).get("tasks") or 1))
+        super().__init__(folder=folder, job_id=job_id, tasks=tuple(tasks))
         if not self._tasks[0]:
             self.expected()
 
     def expected(self) -> bool:
         """Tell the watcher which job of this id is meant; whether it thought of another one."""
-        ticket: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # without one, states are told by the id alone
-            ticket = json.loads(ticket_path(self.paths.folder, self.job_id).read_text(encoding="utf-8"))
+        ticket = read_ticket(self.paths.folder, self.job_id)  # without one, states are told by the id alone
         record = exit_record_path(self.paths._folder, self.job_id)
         return self.watcher.expect(self.job_id, Expected(
-            ticket.get("name"), ticket.get("submitted"), record, int(ticket.get("components") or 1)))
+            ticket.get("name"), ticket.get("submitted"), record, int(ticket.get("components") or 1),
+            ticket.get("token")))
 
     def write_ticket(self, name: str, submitted: float, **more: Any) -> None:
         """Note name and time (and `more`), for this process and for whoever looks at the folder later."""
         ticket = {"job_id": self.job_id, "name": name, "submitted": submitted, "tasks": self.num_tasks, **more}
+        self.paths.folder.mkdir(parents=True, exist_ok=True)
         write_whole(ticket_path(self.paths.folder, self.job_id), json.dumps(ticket))
         self.expected()
 
@@ -69,11 +88,47 @@ class SlurmHetJob(core.Job[Any]):
                                   hint="see that slurmctld runs (`scontrol ping`), then cancel again")
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        """As submitit's, but the time for results to appear runs once for the job, not once per missing task."""
+        """As submitit's, but the time for results to appear runs once for the job, not once per missing task, and where
+        there is none the batch script's own output is in the error."""
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
             self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.time()))
-        return super()._get_outcome_and_result()
+        try:
+            return super()._get_outcome_and_result()
+        except utils.UncompletedJobError as e:
+            said = [(path, text) for path in self._batch_logs() if (text := "\n".join(tail(path, 40)).strip())]
+            memory = out_of_memory("\n".join([str(e), *(text for _, text in said)]))
+            lines = [f"out of memory: {memory}"] * bool(memory) + [str(e)]
+            for path, text in ((path, text) for path, text in said if text not in str(e)):
+                lines += [f"The batch script, srun and slurmstepd said ({path}):", "-" * 40, text]
+            raise utils.UncompletedJobError("\n".join(lines)) from None
+
+    def _batch_logs(self) -> list[Path]:
+        """The files of the batch script's own output that are not this task's own."""
+        noted = read_ticket(self.paths.folder, self.job_id).get("batch_logs")
+        if noted is None:
+            separate = batch_log(self.paths._folder)
+            first = utils.JobPaths(self.paths._folder, job_id=self.job_id, task_id=0)
+            noted = [first.stdout, first.stderr] if separate is None else [str(separate).replace("%j", self.job_id)]
+        own = (self.paths.stdout, self.paths.stderr)
+        return [path for path in map(Path, noted) if path not in own and path.exists()]
+
+    def _get_logs_string(self, name: str) -> str | None:
+        """As submitit's; task 0's error stream has the batch script's own output, wherever that lies."""
+        found: str | None = super()._get_logs_string(name)
+        if name == "stderr" and not self._tasks[0]:
+            more = [path.read_text(encoding="utf-8", errors="replace") for path in self._batch_logs()]
+            if any(more):
+                return "\n".join(text for text in [found, *more] if text)
+        return found
+
+    def results(self) -> list[Any]:
+        """As submitit's; of several tasks the error is that which :meth:`exception` returns. What the tasks returned
+        that had ended before is had with ``job.task(i).result()``."""
+        error = self.exception() if self._sub_jobs else None
+        if error is not None:
+            raise error
+        return super().results()
 
     def exception(self) -> Any:
         """As submitit's; among several tasks, an error that was raised comes before tasks that were only killed."""
@@ -89,7 +144,7 @@ class SlurmHetJob(core.Job[Any]):
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send what preemption or a time-out sends (for tests), to all components."""
-        for name in ([] if timeout else ["TERM"]) + [USER_SIGNAL]:
+        for name in ([] if timeout else ["TERM"]) + [preempt_signal()]:
             answer = patient([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
             if not answer.ok:
                 raise SubmissionError(answer.reason, where=f"scancel {self.job_id} --signal {name}",

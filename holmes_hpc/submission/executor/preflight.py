@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_hpc.errors import SiteError, SubmissionError, nearest
-from holmes_hpc.slurm.accounting import read_job_limits
+from holmes_hpc.slurm.accounting import Qos, read_job_limits, read_qos
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.scontrol import Config, Node, Partition, read_config, read_nodes, read_partitions
 from holmes_hpc.submission.executor.component import ComponentRequest, with_options
-from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, warnings
+from holmes_hpc.submission.executor.fit import beyond_limit, beyond_qos, check_fit, warnings
 
 CACHE_S = 300
 _cache: dict[tuple[str, ...], tuple[float, Feasibility]] = {}
@@ -79,6 +79,12 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
                                   hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
         check_fit(requests, _nodes())
+        config: Config | None = _kept("config", read_config)
+        why = None
+        if config is not None and config.limits_enforced:
+            why = beyond_qos(requests, _partitions(), _kept("qos", read_qos) or Qos({}))
+        if why:
+            raise SubmissionError(why, where="job", hint="it would wait for ever: use another QOS, or fewer components")
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> list[str]:
@@ -103,7 +109,7 @@ def _kept(what: str, read: Callable[[], Any]) -> Any:
     known = _facts.get(what)
     if known is None or time.monotonic() - known[0] > CACHE_S:
         fact = None
-        with contextlib.suppress(SiteError):
+        with contextlib.suppress(SiteError, SubmissionError):
             fact = read()
         known = _facts[what] = (time.monotonic(), fact)
     return known[1]

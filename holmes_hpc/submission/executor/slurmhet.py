@@ -17,6 +17,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
-from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import (
     ALIASES,
     COMPONENT_KEYS,
@@ -34,10 +35,11 @@ from holmes_hpc.submission.executor.component import (
     memory,
     option,
 )
-from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES
-from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES, PREEMPT_SIGNAL, preempt_signal
+from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
+from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.executor.preflight import preflight_aloud
-from holmes_hpc.submission.executor.submit import cancelled_on_error, submit_file
+from holmes_hpc.submission.executor.submit import Refused, cancelled_on_error, refusals, submit_file
 
 # name here -> name in JobRequest, with submitit's default
 _JOB_KEYS = {"job_name": "name", "time": "timeout_min", "setup": "setup", "teardown": "teardown", "comment": "comment",
@@ -46,16 +48,20 @@ _JOB_KEYS = {"job_name": "name", "time": "timeout_min", "setup": "setup", "teard
              "distribution": "distribution", "container": "container", "requeue": "requeue",
              "additional_parameters": "additional"}
 _OWN_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
-_SLURM_ONLY = {"num_gpus": "gpus_per_node", "ntasks_per_node": "tasks_per_node"}
-PARAMETERS = frozenset({*_JOB_KEYS, *_OWN_KEYS, *(COMPONENT_KEYS - {"additional"}), *_SLURM_ONLY})
+_SLURM_ONLY = {"num_gpus": "gpus_per_node"}  # submitit's old name, which wins over the new one there too
+_CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # of two names of one parameter, a later call's wins
+PARAMETERS = frozenset({*_JOB_KEYS, *_OWN_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_SLURM_ONLY,
+                        *_CANONICAL})
 
 
 class _Parameters(set[str]):
-    """Our parameters, which do not show the ones that SlurmExecutor has too when somebody iterates: AutoExecutor makes
-    its table of deprecated names by iterating, and would otherwise turn a user's ``partition`` into ours."""
+    """Our parameters, which do not show the ones that SlurmExecutor has too when AutoExecutor makes its table of
+    deprecated names: it would otherwise turn a user's ``partition`` into ours. When it lists them for somebody who
+    mistyped one, all are shown."""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(name for name in set.__iter__(self) if name in _OWN_KEYS[:1]))
+        listed = sys._getframe(1).f_code.co_name == "_internal_update_parameters"
+        return iter(sorted(name for name in set.__iter__(self) if listed or name in _OWN_KEYS[:1]))
 
 
 class SlurmHetExecutor(core.PicklingExecutor):
@@ -77,7 +83,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     def __init__(self, folder: str | Path, components: list[Mapping[str, Any]] | None = None, max_num_timeout: int = 3,
                  max_pickle_size_gb: float = 1.0, python: str | None = None, max_requeues: int = 0,
                  preflight: bool = True) -> None:
-        given = _dropped_by_auto_executor("flexible_init")
+        given = _of_slurm(_locals_of_auto_executor("flexible_init"))
         max_num_timeout = given.pop("max_num_timeout", max_num_timeout)
         max_pickle_size_gb = given.pop("max_pickle_size_gb", max_pickle_size_gb)
         python = given.pop("python", python)
@@ -86,7 +92,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
                                   hint="use slurmhet_…")
         super().__init__(folder, max_num_timeout=max_num_timeout, max_pickle_size_gb=max_pickle_size_gb)
         self.python = shlex.quote(sys.executable) if python is None else python
-        self._throttling = 0.0  # a chain of jobs is throttled by its dependencies, not by waiting here
+        self._throttling = 0.0  # jobs in line are throttled by their dependencies, not by waiting here
+        self.line: Line | None = None
         self.parameters.update(max_requeues=max_requeues, preflight=preflight)
         if components is not None:
             self._internal_update_parameters(components=components)
@@ -108,17 +115,26 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return _Parameters(PARAMETERS)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Generic parameters under their names here. AutoExecutor drops slurm_* ones without a word under another
+        cluster's name; here they count as there: a specific one (slurm_time) wins over a generic one (timeout_min), and
+        a generic one for Slurm (slurm_timeout_min) over one for all. It sets those of slurmhet_* afterwards."""
+        held = _locals_of_auto_executor("_internal_update_parameters")
+        dropped, own = _of_slurm(held), [name for executor, name in held.get("specific", ()) if executor == self.name()]
+        for name in held.get("generics", {}).keys() & dropped.keys():
+            value = dropped.pop(name)
+            params = params if name in own else {**params, name: value}
         params = super()._convert_parameters(params)
         if "mem" in params:
             params["mem"] = memory(params["mem"])
-        # AutoExecutor drops slurm_* parameters without a word under another cluster's name; here they count.
-        return {**_dropped_by_auto_executor("_internal_update_parameters"), **params}
+        return {**params, **dropped}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Set parameters: SlurmExecutor's, and `components`. What a component does not say, the plain ones say."""
         unknown = sorted(k for k in kwargs if k not in PARAMETERS)
         if unknown:
-            raise ValueError(f"Unavailable parameter(s): {unknown}; {nearest(unknown[0], PARAMETERS)}")
+            raise ValueError(f"Unavailable parameter(s): {unknown}; {nearest(unknown[0], PARAMETERS)}; valid are "
+                             + ", ".join(sorted(PARAMETERS)))
+        kwargs = {_CANONICAL.get(k, k): v for k, v in kwargs.items()}
         changed = {**self.parameters, **kwargs}
         self._request(changed)  # refuses what cannot be
         super()._internal_update_parameters(**kwargs)
@@ -128,8 +144,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return self._request(self.parameters)
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        given = {_SLURM_ONLY.get(k, k): v for k, v in parameters.items() if v is not None}
-        defaults = {k: v for k, v in given.items() if k in COMPONENT_KEYS and k != "additional"}
+        given = {k: v for k, v in parameters.items() if v is not None and k not in _SLURM_ONLY}
+        given |= {_SLURM_ONLY[k]: v for k, v in parameters.items() if v is not None and k in _SLURM_ONLY}
+        defaults = {k: v for k, v in given.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
         parts = components(given.get("components") or [{}], defaults)
         whole = {_JOB_KEYS[k]: v for k, v in given.items() if k in _JOB_KEYS}
         options = {option(k, "job"): v for k, v in (whole.get("additional") or {}).items()}
@@ -140,32 +157,47 @@ class SlurmHetExecutor(core.PicklingExecutor):
         whole["srun_args"] = tuple(str(a) for a in whole.get("srun_args") or ())
         paths = utils.JobPaths(folder=self.folder)
         apart = not given.get("stderr_to_stdout", False)
-        static = utils.JobPaths.get_first_id_independent_folder(self.folder)
-        # The batch script's own output must lie where a directory exists before the job has its id.
-        batch = Path(str(paths.stdout).replace("%t", "0")) if static == self.folder else static / ".%j_batch.out"
+        separate = batch_log(self.folder)
+        batch = separate or Path(str(paths.stdout).replace("%t", "0"))
         if token:
             whole["comment"] = " ".join(w for w in (whole.get("comment"), token) if w)
         whole.setdefault("name", "submitit")
         environment = [("SUBMITIT_EXECUTOR", self.name()), (LEADER, "%j"),
                        (MAX_REQUEUES, str(given.get("max_requeues") or 0))]
+        if preempt_signal() != USER_SIGNAL:
+            environment.append((PREEMPT_SIGNAL, preempt_signal()))
         environment += [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
-        error = Path(str(paths.stderr).replace("%t", "0")) if static == self.folder and apart else None
+        error = Path(str(paths.stderr).replace("%t", "0")) if separate is None and apart else None
         return JobRequest(
             components=parts, output=str(batch), error=None if error is None else str(error),
             rank_output=str(paths.stdout), rank_error=str(paths.stderr) if apart else None,
             directories=(str(self.folder),), exit_record=str(self.folder / "%j_exit"),
             max_requeues=int(given.get("max_requeues") or 0), environment=tuple(environment),
-            **{"timeout_min": 5, "requeue": None, **whole})
+            signal=preempt_signal(), **{"timeout_min": 5, "requeue": None, **whole})
+
+    def job_script(self) -> str:
+        """The batch script as it would be submitted, without the token that makes a submission unique."""
+        return self._text(self.request(), self._submitit_command_str)
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} -u -m submitit.core._submit {words([str(self.folder)])}"
+        return self._command(self.python)
+
+    def _command(self, python: str) -> str:
+        return f"{python} -u -m submitit.core._submit {words([str(self.folder)])}"
+
+    def _commands(self, request: JobRequest, command: str) -> list[str]:
+        """What the tasks of each component run: `command`, or with a Python of the component's own."""
+        return [command if part.python is None else self._command(part.python) for part in request.components]
 
     def _num_tasks(self) -> int:
         return self.request().ranks
 
+    def _text(self, request: JobRequest, command: str) -> str:
+        return script_text(request, self._commands(request, command))
+
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return script_text(self._request(self.parameters, token=f"holmes-{uid}"), command)
+        return self._text(self._request(self.parameters, token=f"holmes-{uid}"), command)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["sbatch", "--parsable", str(submission_file_path)]
@@ -177,62 +209,109 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         """As submitit's, with preflight, without submitting twice when an answer gets lost, and with a ticket."""
-        request = self.request()
-        if self.parameters.get("preflight", True) and len(request.components) > 1:
-            preflight_aloud(request.components, timeout_min=request.timeout_min)
-        interrupt_here()
+        if self.line is None:
+            return self._hand_over(command)[0]
+        with self.line.place(self.parameters.get("dependency")) as place:
+            (job,) = self._hand_over(command, dependency=place.dependency, line=str(self.line.path))
+            place.job = job.job_id
+        return job
+
+    def _hand_over(self, command: str, **changes: Any) -> list[core.Job[Any]]:
+        """Submit the request with `changes`; the job, or those of an array."""
         uid = uuid.uuid4().hex
+        with refusals():
+            request = replace(self._request(self.parameters, token=f"holmes-{uid}"), **changes)
+            if self.parameters.get("preflight", True) and len(request.components) > 1:
+                preflight_aloud(request.components, timeout_min=request.timeout_min)
+        interrupt_here()
         static = utils.JobPaths.get_first_id_independent_folder(self.folder)
         static.mkdir(parents=True, exist_ok=True)
         path = static / f".submission_file_{uid}.sh"
-        path.write_text(self._make_submission_file_text(command, uid), encoding="utf-8")
         submitted = time.time()
         try:
-            job_id = submit_file(path, f"holmes-{uid}")
+            with refusals():
+                path.write_text(self._text(request, command), encoding="utf-8")
+                leader = submit_file(path, f"holmes-{uid}")
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        with cancelled_on_error(job_id):
-            job = self.job_class(folder=self.folder, job_id=job_id, tasks=list(range(request.ranks)))
-            job.paths.move_temporary_file(path, "submission_file")
-            job.write_ticket(request.name, submitted, components=len(request.components))
-        return job
+        ids = [leader] if request.array is None else [f"{leader}_{i}" for i in range(request.elements)]
+        with cancelled_on_error(leader):
+            jobs = [self.job_class(folder=self.folder, job_id=i, tasks=list(range(request.ranks))) for i in ids]
+            jobs[0].paths.move_temporary_file(path, "submission_file")
+            for job in jobs:
+                logs = [text.replace("%j", job.job_id) for text in (request.output, request.error, request.step_errors)
+                        if text]
+                job.write_ticket(request.name, submitted, components=len(request.components), token=uid,
+                                 batch_logs=logs)
+        return list(jobs)
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
-        """Submit all; of several, job i waits for job i - array_parallelism: heterogeneous jobs are no arrays."""
+        """Submit all; of several at most array_parallelism run at a time: those of one component as an array, which
+        heterogeneous jobs cannot be, so these wait in line."""
         most = int(self.parameters.get("array_parallelism") or 256)
         if most < 1:
-            raise SubmissionError(f"array_parallelism is {most}", where="executor slurmhet", hint="use 1 or more")
-        own = self.parameters.get("dependency")
+            raise Refused(f"array_parallelism is {most}", where="executor slurmhet", hint="use 1 or more")
+        count = len(delayed_submissions)
+        with refusals():
+            single = len(self.request().components) == 1
+        line = self.line
+        if count > most and not single:
+            static = utils.JobPaths.get_first_id_independent_folder(self.folder)
+            static.mkdir(parents=True, exist_ok=True)
+            self.line = Line(static / f".line_{uuid.uuid4().hex}.json", most)
         jobs: list[core.Job[Any]] = []
         try:
-            for index, delayed in enumerate(delayed_submissions):
-                if index >= most:
-                    chain = f"afterany:{jobs[index - most].job_id}"
-                    self.parameters["dependency"] = f"{own},{chain}" if own else chain
+            if single and count > 1:
                 with uninterrupted():
-                    jobs += super()._internal_process_submissions([delayed])
+                    jobs += self._submit_array(delayed_submissions, most)
+            else:
+                for delayed in delayed_submissions:
+                    with uninterrupted():
+                        jobs += super()._internal_process_submissions([delayed])
         except BaseException:
             for job in reversed(jobs):  # a batch is submitted as a whole or not at all
                 slurm("scancel", job.job_id)
             raise
         finally:
-            self.parameters["dependency"] = own
+            self.line = line
+        return jobs
+
+    def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], most: int) -> list[core.Job[Any]]:
+        static = utils.JobPaths.get_first_id_independent_folder(self.folder)
+        static.mkdir(parents=True, exist_ok=True)
+        pickles = [static / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
+        try:
+            for delayed, path in zip(delayed_submissions, pickles, strict=True):
+                delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+                delayed.dump(path)
+            count = len(pickles)
+            jobs = self._hand_over(self._submitit_command_str, array=f"0-{count - 1}%{min(count, most)}")
+        except BaseException:
+            for path in pickles:
+                path.unlink(missing_ok=True)
+            raise
+        with cancelled_on_error(jobs[0].job_id.partition("_")[0]):
+            for job, path in zip(jobs, pickles, strict=True):
+                job.paths.move_temporary_file(path, "submitted_pickle")
         return jobs
 
 
-def _dropped_by_auto_executor(function: str) -> dict[str, Any]:
-    """The ``slurm_*`` parameters that submitit's AutoExecutor holds while it calls us, and would drop.
+def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
+    """The variables of submitit's AutoExecutor while its `function` calls us; outside it nothing is found.
 
-    AutoExecutor hands on only what bears the executor's own name and has no hook for the rest, so this reads its
-    ``kwargs``; outside AutoExecutor nothing is found. pyproject.toml bounds submitit's version for this, and
-    tests/submission/executor/test_slurmhet.py fails where AutoExecutor is another.
+    AutoExecutor hands on only what bears the executor's own name and has no hook for the rest, so this reads its frame.
+    pyproject.toml bounds submitit's version for this, and tests/submission/executor/test_slurmhet.py fails where
+    AutoExecutor is another.
     """
     frame = sys._getframe(2)
-    if frame.f_code.co_name != function or frame.f_globals.get("__name__") != "submitit.auto.auto":
-        return {}
-    kwargs = frame.f_locals.get("kwargs", {})
-    return {k[len("slurm_"):]: v for k, v in kwargs.items() if k.startswith("slurm_") and v is not None}
+    ours = frame.f_code.co_name == function and frame.f_globals.get("__name__") == "submitit.auto.auto"
+    return frame.f_locals if ours else {}
+
+
+def _of_slurm(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``slurm_*`` parameters that AutoExecutor holds, and would drop."""
+    return {k[len("slurm_"):]: v for k, v in held.get("kwargs", {}).items() if k.startswith("slurm_") and v is not None}
 
 
 __all__ = ["ALIASES", "ComponentRequest", "SlurmHetExecutor"]

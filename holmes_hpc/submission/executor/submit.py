@@ -26,6 +26,17 @@ class Unsure(Refused):
     """Nobody knows whether Slurm took the job."""
 
 
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever refuses a job inside (preflight, the script's text) does it as Slurm's own refusals do."""
+    try:
+        yield
+    except Refused:
+        raise
+    except SubmissionError as e:
+        raise Refused(e.what, where=e.where, hint=e.hint) from e
+
+
 def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     """Submit a batch script whose comment holds `token` (unique); the leader's job id comes back.
 

@@ -1,6 +1,7 @@
 """What became of submitted jobs: from sacct, else squeue, else scontrol, else the record that the batch script left.
 
-Rows of another job that got the same id are told apart by name and time of submission.
+Rows of another job that got the same id are told apart by the name of the batch script, which no other job has; where
+that is not known, by the job's name and its time of submission.
 """
 
 from __future__ import annotations
@@ -34,20 +35,26 @@ _LOST_S = 60  # so long after its submission the controller knows every job that
 
 @dataclass(frozen=True)
 class Expected:
-    """What tells a job from others of the same id. `record`: the exit record of its batch script."""
+    """What tells a job from others of the same id. `token`: of its submission, in its batch script's name; `record`:
+    the exit record of its batch script."""
 
     name: str | None = None
     submitted: float | None = None
     record: Path | None = None
     components: int = 1
+    token: str | None = None
 
     def other_than(self, other: Expected) -> bool:
         """Whether the two are certainly not the same job."""
+        if self.token and other.token:
+            return self.token != other.token
         return (None not in (self.name, other.name) and self.name != other.name) or (
             self.submitted is not None and other.submitted is not None
             and abs(self.submitted - other.submitted) > _SLACK_S)
 
     def fits(self, row: Row) -> bool:
+        if self.token and row.token:  # a name may be changed while the job runs, and the database keeps not all of it
+            return self.token == row.token
         if self.name is not None and row.name and _plain(row.name) != _plain(self.name):
             return False
         # A requeued job's row may carry a later time; another job's is either much earlier or has another name.
@@ -197,11 +204,11 @@ class StateWatcher(core.InfoWatcher):
         return None if job_id in self._states else JobState(source=self._controller)
 
     def _ask(self, wanted: set[str]) -> dict[str, JobState]:
-        """States of the jobs that somebody knows. The next source is asked only for what the one before lacks; of jobs
-        so young that the database may not know them, squeue is asked first."""
+        """States of the jobs that somebody knows. The next source is asked only for what the one before lacks. Where
+        jobs wait, or are so young that the database may not know them, squeue is asked first: it alone knows why."""
         sources = [("sacct", sacct_command, parse_sacct), ("squeue", squeue_command, parse_squeue),
                    ("scontrol", scontrol_command, parse_scontrol)]
-        if all(self._is_young(job_id) for job_id in wanted):
+        if any(self._is_young(j) or self._states.get(j, JobState()).waits for j in wanted):
             sources.insert(0, sources.pop(1))
         found: dict[str, JobState] = {}
         doubtful: dict[str, JobState] = {}
@@ -227,6 +234,8 @@ class StateWatcher(core.InfoWatcher):
                 state, known = join(own, name), self._states.get(job_id)
                 if name == "sacct" and state.state == "PENDING" and known and known.state in ("RUNNING", "COMPLETING"):
                     doubtful[job_id] = known  # requeued, or the database has not heard of the start yet: ask on
+                elif name == "sacct" and state.waits and not state.reason:
+                    doubtful[job_id] = state  # the queue knows why
                 elif name == "sacct" and state.state in REQUEUED:
                     doubtful[job_id] = state  # the queue may have it again
                 else:

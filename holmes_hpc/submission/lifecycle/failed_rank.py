@@ -13,6 +13,7 @@ from typing import Any
 
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.job_states import out_of_memory
 from holmes_hpc.submission.executor.environment import component_nodes
 
 _COMPLAINT = re.compile(r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
@@ -72,9 +73,10 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
     """srun's complaints about tasks, in its order; those about its own killing of the rest come last.
 
     In a step over several components srun counts tasks from 0 in each (measured on 22.05); the node tells which one is
-    meant, so with `parts` the tasks are global ranks.
+    meant, so with `parts` the tasks are global ranks. A task that was killed where `text` tells of too little memory
+    was killed for that.
     """
-    found = []
+    found, memory = [], out_of_memory(text)
     for match in _COMPLAINT.finditer(text):
         if match.group(4):
             on_node = [p.first_rank + p.nodes.index(match.group(4)) * p.tasks_per_node for p in parts
@@ -88,7 +90,10 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
             if low.isdigit():
                 tasks += range(int(low), int(high if high.isdigit() else low) + 1)
         if tasks:
-            found.append(Complaint(match.group(1), _ranks(match.group(1), tasks, parts), match.group(3)))
+            how = match.group(3)
+            if memory and how.startswith("Killed"):
+                how += f": out of memory ({memory})"
+            found.append(Complaint(match.group(1), _ranks(match.group(1), tasks, parts), how))
     return found
 
 

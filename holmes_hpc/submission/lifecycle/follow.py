@@ -55,7 +55,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
             if lines:
                 silent = time.monotonic()
             elif time.monotonic() - silent > 30:
-                console.note(f"job {job.id}: {state.state}{f' ({state.reason})' if state.reason else ''}, "
+                console.note(f"job {job.id}: {state.state}{f' ({state.why or state.reason})' if state.reason else ''}, "
                              f"{time.strftime('%H:%M:%S')}")
                 silent = time.monotonic()
             result = run.read_result()
@@ -106,13 +106,13 @@ def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str]
 
 
 def _told(state: JobState) -> tuple[str, str, str]:
-    return state.state, state.reason if state.state == "PENDING" else "", state.nodes
+    return state.state, state.why, state.nodes
 
 
 def _tell(job: Job, state: JobState, before: JobState) -> None:
     if state.state == UNKNOWN and not before.state:
         return
-    why = f": {state.reason}" if state.state == "PENDING" and state.reason else ""
+    why = f": {state.why}" if state.why else ""
     where = f" on {state.nodes}" if state.nodes else ""
     console.note(f"{time.strftime('%H:%M:%S')} job {job.id} {state.state}{why}{where}")
 

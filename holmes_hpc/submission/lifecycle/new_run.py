@@ -50,7 +50,7 @@ def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: 
 def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
     """What a new run's record says besides configuration and plan: components, pace, versions, commit. ConfigError
     where it could not train with what is installed."""
-    check_engine()
+    check_engine(config.train.optimizer)
     return {"components": plan.layout, "pace_layer_ms": pace(config, plan), "versions": versions(),
             "git_commit": git_commit()}
 

@@ -44,7 +44,7 @@ class OnSlurm:
 
     def __init__(self, run: RunDirectory, job_id: str) -> None:
         self.id = job_id
-        self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id)
+        self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id, (0,))
 
     def state(self, mode: str = "standard") -> JobState:
         another = self._job.expected()  # of two jobs of one id (Slurm was set up again) the other one was asked about
@@ -131,7 +131,7 @@ def _job_id(record: Mapping[str, Any]) -> str | None:
 @dataclass(frozen=True)
 class Status:
     """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word in lower
-    case (pending, running, …)."""
+    case (pending, running, …). `why`: why it waits, and about when it will start."""
 
     name: str
     path: str
@@ -150,6 +150,7 @@ class Status:
     failed_rank: int | None = None
     failed_node: str | None = None
     log_tail: tuple[str, ...] = field(default=())
+    why: str = ""
 
     @property
     def ended(self) -> bool:
@@ -223,7 +224,7 @@ def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: J
         run.name, str(run.path), _job_id(record), str(blamed.get("state") or state.state.lower()), state.reason,
         state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
         last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
-        tuple(blamed.get("log_tail") or ()))
+        tuple(blamed.get("log_tail") or ()), state.why)
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     said: list[Complaint] = []
     with contextlib.suppress(HolmesError, OSError):
-        text = "\n".join(tail(run.logs / "srun.txt", 200))
+        text = "\n".join(line for name in ("batch.txt", "srun.txt") for line in tail(run.logs / name, 200))
         said = complaints(text, ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
     result = judge(run, code, slurm=state, srun=said)
     with contextlib.suppress(HolmesError):

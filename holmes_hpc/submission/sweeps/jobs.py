@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import submitit
 from submitit.core.job_environment import JobPaths
 
-from holmes_hpc.errors import SubmissionError
+from holmes_hpc.errors import RunFailed, SubmissionError
+from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.executor.job import SlurmHetJob, read_ticket
 from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine, job_of
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
@@ -22,16 +25,18 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 UNREAD = "its result is another user's file, which is not read"
 
 
-def states(manifest: Manifest, mode: str = "force") -> dict[SweepJob, JobState]:
-    """Slurm's (or this machine's) word on every job of a sweep."""
-    on_slurm = [job for job in manifest.jobs if job.where == "slurm" and not finished(manifest, job)]
+def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
+    """Slurm's (or this machine's) word on `jobs` of a sweep."""
+    on_slurm = [job for job in jobs if job.where == "slurm" and not finished(manifest, job)]
     for job in on_slurm:
-        record = manifest.place(job.folder) / f"{job.job_id}_exit"
-        WATCHER.expect(job.job_id, Expected(job.name or None, job.submitted or None, record, job.components))
+        folder = manifest.place(job.folder)
+        WATCHER.expect(job.job_id, Expected(
+            job.name or None, job.submitted or None, folder / f"{job.job_id}_exit", job.components,
+            read_ticket(folder, job.job_id).get("token")))
         if job.job_id not in WATCHER._registered:
             WATCHER.register_job(job.job_id)
     found: dict[SweepJob, JobState] = {}
-    for job in manifest.jobs:
+    for job in jobs:
         if job in on_slurm:
             found[job] = WATCHER.state_of(job.job_id, mode)
             mode = "cache"  # the first answer was about all
@@ -52,24 +57,54 @@ def on_this_machine(manifest: Manifest, job: SweepJob) -> Job:
                          manifest.place(job.folder))
 
 
+def outcome_path(folder: Path, job_id: str) -> Path:
+    """Where rank 0 of a plain job notes how it ended."""
+    return folder / f"{job_id}_outcome.json"
+
+
+def note_outcome(returned: Any) -> None:
+    """In a plain job's task: `state` (completed, failed) with the `value`, where that is plain data, or the `error`."""
+    own = submitit.JobEnvironment()
+    if own.global_rank:
+        return
+    value = getattr(returned, "_return_value", None)
+    good = getattr(getattr(returned, "status", None), "name", "COMPLETED") == "COMPLETED"
+    noted: dict[str, Any] = {"state": "completed" if good else "failed"}
+    if not good:
+        noted["error"] = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
+    else:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no plain data, nor a scalar of numpy or torch
+            noted["value"] = json.loads(to_json(getattr(value, "item", lambda: value)()))
+    with contextlib.suppress(RunFailed):  # a full disk: the pickle may fit all the same
+        write_whole(outcome_path(own.paths.folder, own.job_id), to_json(noted) + "\n")
+
+
+def noted_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
+    """What a plain job's task noted of its end; nothing as long as it goes on, or where it died."""
+    with contextlib.suppress(OSError, ValueError):
+        noted = json.loads(outcome_path(manifest.place(job.folder), job.job_id).read_text(encoding="utf-8"))
+        return noted if isinstance(noted, dict) else {}
+    return {}
+
+
 def finished(manifest: Manifest, job: SweepJob) -> bool:
     """Whether a record on disk says that the job completed; no need to ask Slurm then."""
     if job.kind == "plan":
         result = RunDirectory(manifest.place(job.directory)).read_result()
         return result is not None and result["state"] == "completed"
-    return plain_outcome(manifest, job)[0] == "completed"
+    return noted_outcome(manifest, job).get("state") == "completed" and result_pickle(manifest, job).exists()
 
 
 def unread(manifest: Manifest) -> list[SweepJob]:
     """The jobs whose results are another user's."""
-    return [job for job in manifest.jobs if job.kind != "plan" and _foreign(result_pickle(manifest, job))]
+    return [job for job in manifest.jobs if job.kind != "plan" and is_foreign(result_pickle(manifest, job))]
 
 
 def result_pickle(manifest: Manifest, job: SweepJob) -> Path:
     return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
 
 
-def _foreign(pickle: Path) -> bool:
+def is_foreign(pickle: Path) -> bool:
     """Whether it is there and another user's: reading a pickle runs what is in it."""
     return pickle.exists() and pickle.stat().st_uid != os.getuid()
 
@@ -98,10 +133,13 @@ class _Named:
 
 def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     """("completed" | "failed" | "unread" | None while there is no result, the value that came back or the error)."""
+    noted = noted_outcome(manifest, job)
+    if "value" in noted or "error" in noted:
+        return noted["state"], noted.get("value", noted.get("error"))
     path = result_pickle(manifest, job)
     if not path.exists():
         return None, None
-    if _foreign(path):
+    if is_foreign(path):
         return "unread", UNREAD
     try:
         with path.open("rb") as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import logging
 import os
 import time
@@ -21,22 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, filter_overrides
-from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
-from holmes_hpc.submission.sweeps.launcher_settings import OWN, settings_of_plan
-from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, task_config, wait
+from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT, executor_of, settings_of_plan
+from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, save_hydra, task_config, wait
 
 if TYPE_CHECKING:
     from holmes_hpc.planning.spec.plan import Plan
+    from holmes_hpc.submission.executor.line import Line
     from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+    from holmes_hpc.submission.sweeps.program import Program
+    from holmes_hpc.submission.sweeps.progress import Progress
+    from holmes_hpc.submission.sweeps.reuse import Earlier
 
 log = logging.getLogger(__name__)
-WAITING_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class _Wanted:
     planned: Planned | None
     digest: str
     copy: int
+    program: Program | None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -82,43 +84,81 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     WHERE = "abstract"
 
+    def __init__(self, **params: Any) -> None:
+        super().__init__(**params)
+        self._seen = Counter[tuple[str, ...]]()  # of this process's jobs: a sweeper may ask about a point again
+        self._line: Line | None = None  # where the jobs of a launch wait, if they are more than may run at a time
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from holmes_hpc.submission.sweeps.manifest import open_manifest
+        from holmes_hpc.submission.sweeps.progress import Progress
+        from holmes_hpc.submission.sweeps.reuse import WAITING_SWEEPER, reuse_setting
 
         assert self.config is not None
         detach = bool(self.params.get("detach", False))
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
+        reuse = reuse_setting(self.params.get("reuse"), sweeper)
         if detach and sweeper != WAITING_SWEEPER:
             raise ConfigError(f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results",
                               where="hydra.launcher.detach", hint="leave detach out, or use Hydra's basic sweeper")
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        if "mode" in self.config.hydra.sweep:
-            os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
+        self._make(sweep_dir)
         log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
         wanted = self._plan_all(job_overrides, initial_job_idx)
         launched: list[Launched] = []
         try:
             with locked(sweep_dir / ".sweep.lock", wait_s=5):  # two launches at once would submit the same jobs
                 manifest = open_manifest(sweep_dir, time.time())
-                self._launch_all(manifest, wanted, launched)
+                with Progress(manifest, launched) as progress:
+                    self._launch_all(manifest, wanted, launched, reuse, progress)
             if detach:
                 log.info(f"detached; `holmes sweep status {sweep_dir}` shows the jobs, `collect` their results")
                 return []
-            return [wait(manifest, job) for job in launched]
+            with Progress(manifest, launched) as progress:
+                returned = [wait(manifest, job, progress.show) for job in launched]
+                if sweeper == WAITING_SWEEPER:
+                    progress.conclude()
+            return returned
         except KeyboardInterrupt:
             interrupted(open_manifest(sweep_dir), [job.entry for job in launched if not job.cached])
             raise
 
-    def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched]) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
+        """What a plain job's task runs; how it ended is noted so that nobody needs its pickle to know."""
+        from holmes_hpc.submission.sweeps.jobs import note_outcome
+
+        returned: JobReturn = super().__call__(*args, **kwargs)
+        note_outcome(returned)
+        return returned
+
+    def _make(self, sweep_dir: Path) -> None:
+        """The sweep's directory; SubmissionError where it is another user's."""
+        from holmes_hpc.submission.sweeps.manifest import NAME
+
+        assert self.config is not None
+        manifest = sweep_dir / NAME
+        try:
+            sweep_dir.mkdir(parents=True, exist_ok=True)
+            if manifest.exists() and manifest.stat().st_uid != os.getuid():
+                raise SubmissionError("another user's sweep", where=str(sweep_dir),
+                                      hint="use a hydra.sweep.dir of your own")
+            if "mode" in self.config.hydra.sweep:
+                os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
+        except OSError as e:
+            raise SubmissionError(e.strerror or str(e), where=str(sweep_dir),
+                                  hint="use a hydra.sweep.dir of your own") from e
+
+    def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched],
+                    reuse: bool | str, progress: Progress) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
         from holmes_hpc.slurm.job_states import UNKNOWN
         from holmes_hpc.submission.sweeps.jobs import UNREAD, states, unread
+        from holmes_hpc.submission.sweeps.reuse import BEGAN, earlier_jobs, refuse_living, take_over
 
         if others := unread(manifest):
             raise SubmissionError(f"job {others[0].num}: {UNREAD}", where=str(manifest.path),
                                   hint="use a hydra.sweep.dir of your own")
-        found = states(manifest) if manifest.jobs else {}
+        found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
         for job, state in found.items():
             if job.where == "local" and state.state == UNKNOWN:  # it may still run
                 raise SubmissionError(f"job {job.num} {state.reason}", where=str(manifest.path),
@@ -126,19 +166,28 @@ class HolmesLauncher(BaseSubmititLauncher):
         if any(j.where == "slurm" and s.state == UNKNOWN and not s.forgotten for j, s in found.items()):
             raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
                                   where=str(manifest.path), hint="wait for it (`scontrol ping`), then launch again")
-        known = {j.key: s for j, s in found.items()}
-        self._refuse_other_runs(manifest, known, wanted)
+        programs = {each.program.digest: each.program for each in wanted if each.program is not None}
+        if programs and reuse and manifest.jobs:
+            log.info(f"jobs of earlier launches are compared by configuration, {next(iter(programs.values()))}")
+        earlier = earlier_jobs(manifest, {each.key: (each.digest, each.program) for each in wanted}, found)
+        taken = take_over(earlier, reuse)
+        refuse_living(manifest, found, [each.key for each in wanted], [str(each.directory) for each in wanted], taken)
+        self._refuse_other_runs(manifest, earlier, taken, wanted, go_on=bool(reuse))
+        manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
+        self._line = self._line_of(manifest, len(wanted) - len(taken))
         for each in wanted:
-            self._launch_one(manifest, known, each, launched)
+            self._launch_one(manifest, taken.get(each.key), each, launched, progress)
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[_Wanted]:
         """Compose and plan every job before the first is submitted. ConfigError names the first impossible one."""
         from holmes_hpc.submission.sweeps.manifest import key_of
+        from holmes_hpc.submission.sweeps.program import program_of
 
+        assert self.task_function is not None
         hook: Callable[[DictConfig, str], Planned | None] | None = getattr(self.task_function, "plan_job", None)
-        wanted, refused, seen = [], [], Counter[tuple[str, ...]]()
+        wanted, refused = [], []
         for num, overrides in enumerate(job_overrides, first):
             config = self._sweep_config(list(overrides), num)
             try:
@@ -147,8 +196,10 @@ class HolmesLauncher(BaseSubmititLauncher):
                 refused.append(f"#{num} ({' '.join(filter_overrides(overrides))}): {e}")
                 continue
             same = key_of(overrides)
-            wanted.append(_Wanted(num, list(overrides), config, planned, self._digest(config, planned), seen[same]))
-            seen[same] += 1
+            program = program_of(self.task_function if planned is None else planned.function)
+            wanted.append(_Wanted(num, list(overrides), config, planned, self._digest(config, planned),
+                                  self._seen[same], program))
+            self._seen[same] += 1
             if planned is not None and "%" in str(wanted[-1].directory):
                 raise ConfigError(f"the run directory is {str(wanted[-1].directory)!r}", where="hydra.sweep",
                                   hint="leave out '%', which Slurm gives a meaning of its own")
@@ -157,65 +208,58 @@ class HolmesLauncher(BaseSubmititLauncher):
                               hint="nothing was submitted")
         return wanted
 
-    def _refuse_other_runs(self, manifest: Manifest, known: dict[tuple[str, ...], Any],
-                           wanted: Sequence[_Wanted]) -> None:
-        """Nothing may go on in the directory of a run that another configuration made."""
+    def _refuse_other_runs(self, manifest: Manifest, earlier: dict[tuple[str, ...], Earlier],
+                           taken: dict[tuple[str, ...], Earlier], wanted: Sequence[_Wanted], *, go_on: bool) -> None:
+        """Nothing may go on in the directory of a run that another configuration or program made; a run of the same
+        that failed does `go_on` from its last checkpoint."""
         from holmes_hpc.records.run import RunDirectory
-        from holmes_hpc.submission.sweeps.jobs import finished
 
         for job in wanted:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
-            if old is not None and (manifest.place(old.directory) == job.directory or finished(manifest, old)
-                                    or _goes_on(known.get(old.key))):
+            same_place = old is not None and manifest.place(old.directory) == job.directory
+            if job.key in taken or (go_on and same_place and job.key not in earlier):
                 continue
             if job.planned is not None and run.exists():
                 record = run.read_run()
                 if record["attempts"] or record.get("slurm") or record.get("local"):
-                    raise ConfigError("it holds a run of another configuration", where=str(run.path),
-                                      hint="use another hydra.sweep.dir")
+                    why = f"({earlier[job.key].other})" if job.key in earlier and earlier[job.key].other else (
+                        "of another configuration" if go_on else "already, and hydra.launcher.reuse is false")
+                    raise ConfigError(f"it holds a run {why}", where=str(run.path), hint="use another hydra.sweep.dir")
 
-    def _launch_one(self, manifest: Manifest, known: dict[tuple[str, ...], Any], job: _Wanted,
-                    launched: list[Launched]) -> None:
-        """Submit a job, unless an earlier launch into this directory did and it runs or completed; add it to those
-        that were `launched`."""
+    def _launch_one(self, manifest: Manifest, old: Earlier | None, job: _Wanted, launched: list[Launched],
+                    progress: Progress) -> None:
+        """Submit a job, unless `old`, an earlier launch's, counts as it; add it to those that were `launched`."""
         from holmes_hpc.slurm.commands import uninterrupted
-        from holmes_hpc.submission.sweeps.jobs import cancel_sweep, finished
+        from holmes_hpc.submission.sweeps.jobs import cancel_sweep
+        from holmes_hpc.submission.sweeps.reuse import BEGAN
 
-        old = manifest.find(job.key, job.digest)
         if old is not None:
-            state = known.get(old.key)
-            if finished(manifest, old):
-                log.info(f"{job} (completed as job {old.job_id})")
-                launched.append(Launched(old, job.config, cached=True))
-                return
-            if _goes_on(state):
-                log.info(f"{job} (still job {old.job_id})")
-                launched.append(Launched(old, job.config, *reattach(manifest, old)))
-                return
+            launched.append(Launched(old.job, job.config, cached=True) if old.finished
+                            else Launched(old.job, job.config, *reattach(manifest, old.job)))
+            return
+        self._make_room(launched, progress, planned=job.planned is not None)
         log.info(str(job))
-        dependency = self._make_room(launched, planned=job.planned is not None)
         with uninterrupted():
             if job.planned is None:
-                entry, plain = self._submit_plain(manifest, job, dependency)
+                entry, plain = self._submit_plain(manifest, job)
                 launched.append(Launched(entry, job.config, plain=plain))
             else:
-                entry, held = self._submit_planned(manifest, job, job.planned, dependency)
+                entry, held = self._submit_planned(manifest, job, job.planned)
                 launched.append(Launched(entry, job.config, held=held))
             try:
-                manifest.put(entry)
+                manifest.put(entry, BEGAN)
             except RunFailed:  # nobody would know of it
                 cancel_sweep(manifest, [entry])
                 raise
 
     def _digest(self, config: DictConfig, planned: Planned | None) -> str:
-        """What must be equal for a repeated sweep to take a job as the same one: the configuration, and the program
-        (of a job with a Plan only the Plan: the program is then this package)."""
+        """What makes it the same job in a repeated sweep, beside its overrides: the configuration, and the Plan or what
+        the launcher's settings say of the environment. (The program is compared by itself: see program.py.)"""
         data = OmegaConf.to_yaml(task_config(config)).encode()
         if planned is not None:
             data += planned.plan.id.encode()
         else:
-            with contextlib.suppress(TypeError, OSError):
-                data += Path(inspect.getfile(self.task_function)).read_bytes()
+            data += repr([(key, config.hydra.launcher.get(key)) for key in ENVIRONMENT]).encode()
         return hashlib.sha256(data).hexdigest()[:16]
 
     def _sweep_config(self, overrides: list[str], num: int) -> DictConfig:
@@ -227,28 +271,11 @@ class HolmesLauncher(BaseSubmititLauncher):
             config.hydra.job.num = num
         return config
 
-    def _executor(self, config: DictConfig) -> Any:
-        """A submitit executor with the launcher's parameters, those of this job's own configuration."""
-        import submitit
-
-        conf = config.hydra.launcher
-        params = {str(k): OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v
-                  for k, v in ((k, conf[k]) for k in conf if k != "_target_")}
-        prefix = self._EXECUTOR
-        init = {f"{prefix}_max_num_timeout": params["max_num_timeout"]} if "max_num_timeout" in params else {}
-        executor = submitit.AutoExecutor(folder=params["submitit_folder"], cluster=prefix, **init)
-        shared = set(OmegaConf.structured(BaseQueueConf).keys())
-        given = {k: v for k, v in params.items() if k not in OWN}
-        executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in given.items()})
-        return executor
-
-    def _submit_plain(self, manifest: Manifest, job: _Wanted, dependency: str | None) -> tuple[SweepJob, Any]:
+    def _submit_plain(self, manifest: Manifest, job: _Wanted) -> tuple[SweepJob, Any]:
         from holmes_hpc.submission.sweeps.manifest import SweepJob
 
-        executor = self._executor(job.config)
-        if dependency:
-            own = job.config.hydra.launcher.get("dependency")
-            executor.update_parameters(**{f"{self._EXECUTOR}_dependency": f"{own},{dependency}" if own else dependency})
+        executor = executor_of(job.config, self._EXECUTOR)
+        executor._executor.line = self._line
         submitted = time.time()
         with self._shield():
             made = executor.submit(self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}",
@@ -257,11 +284,11 @@ class HolmesLauncher(BaseSubmititLauncher):
             job.num, tuple(job.overrides), _relative(job.directory, manifest), "plain", self.WHERE, made.job_id,
             _relative(Path(made.paths.folder), manifest), max(1, made.num_tasks),
             str(job.config.hydra.launcher.name), submitted, job.digest,
-            len(job.config.hydra.launcher.get("components") or [None]), job.copy, os.uname().nodename)
+            len(job.config.hydra.launcher.get("components") or [None]), job.copy, os.uname().nodename,
+            job.program.digest if job.program else "")
         return entry, made
 
-    def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned,
-                        dependency: str | None) -> tuple[SweepJob, Any]:
+    def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned) -> tuple[SweepJob, Any]:
         from holmes_hpc.records.run import RunDirectory
         from holmes_hpc.submission.sweeps.manifest import SweepJob
 
@@ -275,36 +302,29 @@ class HolmesLauncher(BaseSubmititLauncher):
         else:
             RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=job.overrides,
                                 plan_id=plan.id, **planned.record)
-        self._save_hydra(job.config, directory)
+        save_hydra(job.config, directory)
         submitted = time.time()
-        made = self._start(plan, run, planned.function, config, settings, dependency)
+        name = f"holmes-{manifest.path.parent.name}-{directory.name}"  # what squeue shows
+        made = self._start(plan, run, planned.function, config, settings, name)
         entry = SweepJob(
             job.num, tuple(job.overrides), _relative(directory, manifest), "plan", self.WHERE, made.id,
-            _relative(directory / "submission", manifest), plan.world_size, f"holmes-{run.name}", submitted, job.digest,
-            len(plan.components), job.copy, os.uname().nodename)
+            _relative(directory / "submission", manifest), plan.world_size, name, submitted, job.digest,
+            len(plan.components), job.copy, os.uname().nodename, job.program.digest if job.program else "")
         return entry, made
 
     def _shield(self) -> contextlib.AbstractContextManager[None]:
         """What a submission happens in."""
         return contextlib.nullcontext()
 
-    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, dependency: str | None) -> Any:
+    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, name: str) -> Any:
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
-    def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
-        """Keep at most `array_parallelism` jobs running: a dependency for the next one, or (locally) waiting."""
-        raise TypeError("use SlurmLauncher or LocalLauncher")
+    def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
+        """Wait until the next job may be started, where nobody else keeps at most `array_parallelism` running."""
 
-    def _save_hydra(self, config: DictConfig, directory: Path) -> None:
-        """Hydra's own files of a job, which Hydra writes in a task; here the ranks are not Hydra's tasks."""
-        if config.hydra.output_subdir is None:
-            return
-        target = directory / str(config.hydra.output_subdir)
-        target.mkdir(parents=True, exist_ok=True)
-        (target / "config.yaml").write_text(OmegaConf.to_yaml(task_config(config)), encoding="utf-8")
-        (target / "hydra.yaml").write_text(
-            OmegaConf.to_yaml(OmegaConf.masked_copy(config, "hydra")), encoding="utf-8")
-        (target / "overrides.yaml").write_text(OmegaConf.to_yaml(config.hydra.overrides.task), encoding="utf-8")
+    def _line_of(self, manifest: Manifest, count: int) -> Line | None:
+        """Where `count` jobs wait, in Slurm, if they are more than may run at a time."""
+        return None
 
 
 class SlurmLauncher(HolmesLauncher):
@@ -312,16 +332,18 @@ class SlurmLauncher(HolmesLauncher):
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
-    def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
-        most = int(self.params.get("array_parallelism") or 256)
-        own = [job.entry.job_id for job in before if not job.cached]
-        return f"afterany:{own[-most]}" if len(own) >= most else None
+    def _line_of(self, manifest: Manifest, count: int) -> Line | None:
+        from holmes_hpc.submission.executor.line import Line
 
-    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, dependency: str | None) -> Any:
+        most = int(self.params.get("array_parallelism") or 256)
+        return Line(manifest.path.with_name(f".line-{time.time():.6f}.json"), most) if count > most else None
+
+    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, name: str) -> Any:
         from holmes_hpc.submission.lifecycle.status import OnSlurm
         from holmes_hpc.submission.plan_job import submit_plan
 
-        return OnSlurm(run, submit_plan(plan, run.path, function, values, settings, dependency=dependency).job_id)
+        return OnSlurm(run, submit_plan(plan, run.path, function, values, settings, name=name,
+                                        line=self._line).job_id)
 
 
 class LocalLauncher(HolmesLauncher):
@@ -334,27 +356,20 @@ class LocalLauncher(HolmesLauncher):
 
         return deaf_to_ctrl_c()
 
-    def _make_room(self, before: list[Launched], *, planned: bool) -> str | None:
+    def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
         while most and not self.params.get("detach"):
             running = [j for j in before if not j.cached and not (
                 j.plain.done() if j.plain is not None else j.held.state("standard").ended)]
             if len(running) < most:
                 break
+            progress.show()
             time.sleep(0.5)
-        return None
 
-    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, dependency: str | None) -> Any:
+    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, name: str) -> Any:
         from holmes_hpc.submission.local import run_plan_here
 
         return run_plan_here(plan, run.path, function, values, settings)
-
-
-def _goes_on(state: Any) -> bool:
-    """Whether a job that was submitted has not ended."""
-    from holmes_hpc.slurm.job_states import UNKNOWN
-
-    return state is not None and not state.ended and state.state != UNKNOWN
 
 
 def _relative(path: Path, manifest: Manifest) -> str:

@@ -1,8 +1,8 @@
 """A sweep's jobs on disk: ``sweep.json`` in the sweep directory, written after every submission: nothing is lost.
 
 ``version, created, jobs[{num, overrides[], directory, kind (plan | plain), where (slurm | local), job_id, folder,
-tasks, name, submitted, digest, components, copy}]``. `directory` and `folder` are relative to the sweep directory where
-they lie in it.
+tasks, name, submitted, digest, components, copy, host, program}], programs{digest: {files{}, packages[]}}``.
+`directory` and `folder` are relative to the sweep directory where they lie in it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
 
-VERSION = 1
+VERSION = 2
 NAME = "sweep.json"
 
 
 @dataclass(frozen=True)
 class SweepJob:
     """One job of a sweep. `directory`: Hydra's output directory, of a plan's job its run directory; `host`: where a
-    local one runs."""
+    local one runs. `program`: digest of what it was made of (a key of the manifest's programs), empty if not known."""
 
     num: int
     overrides: tuple[str, ...]
@@ -40,6 +40,7 @@ class SweepJob:
     components: int = 1
     copy: int = 0
     host: str = ""
+    program: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(self.overrides))
@@ -62,15 +63,18 @@ class Manifest:
     path: Path
     jobs: list[SweepJob] = field(default_factory=list)
     created: float = 0.0
+    programs: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, job: SweepJob) -> None:
-        """Add or replace, and write at once."""
-        self.jobs = [*(j for j in self.jobs if j.key != job.key), job]
-        data = {"version": VERSION, "created": self.created, "jobs": [asdict(j) for j in self.jobs]}
+    def put(self, job: SweepJob, began: float = 0.0) -> None:
+        """Add or replace, and write at once; what was submitted before `began` into the same directory is gone."""
+        self.jobs = [*(j for j in self.jobs if j.key != job.key
+                       and not (j.submitted < began and j.directory == job.directory)), job]
+        data = {"version": VERSION, "created": self.created, "jobs": [asdict(j) for j in self.jobs],
+                "programs": {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs}}
         write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
-        """The job that an earlier launch made of the same overrides, configuration and program."""
+        """The job that an earlier launch made of the same overrides and configuration."""
         return next((j for j in self.jobs if j.key == key and j.digest == digest), None)
 
     def place(self, relative: str) -> Path:
@@ -89,7 +93,8 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
         raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
     if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
         raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
-    return Manifest(path, [SweepJob(**j) for j in data.get("jobs", [])], data.get("created", 0.0))
+    return Manifest(path, [SweepJob(**j) for j in data.get("jobs", [])], data.get("created", 0.0),
+                    dict(data.get("programs") or {}))
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

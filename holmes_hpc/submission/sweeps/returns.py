@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -46,8 +48,8 @@ def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
     return SlurmHetJob(manifest.place(entry.folder), entry.job_id, tasks=list(range(entry.tasks))), None
 
 
-def wait(manifest: Manifest, job: Launched) -> JobReturn:
-    """Wait for a job's end."""
+def wait(manifest: Manifest, job: Launched, meanwhile: Callable[[], None]) -> JobReturn:
+    """Wait for a job's end; `meanwhile` is called again and again."""
     from submitit.core import utils
     from submitit.local.local import LocalJob
 
@@ -55,11 +57,15 @@ def wait(manifest: Manifest, job: Launched) -> JobReturn:
 
     returned: JobReturn
     if job.entry.kind == "plan":
-        return _planned_return(manifest, job)
+        return _planned_return(manifest, job, meanwhile)
     if job.plain is not None:
+        while not job.plain.done():
+            meanwhile()
+            time.sleep(0.5)
         returned = job.plain.results()[0]
         return returned
     while job.held is not None and not job.held.state().ended:
+        meanwhile()
         time.sleep(0.5)
     if not job.cached:
         entry = job.entry
@@ -69,7 +75,7 @@ def wait(manifest: Manifest, job: Launched) -> JobReturn:
     return returned
 
 
-def _planned_return(manifest: Manifest, job: Launched) -> JobReturn:
+def _planned_return(manifest: Manifest, job: Launched, meanwhile: Callable[[], None]) -> JobReturn:
     """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import JobState
@@ -85,6 +91,7 @@ def _planned_return(manifest: Manifest, job: Launched) -> JobReturn:
                 break
         else:
             ended = None
+        meanwhile()
         time.sleep(1)
     result = run.read_result()
     if result is None:
@@ -117,6 +124,17 @@ def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
     else:
         log.info(f"the jobs go on: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
                  f"hydra.sweep.dir={manifest.path.parent} takes up where it was left")
+
+
+def save_hydra(config: DictConfig, directory: Path) -> None:
+    """Hydra's own files of a job, which Hydra writes in a task; the ranks of a Plan are not Hydra's tasks."""
+    if config.hydra.output_subdir is None:
+        return
+    target = directory / str(config.hydra.output_subdir)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.yaml").write_text(OmegaConf.to_yaml(task_config(config)), encoding="utf-8")
+    (target / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.masked_copy(config, "hydra")), encoding="utf-8")
+    (target / "overrides.yaml").write_text(OmegaConf.to_yaml(config.hydra.overrides.task), encoding="utf-8")
 
 
 def task_config(config: DictConfig) -> DictConfig:

@@ -84,12 +84,15 @@ def _measure(config: Configuration, own: Launch, run: RunDirectory, rank_exit: R
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
         raise RunFailed("told to end before all was measured", where="calibrate", hint="start it again")
+    tell = say if own.rank == 0 else lambda text: None
     watchdog.alive("measuring the parts of a step")
+    tell(f"measuring the parts of a step: other shapes of a layer for {SHAPES_S:.0f} s at most")
     deadline = networks.Deadline(trainer.control, DEADLINE_S)
     times = part_times(trainer, networks.Deadline(trainer.control, SHAPES_S))
     device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
     ranks = _everyone(here, "parts", {"device": device, "times": [[n, *shape, *t] for (n, shape), t in times.items()]})
     watchdog.alive("measuring the networks")
+    tell(f"measuring the networks: until {DEADLINE_S:.0f} s after the steps at most")
     samples = _everyone(here, "links", networks.samples(here, trainer.control, deadline))
     meeting_s = networks.meeting_s(trainer.control)
     trainer.close()
@@ -144,6 +147,8 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
         if not deadline.left():
             say(f"no time was left to measure layers of {shape[0]} sequences of {shape[1]} tokens")
             break
+        if trainer.here.launch.rank == 0:
+            say(f"layers of {shape[0]} sequences of {shape[1]} tokens")
         if layered is not None:
             with layered.no_sync():
                 times["layer", shape] = _layer_s(trainer, gpt.inner(layered), shape)

@@ -44,6 +44,10 @@ class Folder:
         self._held: dict[str, tuple[Path, str]] = {}  # tensor -> its file, its name there
         self._open: tuple[Path, Any] | None = None  # the file read last
         found = dict(self._tensors())
+        widest = max((n for _, _, shape, _ in found.values() for n in shape), default=0)
+        if self.model.layers > len(found) or self.model.heads > widest:  # not worth a table of all their weights
+            raise DataError(f"holds {len(found)} tensors up to {widest} wide, its config.json says {self.model.layers} "
+                            f"layers of {self.model.heads} heads", where=str(path), hint=_AGAIN)
         wanted = weight_names.tensors(self.model)
         for name, (file, own, shape, dtype) in found.items():
             known = next((n for n in (name, _BASE + name) if n in wanted), None)

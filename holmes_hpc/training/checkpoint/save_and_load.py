@@ -38,7 +38,7 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.widths import Widths
-from holmes_hpc.training.checkpoint import begin, checkpoint_directory, no_code
+from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
 from holmes_hpc.training.model import gpt, megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
@@ -207,6 +207,8 @@ class Checkpoints:
     def _begin_with(self, path: Path) -> None:
         """Weights of a Hugging Face folder; the optimizer's moments as at a first step. DataError on all ranks when one
         cannot read its own."""
+        from holmes_hpc.training.checkpoint import begin  # needs safetensors, which no other run does
+
         began = time.perf_counter()
         chunks = [gpt.inner(m) for m in self.models]
         rank = parallel_state.get_tensor_model_parallel_rank()

@@ -1,11 +1,10 @@
-"""Data parallelism and the optimizer: Megatron-Core's DDP and (distributed) Adam, set up as the plan says."""
+"""Data parallelism and the optimizer: Megatron-Core's DDP and (distributed) Adam, or Muon, set up as the plan says."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -81,15 +80,23 @@ def _summing(config: Any) -> Any:
 
 def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: TrainConfig,
           breakdown: Breakdown, tied_group: Any = None) -> Any:
-    """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon; `config`
-    learns what the schedules need of it. `tied_group`: of :class:`Groups`, where stages have unequal widths."""
+    """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon (whose
+    packages have been checked to be there); `config` learns what the schedules need of it. `tied_group`: of
+    :class:`Groups`, where stages have unequal widths."""
     ddp = models[0].ddp_config
-    optimizer = _maker(train.optimizer)(OptimizerConfig(
-        optimizer="adam", lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay,
+    if train.optimizer == "muon" and plan.parallel.distributed_optimizer:
+        raise ConfigError("the plan shares the optimizer out, as Megatron-Core's Muon cannot be",
+                          where="train.optimizer", hint="plan with plan.distributed_optimizer=false")
+    # whole matrices are made orthogonal, whatever TP cuts them into: each part by itself would be another optimizer; by
+    # products in the weights' own type, where Megatron-Core's default is bf16
+    muon: dict[str, Any] = {} if train.optimizer != "muon" else {
+        "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
+    optimizer = get_megatron_optimizer(OptimizerConfig(
+        optimizer=train.optimizer, lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay,
         adam_beta1=train.beta1, adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad,
         bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
         use_distributed_optimizer=plan.parallel.distributed_optimizer,
-        overlap_param_gather=ddp.overlap_param_gather, timers=breakdown), list(models))
+        overlap_param_gather=ddp.overlap_param_gather, timers=breakdown, **muon), list(models))
     config.finalize_model_grads_func = (finalize_model_grads if not isinstance(plan.parallel, Widths)
                                         else FinalizeWithTied(tied_group))
     config.grad_scale_func = optimizer.scale_loss
@@ -97,18 +104,6 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
     if len(models) == 1 and config.no_sync_func:
         config.no_sync_func = config.no_sync_func[0]
     return optimizer
-
-
-def _maker(name: str) -> Callable[..., Any]:
-    """Megatron-Core's function that makes the optimizer. ConfigError where it lacks a package for it."""
-    if name == "adam":
-        return get_megatron_optimizer
-    if find_spec("megatron.core.optimizer.muon") is None or find_spec("emerging_optimizers") is None:
-        raise ConfigError("Muon is not installed: Megatron-Core takes it from the package emerging_optimizers, which "
-                          "needs Python 3.12", where="train.optimizer", hint="install it, or use train.optimizer=adam")
-    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
-
-    return get_megatron_muon_optimizer  # type: ignore[no-any-return, unused-ignore]
 
 
 def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:

@@ -18,8 +18,8 @@ from holmes_hpc.planning.cost import flops as counts
     ("llama2_7b", 6.738), ("llama2_70b", 68.977), ("llama3_8b", 8.030), ("llama3_70b", 70.554), ("gpt_small", 0.1244),
     ("llama3_1_8b", 8.030), ("llama3_1_70b", 70.554), ("llama3_1_405b", 405.853), ("llama3_2_1b", 1.2358),
     ("llama3_2_3b", 3.2127), ("mistral_7b", 7.248), ("qwen2_5_0_5b", 0.4940), ("qwen2_5_7b", 7.6156),
-    ("qwen2_5_32b", 32.764), ("qwen2_5_72b", 72.706), ("qwen3_0_6b", 0.5960), ("qwen3_4b", 4.0225),
-    ("qwen3_8b", 8.1907), ("qwen3_14b", 14.768), ("qwen3_32b", 32.762)])
+    ("qwen2_5_14b", 14.770), ("qwen2_5_32b", 32.764), ("qwen2_5_72b", 72.706), ("qwen3_0_6b", 0.5960),
+    ("qwen3_1_7b", 1.7206), ("qwen3_4b", 4.0225), ("qwen3_8b", 8.1907), ("qwen3_14b", 14.768), ("qwen3_32b", 32.762)])
 def test_parameters_are_those_published(name: str, billions: float) -> None:
     """Hugging Face's counts of the released checkpoints (vocabularies unpadded there, hence 0.2%)."""
     assert counts.parameters(named(name)) / 1e9 == pytest.approx(billions, rel=2e-3)

@@ -109,7 +109,7 @@ def test_a_variant_costs_what_a_layout_made_anew_does() -> None:
             depths = in_flight(options.pp or 1, layout.order.micro_batches, chunks)
             made = layout.varied(Schedule(kind, depths), size, recompute, chunks)
             new = replace(layout, schedule=Schedule(kind, depths), bucket_bytes=size, recompute=recompute,
-                          parallel=replace(layout.parallel, virtual_stages=chunks))
+                          parallel=replace(layout.parallel, virtual_stages=chunks), common={})
             assert made == new
             layers = uniform(new)
             assert step_s(made, layers)[0] == step_s(new, layers)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import brute
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,11 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.memory import memory
+from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.candidate import Evaluator
+from holmes_hpc.planning.search.space import Space
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +58,36 @@ def test_one_layer_on_two_infiniband_fabrics(gpu: Gpu) -> None:
         ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096), Batch(8, 2, 2048),
         Site("small", tuple(Fabric(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0)
                             for nodes in (1, 2))))
+
+
+def test_pipelines_inside_the_nodes_of_one_fabric() -> None:
+    """Data parallel across the nodes, so that activations never leave them: what a hierarchy in one fabric is."""
+    site = Site("one", (Fabric("f0", NicType.ETHERNET, "p", 4, 4, 10.0, GPUS[0]),))
+    model = ModelSpec("small", 8, 2048, 16, 1000, 8192, 16, max_positions=4096)
+    told = PlanOptions(strategy="hierarchical-dp", tp=1, pp=4, dp=4)
+    made = best_plan(model, Batch(64, 1, 2048), site, told, Costs())
+    kinds = {kind: {g.transport.kind for g in made.transports() if g.kind == kind} for kind in ("edge", "dp")}
+    assert kinds == {"edge": {"local"}, "dp": {"tcp"}} and made.parallel.optimizer_instances == 1
+    with pytest.raises(PlanError, match="strategy hierarchical-dp"):  # pipelines longer than a node
+        best_plan(model, Batch(64, 1, 2048), site, replace(told, pp=8, dp=None), Costs())
+
+
+def test_layouts_that_share_what_they_have_in_common_cost_what_each_does_alone() -> None:
+    """A search works out what goes by fabrics alone once for all of its placements."""
+    site = Site("three", tuple(Fabric(f"f{i}", nic, "p", nodes, 4, 10.0, GPUS[i], rdma_gbps=200.0 if nic.rdma else None)
+                               for i, (nic, nodes) in enumerate(((NicType.IB, 2), (NicType.ROCE, 3),
+                                                                 (NicType.ETHERNET, 2)))))
+    model = ModelSpec("small", 12, 2048, 16, 50000, 8192, 16, tied=True, max_positions=4096)
+    batch = Batch(96, 1, 2048)
+    space = Space(model, batch, site, PlanOptions(), Costs())
+    evaluator, tried = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
+    for placement in space.placements()[::4]:
+        for way in evaluator.ways(placement):
+            alone = replace(way.layout, common={})
+            assert step_s(way.layout, way.layers)[0] == step_s(alone, way.layers)[0]
+            assert (memory(way.layout, way.layers).total() == memory(alone, way.layers).total()).all()
+            tried += 1
+    assert tried >= 20
 
 
 def near_the_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:

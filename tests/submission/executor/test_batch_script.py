@@ -159,6 +159,10 @@ def test_the_warning_signal_leaves_short_jobs_time_to_start(minutes: int | str, 
         signal is None and "--signal" not in script_text(JobRequest((IB,), timeout_min=minutes), "true"))
 
 
+def test_a_delay_that_was_asked_for_is_kept() -> None:
+    assert dict(JobRequest((IB,), timeout_min=1, signal_delay_s=45, signal="USR1").options())["signal"] == "USR1@45"
+
+
 def step_of(job: JobRequest, command: str = "true") -> str:
     """The srun command of a job's script, in one line."""
     lines = script_text(job, command).replace(" \\\n  ", " ").splitlines()
@@ -174,10 +178,49 @@ def test_different_cpus_per_task_are_said_per_group() -> None:
     assert "--het-group=1 " in step and "--cpus-per-task=4" in step.split(" : ")[1]
 
 
+def test_what_tasks_are_started_with_may_differ_by_component() -> None:
+    a = component({"partition": "arm", "container": "arm.sqsh", "mounts": ["/data:/data", "/b c:/b"],
+                   "environment": {"X": "a b", "Y": 1}, "srun_args": ["--mpi=none"]})
+    b = component({"partition": "x86", "container": "", "setup": ["module load gcc", "echo 'it''s'"]})
+    c = component({"partition": "gpu"})
+    job = JobRequest((a, b, c), container="all.sif", srun_args=("--label",))
+    lines = script_text(job, ["ARM", "X86", "GPU"]).replace(" \\\n  ", " ")
+    first, second, third = lines.split("\nsrun ")[1].split("&\nstep=")[0].split(" : ")
+    for word in ("--het-group=0", "--container-image=arm.sqsh", "--container-mounts='/data:/data,/b c:/b'",
+                 "--label --mpi=none", "env 'X=a b' Y=1 ARM"):
+        assert word in first, word
+    assert "--het-group=1" in second and "container" not in second and second.rstrip().endswith(" X86")
+    assert "bash -c" in second and "\nmodule load gcc\n" in second and "--mpi" not in second
+    assert "--het-group=2" in third and "apptainer exec all.sif GPU" in third and "sh -c" in third
+    assert not any(word in "\n".join(directives(job)) for word in ("container", "mounts", "environment", "setup"))
+
+
+@pytest.mark.integration
+def test_setup_and_variables_of_a_component_reach_its_tasks(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != bash ]; do shift; done\nSLURM_PROCID=0 \"$@\"\n")
+    (tmp_path / "srun").chmod(0o755)
+    part = component({"environment": {"X": "$(touch pwned) 'a'"}, "setup": ["tool() { echo \"tool $1\"; }", "tool b"]})
+    job = JobRequest((part,), rank_output=str(tmp_path / "%t.out"))
+    text = script_text(job, words(["sh", "-c", 'echo "$X" "$0"', "c"]))
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0.out").read_text() == "tool b\n$(touch pwned) 'a' c\n" and not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.integration
+def test_without_srun_the_task_writes_into_its_files_too(tmp_path: Path) -> None:
+    job = JobRequest((ComponentRequest(),), use_srun=False, rank_output=str(tmp_path / "%j_%t.out"))
+    done = subprocess.run(["bash", "-c", script_text(job, words(["echo", "here"]))], capture_output=True, text=True,
+                          env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "9", "SLURM_PROCID": "0"})
+    assert (done.returncode, done.stdout) == (0, "") and (tmp_path / "9_0.out").read_text() == "here\n"
+
+
 @pytest.mark.parametrize("bad, words_of_error", [
     ({"nodes": 0}, "component 0: nodes is 0"), ({"partitoin": "x"}, "did you mean 'partition'"),
     ({"additional": {"foo bar": 1}}, "no sbatch option"), ({"partition": "a\nb"}, "control character"),
-    ({"nodes": True}, "nodes is True")])
+    ({"nodes": True}, "nodes is True"), ({"setup": "module load x"}, "setup is a text"),
+    ({"environment": {"a b": 1}}, "no name of a variable")])
 def test_impossible_components_are_refused(bad: dict[str, object], words_of_error: str) -> None:
     with pytest.raises(SubmissionError, match=words_of_error):
         components([bad])
@@ -212,7 +255,8 @@ def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [("", 0), ("1", 0), ("2", 1)])
 def test_a_job_that_was_requeued_too_often_does_not_start(tmp_path: Path, restarts: str, code: int) -> None:
-    job = JobRequest((ComponentRequest(),), use_srun=False, exit_record=str(tmp_path / "exit"), max_requeues=1)
+    job = JobRequest((ComponentRequest(),), use_srun=False, exit_record=str(tmp_path / "exit"), max_requeues=1,
+                     rank_output=str(tmp_path / "out"))
     script = tmp_path / "job.sh"
     script.write_text(script_text(job, words(["touch", str(tmp_path / "ran")])))
     done = subprocess.run(["bash", script], env={**os.environ, "SLURM_RESTART_COUNT": restarts}, text=True,

@@ -18,7 +18,7 @@ from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import script_for_plan, submit_plan
 
 PARTS = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2, "tasks_per_node": 2}, {"partition": "eth", "nodes": 1}]
 FEASIBLE = """
@@ -113,7 +113,7 @@ def test_one_component_is_a_plain_job_without_preflight(slurm: Any, tmp_path: Pa
 
 
 @pytest.mark.integration
-def test_map_array_is_a_throttled_chain(slurm: Any, tmp_path: Path) -> None:
+def test_several_heterogeneous_jobs_wait_in_line(slurm: Any, tmp_path: Path) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
     executor.update_parameters(slurm_array_parallelism=2, slurm_dependency="afterok:7")
     jobs = executor.map_array(print, range(5))
@@ -121,9 +121,30 @@ def test_map_array_is_a_throttled_chain(slurm: Any, tmp_path: Path) -> None:
     chains = [re.search(r"--dependency=(\S+)", text).group(1) for text in texts]  # type: ignore[union-attr]
     assert chains == ["afterok:7"] * 2 + [f"afterok:7,afterany:{before}" for before in (41, 42, 43)]
     assert not any("--array" in text for text in texts)
+    assert all(re.search(r"executor\.line \S+/\.line_\w+\.json \S+\nexit", text) for text in texts)
     with executor.batch():
         delayed = [executor.submit(print, i) for i in range(3)]
     assert [j.job_id for j in delayed] == ["46", "47", "48"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("folder", ["log", "log/%j"])
+def test_several_jobs_of_one_component_are_an_array(slurm: Any, tmp_path: Path, folder: str) -> None:
+    executor = submitit.AutoExecutor(tmp_path / folder, cluster="slurmhet", slurmhet_components=PARTS[:1])
+    executor.update_parameters(slurm_array_parallelism=2)
+    jobs = executor.map_array(print, range(5))
+    assert [job.job_id for job in jobs] == [f"41_{i}" for i in range(5)] and len(submissions(slurm)) == 1
+    text = jobs[0].paths.submission_file.read_text()
+    assert "#SBATCH --array=0-4%2\n" in text and "%A_%a" in text
+    assert not any("%j" in line for line in text.splitlines() if line.startswith("#SBATCH"))
+    assert 'export HOLMES_LEADER_JOB_ID="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in text
+    assert [job.submission().args for job in jobs] == [(i,) for i in range(5)]
+    assert {job.num_tasks for job in jobs} == {4}
+    again = SlurmHetJob(tmp_path / folder, "41_3")
+    assert again.num_tasks == 4 and again.watcher._expected["41_3"].token == jobs[0].watcher._expected["41_0"].token
+    with executor.batch():
+        delayed = [executor.submit(print, i) for i in range(2)]
+    assert [job.job_id for job in delayed] == ["42_0", "42_1"]
 
 
 @pytest.mark.integration
@@ -131,7 +152,7 @@ def test_a_batch_that_fails_half_way_leaves_nothing(slurm: Any, tmp_path: Path) 
     third = '[ $n = 43 ] && { echo "sbatch: error: no" >&2; exit 1; };'
     slurm.answer("sbatch", FEASIBLE.replace("n=$((n+1));", "n=$((n+1)); " + third))
     slurm.answer("scancel", "exit 0")
-    executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
     with pytest.raises(SubmissionError, match="no"):
         executor.map_array(print, range(5))
     assert slurm.calls("scancel") == [["42"], ["41"]]  # later ones first, or a cancelled one would let the next begin
@@ -171,6 +192,7 @@ echo 50""")
     with pytest.raises(SubmissionError) as caught:
         executor.submit(print)
     assert "component 1 (3 nodes of eth)" in str(caught.value) and "at most 1 node" in str(caught.value)
+    assert isinstance(caught.value, submitit.core.utils.FailedSubmissionError)
     assert submissions(slurm) == []
 
 
@@ -216,8 +238,12 @@ def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_p
     job = executor.submit(print)
     submitit.core.utils.cloudpickle_dump(("error", "ValueError: it was me"), job.task(1).paths.result_pickle)
     assert job.done() and job.state == "FAILED"
+    submitit.core.utils.cloudpickle_dump(("success", 7), job.task(0).paths.result_pickle)
     with pytest.raises(submitit.core.utils.FailedJobError, match="it was me"):
         raise job.exception()
+    with pytest.raises(submitit.core.utils.FailedJobError, match="it was me"):
+        job.results()  # not that task 2 has not produced any output
+    assert job.task(0).result() == 7
 
 
 @pytest.mark.integration
@@ -226,7 +252,7 @@ def test_a_job_made_again_from_its_folder_knows_itself(slurm: Any, tmp_path: Pat
     executor.update_parameters(job_name="me")
     job = executor.submit(print)
     again = SlurmHetJob(tmp_path / "log", job.job_id)
-    assert again.watcher._expected[job.job_id].name == "me"
+    assert again.watcher._expected[job.job_id].name == "me" and again.num_tasks == 4
     assert again.watcher._expected[job.job_id].record == tmp_path / "log" / "41_exit"
 
 
@@ -240,3 +266,60 @@ def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, ca
         "holmes: warning: SchedulerType is sched/builtin: only sched/backfill starts heterogeneous jobs"]
     assert any("component 1 has no constraint" in r.message for r in caplog.records)
     assert len(slurm.calls("scontrol")) == 3  # nodes, partitions, configuration: once for both
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("folder, log", [("log", "41_0_log.err"), ("log/%j", "41_batch.out")])
+def test_nothing_that_the_batch_script_said_is_lost(slurm: Any, tmp_path: Path, folder: str, log: str,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set-up that fails, srun's and slurmstepd's lines: in the error of every task, and in task 0's error stream."""
+    monkeypatch.setattr(SlurmHetJob, "_results_timeout_s", 0)
+    slurm.answer("sacct", f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
+                          f"{SEPARATOR}submitit\\n' $(date +%s)")
+    executor = SlurmHetExecutor(tmp_path / folder, components=[{"nodes": 1, "tasks_per_node": 2}])
+    job = executor.submit(print)
+    said = "setup.sh: line 3: nosuch: command not found\nslurmstepd: error: Exceeded job memory limit"
+    (tmp_path / "log" / log).write_text(said)
+    job.task(1).paths.stderr.write_text("rank 1 was here")
+    assert job.done()
+    for task in (0, 1):
+        error = str(job.task(task).exception())
+        assert "nosuch: command not found" in error and error.startswith("out of memory: slurmstepd: error: Exceeded")
+    assert "nosuch" in job.stderr() and "nosuch" in job.task(0).stderr() and "nosuch" not in job.task(1).stderr()
+    with pytest.raises(submitit.core.utils.UncompletedJobError, match="nosuch"):
+        job.results()
+
+
+@pytest.mark.parametrize("preferred", [None, "USR1"])
+def test_the_signal_is_that_which_tasks_listen_for(slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   preferred: str | None) -> None:
+    if preferred:
+        monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", preferred)
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
+    executor.update_parameters(time=1, signal_delay_s=30)
+    text = executor.job_script()
+    assert f"#SBATCH --signal={preferred or 'USR2'}@30\n" in text
+    assert ("export SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text) == bool(preferred)
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
+    assert "--signal=USR2@" in script_for_plan(plans.plan("ib-a"), run.path, SlurmSettings())  # training's own
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("enforce, refused", [("associations,limits,qos", True), ("safe", True), ("(null)", False)])
+def test_a_qos_that_forbids_components_is_named(slurm: Any, tmp_path: Path, enforce: str, refused: bool) -> None:
+    slurm.answer("scontrol", f"""
+case "$2" in partition) echo 'PartitionName=eth QoS=slow Nodes=n1';;
+  config) echo 'AccountingStorageEnforce = {enforce}'; echo 'SchedulerType = sched/backfill';; esac""")
+    slurm.answer("sacctmgr", """
+case "$4" in qos) printf 'normal|1|||||\\nslow|2|||||\\nbig||||||\\n';; *) echo normal;; esac""")
+    executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
+    if not refused:
+        executor.submit(print)
+        return
+    with pytest.raises(SubmissionError, match=r"MaxJobsPU of QOS normal is 1, and each of 2 components counts as a"):
+        executor.submit(print)
+    executor.update_parameters(qos="big")
+    executor.submit(print)
+    executor.update_parameters(components=[{"partition": "eth"}] * 3)
+    with pytest.raises(SubmissionError, match="QOS slow is 2"):
+        executor.submit(print)

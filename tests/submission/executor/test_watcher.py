@@ -32,7 +32,8 @@ def test_one_query_for_all_jobs_of_the_process() -> None:
     watcher = Watched({"sacct": "".join(sacct_line(str(i), "RUNNING") for i in range(200))})
     for i in range(200):
         watcher.register_job(str(i))
-    watcher._registered_at["0"] -= 60
+    for i in range(200):
+        watcher._registered_at[str(i)] -= 60
     states = [watcher.get_state(str(i)) for i in range(200)]
     assert states == ["RUNNING"] * 200 and len(watcher.asked) == 1
     assert watcher.num_calls == 1
@@ -85,7 +86,7 @@ def test_the_database_does_not_take_back_what_the_controller_said() -> None:
     watcher._down_until.clear()
     time.sleep(0.002)
     assert watcher.state_of("5", "force").reason == "BeginTime"
-    answers["sacct"] = sacct_line("5", "FAILED")
+    answers |= {"sacct": sacct_line("5", "FAILED"), "squeue": ""}
     time.sleep(0.002)
     assert watcher.state_of("5", "force").state == "FAILED"
 
@@ -201,3 +202,51 @@ def test_no_busy_polling_while_nobody_answers() -> None:
     for _ in range(50):
         watcher.state_of("5")
     assert len(watcher.asked) <= 3  # one round over the sources, then a pause
+
+
+MINE, OTHER = "a" * 32, "b" * 32
+
+
+@pytest.mark.parametrize("name", ["renamed", "", "☃" * 63, "x" * 255])
+def test_a_job_is_known_by_its_script_whatever_its_name_is(name: str) -> None:
+    expected = Expected("train ☃", 5000.0, components=1, token=MINE)
+    for line, command in ((squeue_line, "squeue"), (sacct_line, "sacct")):
+        watcher = Watched({command: line("5", "RUNNING", name=name, submit=1, token=MINE)})  # a requeue changes Submit
+        watcher.expect("5", expected)
+        assert watcher.state_of("5", "force").state == "RUNNING", command
+        watcher = Watched({command: line("5", "RUNNING", name="train ☃", submit=5000, token=OTHER)})
+        watcher.expect("5", expected)
+        assert watcher.state_of("5", "force").state == "UNKNOWN", command
+
+
+@pytest.mark.parametrize("reason", [
+    "Resources", "Priority", "JobHeldAdmin", "JobHeldUser", "QOSMaxJobsPerUserLimit", "AssocGrpCpuLimit", "Dependency",
+    "BeginTime", "launch failed requeued held"])
+def test_why_a_job_waits_is_asked_as_long_as_it_waits(reason: str) -> None:
+    start = time.time() + 3600
+    watcher = Watched({"sacct": sacct_line("5", "PENDING", submit=5000),
+                       "squeue": squeue_line("5", "PENDING", submit=5000, reason=reason, start=start)})
+    watcher.expect("5", Expected("a", 5000.0))  # not young: the database knows it, but not why it waits
+    for _ in range(2):
+        found = watcher.state_of("5", "force")
+        assert (found.state, found.reason, found.start) == ("PENDING", reason, int(start))
+        assert found.why.startswith(f"{reason}, starts about ")
+        time.sleep(0.002)
+    assert [words[0] for words in watcher.asked] == ["sacct", "squeue", "squeue"]  # from then on one query
+    watcher.answers["squeue"] = squeue_line("5", "RUNNING", submit=5000, start=start)
+    assert watcher.state_of("5", "force").why == ""
+
+
+def test_one_query_a_poll_for_jobs_that_wait_run_and_are_new() -> None:
+    watcher = Watched({"sacct": "", "squeue": "".join(
+        squeue_line(f"7_{i}", "RUNNING" if i < 8 else "PENDING", submit=5000) for i in range(300))})
+    for i in range(300):
+        watcher.expect(f"7_{i}", Expected("a", 5000.0))
+        watcher.register_job(f"7_{i}")
+    watcher.state_of("7_0", "force")
+    asked = len(watcher.asked)
+    watcher.expect("8", Expected("a", time.time()))
+    watcher.answers["squeue"] += squeue_line("8", "PENDING", submit=time.time(), reason="Priority")
+    time.sleep(0.002)
+    assert watcher.state_of("8", "force").reason == "Priority" and len(watcher.asked) == asked + 1
+    assert watcher.state_of("7_299", "cache").state == "PENDING"

@@ -1,4 +1,4 @@
-"""Which versions of Megatron-Core are taken."""
+"""Which versions of Megatron-Core are taken, and with which Muon is."""
 
 from __future__ import annotations
 
@@ -24,3 +24,26 @@ def test_a_version_out_of_range_is_said_with_the_range(found: str, taken: bool,
     assert str(caught.value) == (f"megatron-core: {found} is installed, this package takes >=0.16.1,<0.20; "
                                  "pip install 'megatron-core>=0.16.1,<0.20'")
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("installed", "says"), [
+    ({"megatron-core": "0.16.1"}, "muon needs megatron-core>=0.18, 0.16.1 is installed"),
+    ({"megatron-core": "0.19.2"}, "muon needs emerging-optimizers>=0.2, none is installed"),
+    ({"megatron-core": "0.19.2", "emerging-optimizers": "0.1.0"}, "muon needs emerging-optimizers>=0.2, 0.1.0 is"),
+    ({"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}, None), ({}, None)])
+def test_muon_is_refused_where_it_is_absent(installed: dict[str, str], says: str | None,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise engine.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(engine, "version", version)
+    monkeypatch.setattr(engine, "requires", lambda package: ASKED)
+    engine.check_engine()
+    if says is None:
+        engine.check_engine("muon")
+        return
+    with pytest.raises(ConfigError, match=says) as caught:
+        engine.check_engine("muon")
+    assert caught.value.where == "train.optimizer" and caught.value.exit_code == 2

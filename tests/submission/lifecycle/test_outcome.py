@@ -259,3 +259,13 @@ def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
     finishing.main([str(run.path), "0", ""])
     data = json.loads(run.result_path.read_text())
     assert {"state", "exit_code", "error", "failed_rank", "failed_node", "log_tail", "final"} <= data.keys()
+
+
+@pytest.mark.parametrize("memory", [
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+    "slurmstepd: error: Step 7.0 exceeded memory limit (1532 > 1024), being killed"])
+def test_a_rank_that_was_killed_for_its_memory_is_said_to_be(memory: str) -> None:
+    killed = "srun: error: ib1: task 1: Killed\nsrun: error: ib2: task 0: Terminated\n"
+    first, second = complaints(f"{memory}\n{killed}")
+    assert first.how == f"Killed: out of memory ({memory})" and first.by_signal and second.how == "Terminated"
+    assert complaints(killed)[0].how == "Killed"

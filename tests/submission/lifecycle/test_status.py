@@ -14,7 +14,8 @@ from typing import Any
 import plans
 import pytest
 
-from holmes_hpc.config.composition import applied, load
+from holmes_hpc.config.by_hydra import applied
+from holmes_hpc.config.composition import load
 from holmes_hpc.config.configuration import recorded as read_back
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
@@ -28,7 +29,7 @@ from holmes_hpc.submission.plan_job import script_for_plan
 from holmes_hpc.submission.sweeps import jobs as sweep
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
-from holmes_hpc.submission.sweeps.table import row_of
+from holmes_hpc.submission.sweeps.status_table import row_of
 
 PLAN = plans.plan("ib-a", "roce-a")
 
@@ -135,7 +136,7 @@ def test_another_users_result_is_not_unpickled(tmp_path: Path, monkeypatch: pyte
     row = row_of(made, entry, JobState("COMPLETED", source="sacct"))
     assert (row.state, row.error) == ("completed", sweep.UNREAD)
     with pytest.raises(SubmissionError, match="another user's"):
-        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
+        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]
 
 
 def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> None:
@@ -143,8 +144,9 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
     assert sweep.on_this_machine(made, entry).state().state == "UNKNOWN"
     with pytest.raises(SubmissionError, match="elsewhere"):
         sweep.on_this_machine(made, entry).cancel()
+    made.put(replace(entry, submitted=1.0))  # by an earlier launch
     with pytest.raises(SubmissionError, match="runs on elsewhere"):
-        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [])  # type: ignore[arg-type]
+        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

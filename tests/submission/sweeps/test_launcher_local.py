@@ -20,7 +20,7 @@ from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, Launche
 from holmes_hpc.records.files import locked
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.table import collect
+from holmes_hpc.submission.sweeps.status_table import collect
 
 
 def test_discovery() -> None:
@@ -94,7 +94,7 @@ def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(t
     (tmp_path / "good").touch()
     done = sweep(tmp_path, "1,2")
     assert done.returncode == 0, done.stderr
-    assert "completed as job" in done.stdout
+    assert "taken over: #0 : +x=1" in done.stdout and "(completed as job" in done.stdout
     assert {c["state"] for c in collect(tmp_path / "sweep")} == {"completed"}
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1 and RunDirectory(tmp_path / "sweep" / "1").attempt == 2
 
@@ -188,6 +188,7 @@ def test_a_result_of_a_program_that_is_not_here_is_collected(tmp_path: Path) -> 
     sys.modules["not_here"] = module
     exec("class Score:\n    def __init__(self): self.x = 1\nclass Sum(float): pass", module.__dict__)
     path = manifest.path.parent / "41_0_result.pkl"
+    (manifest.path.parent / "41_outcome.json").write_text('{"state": "completed"}')  # and no plain value
     for value, said in ((module.Score(), "a not_here.Score"), (module.Sum(1.0), "a not_here.Sum")):
         path.write_bytes(pickle.dumps(("success", value)))
         del sys.modules["not_here"]
@@ -196,7 +197,7 @@ def test_a_result_of_a_program_that_is_not_here_is_collected(tmp_path: Path) -> 
         sys.modules["not_here"] = module
     del sys.modules["not_here"]
     path.write_bytes(b"half of it")
-    assert "cannot be read" in collect(tmp_path / "sweep")[0]["error"]
+    assert collect(tmp_path / "sweep")[0]["final"] is None
 
 
 WAITS = """

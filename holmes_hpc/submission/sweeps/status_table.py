@@ -1,4 +1,4 @@
-"""A sweep's jobs as a table: its columns, one row a job, live on a terminal, or collected as data."""
+"""The table of `holmes sweep status`: its columns, one row a job, live on a terminal, or collected as data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.run_states import is_end, run_state
 from holmes_hpc.submission.lifecycle.status import record_end
-from holmes_hpc.submission.sweeps.jobs import plain_outcome, states
-from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, read_manifest
+from holmes_hpc.submission.sweeps.jobs import UNREAD, is_foreign, noted_outcome, plain_outcome, result_pickle, states
+from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class SweepRow:
     tokens_per_s: float | None
     error: str | None
     directory: str
+    why: str = ""
 
     @property
     def ended(self) -> bool:
@@ -47,7 +52,7 @@ class SweepRow:
 def sweep_status(directory: str | os.PathLike[str], mode: str = "force") -> list[SweepRow]:
     """The state of every job of a sweep, with one Slurm query for all of them."""
     manifest = read_manifest(directory)
-    return [row_of(manifest, job, state) for job, state in states(manifest, mode).items()]
+    return [row_of(manifest, job, state) for job, state in states(manifest, manifest.jobs, mode).items()]
 
 
 def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
@@ -63,15 +68,15 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         if result is not None and (state.ended or state.state == UNKNOWN):
             word, error = result["state"], result["error"]
     else:
-        found, value = plain_outcome(manifest, job)
-        if found == "unread":
-            error = value
-        elif found is not None:
-            word, error = found, value if found == "failed" else None
+        noted = noted_outcome(manifest, job)
+        if noted:
+            word, error = noted["state"], noted.get("error")
         elif state.ended:
-            word, error = run_state(state.state), f"Slurm says {state.state}"
+            word = run_state(state.state)
+            error = f"Slurm says {state.state}" if word != "completed" else (
+                UNREAD if is_foreign(result_pickle(manifest, job)) else "its task left no note of its end")
     return SweepRow(job.num, job.overrides, job.job_id, word, state.reason, step, loss, rate, error,
-                    str(manifest.place(job.directory)))
+                    str(manifest.place(job.directory)), state.why)
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     step's figures; else the value that the function returned)."""
     manifest = read_manifest(directory)
     found = []
-    for job, state in states(manifest).items():
+    for job, state in states(manifest, manifest.jobs).items():
         row = row_of(manifest, job, state)
         final: Any = None
         if job.kind == "plan":
@@ -107,7 +112,7 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def sweep_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
     """Columns and cells for a table of a sweep."""
-    cells = [[r.num, " ".join(r.overrides), r.job_id, r.state + (f" ({r.reason})" if r.state == "pending" else ""),
+    cells = [[r.num, " ".join(r.overrides), r.job_id, r.state + (f" ({r.why})" if r.why else ""),
               r.step, None if r.loss is None else f"{r.loss:.4f}",
               None if r.tokens_per_s is None else f"{r.tokens_per_s:,.0f}", r.error] for r in rows]
     return ["job", "overrides", "id", "state", "step", "loss", "tokens/s", "error"], cells
@@ -124,34 +129,41 @@ def worth_showing(rows: Sequence[SweepRow], most: int) -> list[SweepRow]:
     return sorted(rows, key=lambda row: -interest(row))[:most]
 
 
+def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
+    """What a terminal `height` lines high shows while jobs run."""
+    shown = worth_showing(rows, max(5, height - 4))
+    columns, cells = sweep_rows(shown)
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
+    cut = f"{len(rows) - len(shown)} more: make the terminal higher, or --json" if len(shown) < len(rows) else None
+    out = Table(title=f"{title}: {len(rows)} jobs: {counts}", title_justify="left", caption=cut,
+                caption_justify="left", box=None)
+    for name in columns:
+        out.add_column(name, overflow="fold")
+    for row in cells:
+        out.add_row(*("" if c is None else str(c) for c in row))
+    return out
+
+
+def on_terminal() -> Live:
+    """A place on the terminal where a table is drawn again and again; `stop` ends it."""
+    return Live(console=Console(markup=False, highlight=False), auto_refresh=False)
+
+
 def live(directory: str | os.PathLike[str], *, every_s: float = 2.0) -> list[SweepRow]:
     """Show the table again and again on a terminal until all jobs ended or Ctrl-C; the last rows come back."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
-
-    console = Console(markup=False, highlight=False)
-
-    def drawn(rows: Sequence[SweepRow]) -> Table:
-        shown = worth_showing(rows, max(5, console.height - 4))
-        columns, cells = sweep_rows(shown)
-        counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
-        cut = f"{len(rows) - len(shown)} more: make the terminal higher, or --json" if len(shown) < len(rows) else None
-        out = Table(title=f"{directory}: {len(rows)} jobs: {counts}", title_justify="left", caption=cut,
-                    caption_justify="left", box=None)
-        for name in columns:
-            out.add_column(name, overflow="fold")
-        for row in cells:
-            out.add_row(*("" if c is None else str(c) for c in row))
-        return out
-
     rows = sweep_status(directory)
-    with Live(drawn(rows), console=console, auto_refresh=False) as screen:
+    with on_terminal() as screen:
         try:
-            while not all(r.ended for r in rows):
+            while True:
+                screen.update(live_table(str(directory), rows, screen.console.height), refresh=True)
+                if all(r.ended for r in rows):
+                    break
                 time.sleep(every_s)
                 rows = sweep_status(directory, mode="standard")
-                screen.update(drawn(rows), refresh=True)
         except KeyboardInterrupt:
             pass
     return rows
+
+
+def is_sweep(directory: str | os.PathLike[str]) -> bool:
+    return (Path(directory) / NAME).is_file()

@@ -15,12 +15,11 @@ from holmes_hpc.results.tables import PART_NAMES, Table, interval, known, number
 SHOWN = 40  # rows of a table in a terminal
 
 
-def sweep_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
+def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
     """All of them, the most wanted first."""
     made = [cell_table(comparison, by), breakdown_table(comparison),
             bytes_table(comparison)] if len(comparison.cells) else []
-    ended = ended_table(comparison)
-    return [*made, ended] if ended else made
+    return [table for table in (*made, ended_table(comparison)) if table]
 
 
 def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
@@ -96,12 +95,14 @@ def breakdown_table(comparison: Comparison) -> Table:
                  f"medians; {_paces(cells)}{_not_shown(whole)}")
 
 
-def bytes_table(comparison: Comparison) -> Table:
-    """Bytes that the NICs of all nodes sent in a step."""
+def bytes_table(comparison: Comparison) -> Table | None:
+    """Bytes that the NICs of all nodes sent in a step; None where they sent none."""
     whole = comparison.cells
     cells = whole.head(SHOWN)
     sent = [unpacked(c, "tx_bytes_per_step") for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
+    if not kinds:
+        return None
     rows = [[str(i), str(c["names"]), str(c["system"]), word(c["placement"]),
              *(data_size(entry.get(kind)) for kind in kinds)]
             for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)]

@@ -1,0 +1,116 @@
+"""Which jobs of earlier launches into a sweep directory count as this launch's, by configuration, program and time.
+
+An old value is no measurement of this launch's program, nor of a point that a sweeper asks about once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.slurm.job_states import UNKNOWN, JobState
+from holmes_hpc.submission.sweeps.jobs import finished
+from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+from holmes_hpc.submission.sweeps.program import Program, changes
+
+BEGAN = time.time()  # before this process's first launch: its own jobs were submitted later
+WAITING_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A job of the same overrides and configuration that another process submitted; `other`: what its program differs
+    in, empty where it is the same."""
+
+    job: SweepJob
+    state: JobState
+    finished: bool
+    other: str
+
+    def __str__(self) -> str:
+        does = "completed as" if self.finished else "still"
+        return (f"#{self.job.num} : {' '.join(self.job.overrides)} ({does} job {self.job.job_id}"
+                f"{', ' + self.other if self.other else ''})")
+
+
+def reuse_setting(value: Any, sweeper: str) -> bool | str:
+    """``hydra.launcher.reuse`` as True, False or "ask". ConfigError: no such value, or a sweeper that means to have
+    every point measured."""
+    waiting = sweeper == WAITING_SWEEPER
+    if value is None:
+        return waiting
+    if value not in (True, False, "ask"):
+        raise ConfigError(f"{value!r} is none of true, false, ask", where="hydra.launcher.reuse",
+                          hint="give one of them")
+    if value and not waiting:
+        raise ConfigError(f"the sweeper {sweeper.rsplit('.', 1)[-1]} measures every point anew",
+                          where="hydra.launcher.reuse", hint="leave reuse out, or use Hydra's basic sweeper")
+    return "ask" if value == "ask" else bool(value)
+
+
+def earlier_jobs(manifest: Manifest, wanted: Mapping[tuple[str, ...], tuple[str, Program | None]],
+                 states: Mapping[SweepJob, JobState]) -> dict[tuple[str, ...], Earlier]:
+    """For each wanted job (key -> digest of its configuration, its program) the earlier one that completed or goes on,
+    if there is one."""
+    found = {}
+    for key, (digest, program) in wanted.items():
+        job = manifest.find(key, digest)
+        if job is None or job.submitted >= BEGAN:
+            continue
+        state, done = states.get(job, JobState()), finished(manifest, job)
+        if not done and not goes_on(state):
+            continue
+        found[key] = Earlier(job, state, done, _other(manifest, job, program))
+    return found
+
+
+def _other(manifest: Manifest, job: SweepJob, program: Program | None) -> str:
+    if program is None:
+        return "by a program without a source file"
+    return "" if job.program == program.digest else changes(manifest.programs.get(job.program), program)
+
+
+def take_over(found: Mapping[tuple[str, ...], Earlier], reuse: bool | str) -> dict[tuple[str, ...], Earlier]:
+    """Those of `found` that count as this launch's; what is taken over, and what is not, is listed."""
+    if reuse == "ask":
+        taken = dict(found) if found and _agreed(found.values()) else {}
+    else:
+        taken = {key: earlier for key, earlier in found.items() if reuse and not earlier.other}
+    for key, earlier in found.items():
+        log.info(f"{'taken over' if key in taken else 'not taken over'}: {earlier}")
+    return taken
+
+
+def _agreed(found: Iterable[Earlier]) -> bool:
+    if not sys.stdin.isatty():
+        return False
+    print(*(f"  {earlier}" for earlier in found), sep="\n")
+    try:
+        return input("take these jobs of earlier launches over? [y/N] ").strip().lower().startswith("y")
+    except EOFError:
+        return False
+
+
+def refuse_living(manifest: Manifest, states: Mapping[SweepJob, JobState], wanted: Iterable[tuple[str, ...]],
+                  directories: Iterable[str], taken: Mapping[tuple[str, ...], Earlier]) -> None:
+    """Nothing may be started in the place of an earlier launch's job that still waits or runs."""
+    keys, places = set(wanted), set(directories)
+    for job, state in states.items():
+        if not goes_on(state) or (job.key in taken and taken[job.key].job == job):
+            continue
+        if job.key in keys or str(manifest.place(job.directory)) in places:
+            raise SubmissionError(
+                f"job {job.job_id} of an earlier launch is {state.state.lower()} (#{job.num})",
+                where=str(manifest.path),
+                hint=f"`holmes sweep cancel {manifest.path.parent}`, or use another hydra.sweep.dir")
+
+
+def goes_on(state: JobState | None) -> bool:
+    """Whether a job that was submitted has not ended."""
+    return state is not None and not state.ended and state.state != UNKNOWN

@@ -1,0 +1,32 @@
+"""A rank's entry point, before and beside its training."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holmes_hpc.config.composition import load
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.status import OnThisMachine
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_rank_whose_packages_are_absent_says_so_and_its_run_has_failed(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    config = {**load().to_dict(), "run_dir": str(run.path)}
+    done = subprocess.run([sys.executable, "-c", "import json, sys; sys.modules['torch'] = None\n"
+                           f"from holmes_hpc.train import run_rank; run_rank(json.loads({json.dumps(config)!r}))"],
+                          capture_output=True, text=True)
+    assert done.returncode != 0
+    assert [(end["rank"], end["state"]) for end in run.read_exits()] == [(0, "failed")]
+    assert "the package torch is not installed; pip install" in run.read_exits()[0]["error"]
+    for name in ("1_0_log.out", "1_0_result.pkl"):  # submitit's, of a local job: an exception is a result as well
+        (run.path / "submission").mkdir(exist_ok=True)
+        (run.path / "submission" / name).write_bytes(b"")
+    assert OnThisMachine(run, 1, socket.gethostname(), 0.0).state().state == "FAILED"
