@@ -214,9 +214,8 @@ def predict(
         return
     rates = throughput(given)
     console.table(f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
-                  f"step in micro-batches of {given.batch.micro_size}: TP {given.parallel.tp}, PP {given.parallel.pp}, "
-                  f"DP {given.parallel.dp}, schedule {given.schedule.kind}, recompute {given.recompute}",
-                  ("figure", "predicted"), [
+                  f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
+                  f"{given.schedule.kind}, recompute {given.recompute}", ("figure", "predicted"), [
         ("step time", f"{predicted.step_time_s:.4g} s"), *_interval(predicted.interval_s),
         ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),
         ("tokens a step", f"{rates['tokens_per_step']:,}"),

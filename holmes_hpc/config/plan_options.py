@@ -60,6 +60,7 @@ class PlanOptions:
     max_memory_gib: Annotated[float | None, key("memory of one GPU, instead of the site's", unit="GiB", gt=0,
                                                 infinite=True)] = None
     fabric_order: Annotated[tuple[str, ...] | None, key("[ib-a, roce-a]: fabrics along the pipeline")] = None
+    unequal: Annotated[bool, key("stages may have TP, DP and nodes of their own, where that is faster")] = False
 
     def __post_init__(self) -> None:
         check(self, "plan", dotted=True)

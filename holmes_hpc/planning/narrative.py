@@ -16,6 +16,7 @@ from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.search.alternatives import PARTS
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
+from holmes_hpc.planning.spec.widths import Widths
 
 WIDTH = 100
 TINY = 0.005  # of a step: what would be told as 0%
@@ -75,9 +76,10 @@ def _duration(days: float) -> str:
 def _headline(plan: Plan) -> str:
     p, batch = plan.parallel, plan.batch
     virtual = f" x {p.virtual_stages} virtual" if p.virtual_stages > 1 else ""
+    sizes = p.words if isinstance(p, Widths) else f"TP {p.tp}, PP {p.pp}{virtual}, DP {p.dp}"
     return (f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-            f"tokens a step, on {p.world_size} ranks, {plan.strategy}; TP {p.tp}, PP {p.pp}{virtual}, DP "
-            f"{p.dp}, {plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
+            f"tokens a step, on {p.world_size} ranks, {plan.strategy}; {sizes}, "
+            f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
             f"{plan.schedule.kind}, recompute {plan.recompute}")
 
 
@@ -103,8 +105,9 @@ def _drawing(plan: Plan) -> list[str]:
 
 
 def _stage(plan: Plan, stage: int) -> str:
-    layers, held = plan.stages[stage].layers, plan.schedule.in_flight[stage]
-    return f"{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
+    layers, held, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
+    width = f"{w.nodes} nodes, TP {w.tp} x DP {w.dp}, " if isinstance(p, Widths) and (w := p.stages[stage]) else ""
+    return f"{width}{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
 
 
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
@@ -186,6 +189,8 @@ def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:
     p = plan.parallel
+    if isinstance(p, Widths):  # a search of its own
+        return
     fabrics = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.fabrics)
     nodes = {c.fabric: 2 * c.nodes for c in plan.components}
     options = PlanOptions(strategy=plan.strategy, nodes=nodes, tp=p.tp, pp=p.pp, dp=2 * p.dp,

@@ -124,9 +124,8 @@ def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str
 
     rows = []
     for start in starts:
-        p = start.plan.parallel
         if start.start is not None and start.end is not None:
-            rows.append([nodes_of(start.plan), f"TP {p.tp} PP {p.pp} DP {p.dp}", clock(start.start),
+            rows.append([nodes_of(start.plan), start.plan.parallel.words, clock(start.start),
                          f"{start.duration_s / 60:.1f} min", clock(start.end)])
     return ["nodes", "layout", "start", "duration", "end"], rows
 

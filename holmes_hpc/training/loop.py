@@ -31,7 +31,7 @@ from holmes_hpc.training.metrics.trace import Trace, TracedTimers
 from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import schedules
-from holmes_hpc.training.pipeline.point_to_point import EdgeCommunicator
+from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank import launch
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
@@ -88,8 +88,8 @@ class Trainer:
         self.watchdog = watchdog
         self.here, self.plan = here, here.plan
         pace_layer_ms = config.train.pace_layer_ms or here.plan.pace_layer_ms
-        self.stragglers = Stragglers(here.plan.parallel.grid().reshape(here.plan.parallel.pp, -1).tolist(),
-                                     [n.node for n in here.nodes], *work_of_stages(here.plan, bool(pace_layer_ms)))
+        self.stragglers = Stragglers(here.plan.parallel.stage_ranks, [n.node for n in here.nodes],
+                                     *work_of_stages(here.plan, bool(pace_layer_ms)))
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
                                 dtype=gpt.dtype_name(config.train.dtype, here.cuda))
         train, plan, self.data = self.settings, here.plan, config.data
@@ -101,7 +101,8 @@ class Trainer:
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         self.document_end = document_end(config.data)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
-        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown)
+        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown,
+                                                   stage=pipeline_rank)
         attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
         attention.refuse_apart(self.document_end, here.cuda)
         chosen = config.checkpoint
@@ -109,7 +110,8 @@ class Trainer:
         if train.pace_layer_ms:
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
-        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown)
+        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown,
+                                         here.groups.tied)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -117,7 +119,7 @@ class Trainer:
                                             here.device)
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = schedules.forward_backward(plan, self.trace)
-        if self.trace is not None and (plan.schedule.kind != "ahead" or plan.parallel.pp == 1):
+        if self.trace is not None and not schedules.runs_ahead(plan):
             order = Order("interleaved" if len(self.models) > 1 else "1f1b", plan.parallel.pp, plan.micro_batches,
                           len(self.models))
             self.model_config.timers = TracedTimers(self.breakdown, self.trace, order.passes(pipeline_rank))
@@ -136,7 +138,7 @@ class Trainer:
             warm_up.connect(self.groups, here.device)
             warm_up.local_passes(self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length,
                                  here.device)
-        replicas.check(chunks, plan.model.tied)
+        replicas.check(chunks, plan.model.tied, here.groups.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
@@ -252,7 +254,8 @@ class Trainer:
 
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
-        return [batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return [batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
                 for _ in self.models]
 
     def _evaluate(self) -> None:
@@ -307,7 +310,7 @@ class Trainer:
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
         say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
-        say(f"plan {plan.id}: {plan.strategy}, TP {plan.parallel.tp} PP {plan.parallel.pp} DP {plan.parallel.dp}, "
+        say(f"plan {plan.id}: {plan.strategy}, {plan.parallel.words}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
             + (f"; paced: {paced} ms a layer" if paced else ""))
 
@@ -364,7 +367,7 @@ class Trainer:
     def close(self) -> None:
         """Wait for what the edges still carry, and for the loggers."""
         self.nic_log.write()
-        if isinstance(self.edges, EdgeCommunicator):
+        if isinstance(self.edges, Edges):
             self.edges.close()
         if self.loggers is not None:
             self.loggers.close()

@@ -24,8 +24,10 @@ from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.schedule.routed import least_in_flight
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.planning.spec.widths import Width, Widths
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)
@@ -60,6 +62,23 @@ def plan(tp: int = 1, pp: int = 1, dp: int = 1, *, layers: list[list[int]] | Non
     return Plan("pipeline" if pp > 1 and fabrics else "one-fabric", model, batch, parallel,
                 more.pop("recompute", "none"), Schedule(kind_of_schedule, in_flight), tuple(components),
                 tuple(stages), Site("test", tuple(sites)), bucket_bytes=more.pop("bucket_bytes", 20_000), **more)
+
+
+def unequal(*widths: tuple[int, int], layers: list[int] | None = None, weights: dict[int, list[float]] | None = None,
+            model: ModelSpec = MODEL, batch: Batch = BATCH, **more: Any) -> Plan:
+    """A plan of stages of (TP, DP) each, in fabrics of their own, nodes of TP ranks. `weights`: of a stage's replicas,
+    where they are not all the same."""
+    layers = layers or [model.layers // len(widths)] * len(widths)
+    kinds = [NicType.IB, NicType.ROCE, NicType.ETHERNET]
+    sites = [Fabric(f"{kinds[s % 3]}-{s}", kinds[s % 3], str(kinds[s % 3]), dp, tp, 0.05, CPU,
+                    rdma_gbps=0.4 if kinds[s % 3].rdma else None, gres=False) for s, (tp, dp) in enumerate(widths)]
+    made = tuple(Width(dp, tp, dp, tuple((weights or {}).get(s, ()))) for s, (tp, dp) in enumerate(widths))
+    in_flight = tuple(more.pop("in_flight", least_in_flight(tuple(dp for _, dp in widths))))
+    return Plan("pipeline", model, batch, Widths(made, sequence_parallel=max(tp for tp, _ in widths) > 1), "none",
+                Schedule("ahead", in_flight),
+                tuple(Component(f.partition, "", f.name, f.nodes, f.gpus_per_node, (s,)) for s, f in enumerate(sites)),
+                tuple(Stage(f.name, n) for f, n in zip(sites, layers, strict=True)), Site("test", tuple(sites)),
+                bucket_bytes=more.pop("bucket_bytes", 20_000), **more)
 
 
 @dataclass

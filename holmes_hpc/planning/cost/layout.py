@@ -25,6 +25,12 @@ T = TypeVar("T")
 _order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
 
 
+def grid_of(plan: Plan) -> Parallel:
+    """Its sizes. PlanError where stages have unequal widths (of which cost/unequal.py knows)."""
+    p = plan.parallel
+    return p if isinstance(p, Parallel) else Parallel(p.tp, p.pp, p.dp)
+
+
 @dataclass(frozen=True)
 class Layout:
     """All of a Plan but its layers per stage, and the costs it is judged by.
@@ -68,7 +74,7 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
-        return cls(plan.model, plan.batch, plan.parallel, plan.recompute, plan.schedule, plan.components,
+        return cls(plan.model, plan.batch, grid_of(plan), plan.recompute, plan.schedule, plan.components,
                    costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections,
                    plan.bucket_bytes)
 

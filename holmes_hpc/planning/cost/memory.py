@@ -196,7 +196,7 @@ def _posted(order: Order) -> tuple[int, ...]:
         return (0,)
     if order.kind != "ahead":
         return (2,) * order.stages
-    windows = [0, *(order.window(s) for s in range(order.stages - 1)), 0]
+    windows = [0, *(order.window_below(s) for s in range(order.stages - 1)), 0]
     return tuple(2 * (above + below) for above, below in pairwise(windows))
 
 

@@ -20,11 +20,13 @@ from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s
+from holmes_hpc.planning.cost.unequal import predict_unequal, timeline_unequal
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
 from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.planning.spec.widths import Widths
 
 
 def layer_array(plan: Plan) -> np.ndarray:
@@ -34,6 +36,8 @@ def layer_array(plan: Plan) -> np.ndarray:
 
 def predict(plan: Plan, costs: Costs) -> Predicted:
     """Predict one plan as it is."""
+    if isinstance(plan.parallel, Widths):
+        return predict_unequal(plan, costs)
     return predict_layout(Layout.of(plan, costs), layer_array(plan))
 
 
@@ -58,7 +62,7 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     `seconds`, over all GPUs of that kind."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
-    layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.tp)
+    layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
     done, ranks = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
     for component in plan.components:
         gpu = plan.site.fabric(component.fabric).gpu
@@ -135,6 +139,8 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
 
     `kind`: forward, backward, send (a stage transfer, listed at its sender), grad_sync, param_sync.
     """
+    if isinstance(plan.parallel, Widths):
+        return timeline_unequal(plan, costs)
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     times = timing(layout, layers)
     return [event for replica in range(len(times.replicas)) for event in _events(layout, times, replica)]

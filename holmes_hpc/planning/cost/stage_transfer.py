@@ -14,6 +14,7 @@ from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.schedule.orders import in_flight
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.plan import Plan, Schedule
+from holmes_hpc.planning.spec.widths import Widths
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class StageTransferCost:
 
 
 def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
-    """Of `plan`; None where it has no transfers, or they take no time."""
+    """Of `plan`; None where it has no transfers, or they take no time, or stages of unequal widths: Megatron-Core's own
+    schedule, beside which it is held, has none such."""
     p, layers = plan.parallel, layer_array(plan)
-    if p.pp == 1:
+    if p.pp == 1 or isinstance(p, Widths):
         return None
     layout = Layout.of(plan, costs)
     times = timing(layout, layers)

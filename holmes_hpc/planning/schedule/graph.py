@@ -161,7 +161,7 @@ def _ahead(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray
     arcs: Arcs = []
     # per stage: its passes in order; the transfer that must have left before each, or -1
     sequence, left_before = [], []
-    windows = [order.window(s) if s_count > 1 else 1 for s in range(s_count)]
+    windows = [order.window_below(s) if s_count > 1 else 1 for s in range(s_count)]
 
     for stage in range(s_count):
         warm = order.depth(stage) - 1

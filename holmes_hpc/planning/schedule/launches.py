@@ -13,7 +13,10 @@ launched before it on its rank is done; a send or a receive is done when the oth
 line of all events, passes and transfers, of which every rank's launches in order are a part. Whatever a real device,
 allocator or NCCL waits for is also waited for in the model, so what goes through here cannot lock up there. Collectives
 change nothing: the ranks of a stage launch the same in the same order, so that they count as one; those between stages
-come after all of a step's passes.
+come after all of a step's passes. Only where stages have unequal widths do the replicas of a stage compute different
+micro-batches: there, if they take turns, a replica's first pass (in which parameters are gathered) ends when all
+replicas have come to theirs, and what follows its last pass (in which gradients are reduced) begins when all have come
+to theirs (:class:`_Together`).
 
 Nothing of this has been seen on a GPU. Gloo's transfers hold up no device: its receives are posted as early as there
 is room for them (:func:`windowed`), which would break the rule.
@@ -21,14 +24,15 @@ is room for them (:func:`windowed`), which would break the rule.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer
+from holmes_hpc.planning.schedule.routed import RoutedOrder
 
 
 class Post(NamedTuple):
@@ -39,26 +43,27 @@ class Post(NamedTuple):
 
     @property
     def other(self) -> int:
-        """The stage at the other end."""
+        """The stage (row) at the other end."""
         return self.transfer.target if self.sends else self.transfer.source
 
 
 Launch = Pass | Post
-Launches = list[list[Launch]]  # per stage
+Launches = list[list[Launch]]  # per stage; with unequal widths per replica of each (RoutedOrder's rows)
+AnyOrder = Order | RoutedOrder
 
 
-def passes(order: Order, stage: int, forward_only: bool = False) -> list[Pass]:
+def passes(order: AnyOrder, stage: int, forward_only: bool = False) -> list[Pass]:
     """What `stage` computes in a step; for validation only the forward passes, and then as far ahead as they get."""
     return [p for p in order.passes(stage) if p.forward or not forward_only]
 
 
 @lru_cache(maxsize=8)
-def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
+def launches(order: AnyOrder, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
     """What `stage` launches under the order `ahead`. `on_device`: are transfers kernels of a GPU (NCCL)?"""
     return tuple((in_line if on_device else windowed)(order, forward_only)[stage])
 
 
-def in_line(order: Order, forward_only: bool = False) -> Launches:
+def in_line(order: AnyOrder, forward_only: bool = False) -> Launches:
     """For `ahead` with NCCL: every receive is posted before the pass during which its tensor leaves the other end.
 
     One line of all events is made, and each rank launches its part of it: a step is gone through with passes of equal
@@ -67,7 +72,7 @@ def in_line(order: Order, forward_only: bool = False) -> Launches:
     its result. Raises PlanError where a stage would wait for ever.
     """
     ends = _ends(order, forward_only)
-    found: Launches = [[] for _ in range(order.stages)]
+    found: Launches = [[] for _ in range(order.rows)]
     for _, stage, done in sorted((end, stage, p) for stage, row in enumerate(ends) for p, end in row.items()):
         found[stage].append(done)
         if (transfer := order.transfer_from(stage, done)) is not None:
@@ -79,30 +84,44 @@ def in_line(order: Order, forward_only: bool = False) -> Launches:
 FORWARD, BACKWARD, HALF = 2, 4, 3  # a pass takes that long, and half of both
 
 
-def _ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
+def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
     """Per stage: when each of its passes ends, in order."""
-    depths = list(accumulate(order.in_flight, min))
-    hidden = [max(0, HALF * (a - b - 1)) for a, b in pairwise(depths)]
-    waiting = [passes(order, s, forward_only)[::-1] for s in range(order.stages)]
+    waiting = [passes(order, s, forward_only)[::-1] for s in range(order.rows)]
     ends: list[dict[Pass, int]] = [{} for _ in waiting]
-    now = [0] * order.stages
+    now = [0] * order.rows
+    together = isinstance(order, RoutedOrder) and order.in_turn  # first and last passes: :class:`_Together`
+    ahead = [own[-1] if own else None for own in waiting]
+    came: dict[tuple[int, bool], dict[int, int]] = {}  # by stage and way: when its rows have come to those
+
+    def meet(row: int, step: Pass, start: int) -> int | None:
+        """When all rows of the stage have come to their first (last) pass; None: not yet."""
+        found = came.setdefault((order.stage_of(row), step.forward), {})
+        found[row] = start
+        return max(found.values()) if len(found) == rows_of[order.stage_of(row)] else None
+
+    rows_of = Counter(order.stage_of(row) for row in range(order.rows))
 
     def advance(stage: int) -> bool:
-        left, before = waiting[stage], len(ends[stage])
+        left, before = waiting[stage], len(ends[stage]) + sum(map(len, came.values()))
         while left:
             step, start = left[-1], now[stage]
             if (transfer := order.transfer_to(stage, step)) is not None:
                 made = ends[transfer.source].get(transfer.made)
                 if made is None:
                     break
-                near = abs(transfer.source - stage) == 1
-                start = max(start, made + (hidden[min(transfer.source, stage)] if near else 0))
+                start = max(start, made + HALF * order.hidden(transfer))
             if not step.forward and step._replace(forward=True) not in ends[stage]:
                 break
-            now[stage] = ends[stage][left.pop()] = start + (FORWARD if step.forward else BACKWARD)
-        return len(ends[stage]) > before
+            if together and (step == ahead[stage] if step.forward else len(left) == 1):
+                met = meet(stage, step, start)
+                if met is None:
+                    break
+                start = met
+            now[stage] = ends[stage][left.pop()] = start + order.pace(stage) * (
+                FORWARD if step.forward else BACKWARD)
+        return len(ends[stage]) + sum(map(len, came.values())) > before
 
-    while any([advance(stage) for stage in range(order.stages)]):
+    while any([advance(stage) for stage in range(order.rows)]):
         pass
     for stage, left in enumerate(waiting):
         if left:
@@ -110,26 +129,27 @@ def _ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
     return ends
 
 
-def windowed(order: Order, forward_only: bool = False) -> Launches:
+def windowed(order: AnyOrder, forward_only: bool = False) -> Launches:
     """For `ahead` with gloo: on each edge a window of receives is posted before anything is computed, and one more
     whenever one is taken."""
     found: Launches = []
-    for stage in range(order.stages):
-        steps = passes(order, stage, forward_only)
-        coming = {way: [t for p in steps if p.forward is way and (t := order.transfer_to(stage, p)) is not None]
-                  for way in (True, False)}
-        room = {True: order.window((stage - 1) % order.stages), False: order.window(stage)}
-        row: list[Launch] = [Post(False, t) for way in (True, False) for t in coming[way][:room[way]]]
-        taken = {True: 0, False: 0}
+    for row in range(order.rows):
+        steps = passes(order, row, forward_only)
+        coming: dict[tuple[bool, int], deque[StageTransfer]] = {}  # by way and source, in their order
+        for way in (True, False):
+            for step in steps:
+                if step.forward is way and (transfer := order.transfer_to(row, step)) is not None:
+                    coming.setdefault((way, transfer.source), deque()).append(transfer)
+        launched: list[Launch] = []
+        for waiting in coming.values():
+            launched += [Post(False, waiting.popleft()) for _ in range(min(order.window(waiting[0]), len(waiting)))]
         for step in steps:
-            if order.transfer_to(stage, step) is not None:
-                taken[step.forward] += 1
-                at = taken[step.forward] + room[step.forward] - 1
-                row += [Post(False, t) for t in coming[step.forward][at:at + 1]]
-            row.append(step)
-            if (leaves := order.transfer_from(stage, step)) is not None:
-                row.append(Post(True, leaves))
-        found.append(row)
+            if (taken := order.transfer_to(row, step)) is not None and (left := coming[step.forward, taken.source]):
+                launched.append(Post(False, left.popleft()))
+            launched.append(step)
+            if (leaves := order.transfer_from(row, step)) is not None:
+                launched.append(Post(True, leaves))
+        found.append(launched)
     return found
 
 
@@ -157,35 +177,108 @@ def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
     return (True, first), (True, not first), (False, first), (False, not first)
 
 
-def check_launches(order: Order) -> None:
+def check_launches(order: AnyOrder) -> None:
     """Refuse a plan whose stages could wait for each other for ever. Raises PlanError. Of very many micro-batches those
-    are gone through past which a pipeline only repeats itself (:attr:`Order.settled`)."""
-    _check(replace(order, micro_batches=min(order.micro_batches, order.settled)))
+    are gone through past which a pipeline of equal widths only repeats itself (:attr:`Order.settled`)."""
+    if isinstance(order, Order):
+        order = replace(order, micro_batches=min(order.micro_batches, order.settled))
+    _check(order)
 
 
 @lru_cache(maxsize=256)
-def _check(order: Order) -> None:
+def _check(order: AnyOrder) -> None:
     if order.stages > 1:
-        check_line(order, in_line(order) if order.kind == "ahead" else of_megatron(order))
+        check_line(order, in_line(order) if isinstance(order, RoutedOrder) or order.kind == "ahead"
+                   else of_megatron(order))
+    if isinstance(order, RoutedOrder):
+        check_windows(order, windowed(order))
 
 
-def check_line(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
+class _Together:
+    """The passes in which the replicas of a stage of unequal widths wait for each other, where they take turns."""
+
+    def __init__(self, order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
+        self._came: set[tuple[int, bool]] = set()  # rows that have come to their first pass (True), and to the last
+        self._ends: list[tuple[Launch, Launch]] = []
+        self._beside: list[list[int]] = []
+        if isinstance(order, RoutedOrder) and order.in_turn:  # else nothing goes beside computing (Widths.in_turn)
+            computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows]
+            self._ends = [(own[0], own[-1]) for own in computed]
+            self._beside = [[b for b in range(len(rows)) if order.stage_of(b) == order.stage_of(a)]
+                            for a in range(len(rows))]
+
+    @property
+    def count(self) -> int:
+        return len(self._came)
+
+    def waits(self, row: int, launch: Launch, after_last: bool) -> bool:
+        """Whether `row`, which has come to `launch`, waits for the others. `after_last`: at its last pass too."""
+        if not self._ends or launch not in self._ends[row][:1 + after_last]:
+            return False
+        first = launch == self._ends[row][0]
+        self._came.add((row, first))
+        return any((other, first) not in self._came for other in self._beside[row])
+
+
+def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
+    """Go through a step of :func:`windowed` launches as gloo does them: a row computes once its input has been sent,
+    and goes on after a send once the send a window before it has a receive to go to, posted by then. Raises PlanError
+    where one would wait for ever. (In a pipeline of equal widths two stages are never further apart than their window;
+    where a row has several neighbours, one may hold up another.)"""
+    at = [0] * len(rows)
+    done: list[set[Launch]] = [set() for _ in rows]
+    sent: dict[tuple[int, int], list[Post]] = {}
+    together = _Together(order, rows)
+
+    def blocked(row: int, launch: Launch) -> bool:
+        if isinstance(launch, Pass):
+            needed = order.transfer_to(row, launch)
+            return needed is not None and Post(True, needed) not in done[needed.source]
+        if not launch.sends:
+            return False
+        before = sent.setdefault((row, launch.other), [])
+        behind = len(before) - order.window(launch.transfer)
+        return behind >= 0 and Post(False, before[behind].transfer) not in done[launch.other]
+
+    def advance(row: int) -> bool:
+        began, came = at[row], together.count
+        while at[row] < len(rows[row]) and not blocked(row, launch := rows[row][at[row]]):
+            if together.waits(row, launch, after_last=False):
+                break
+            if isinstance(launch, Post) and launch.sends:
+                sent.setdefault((row, launch.other), []).append(launch)
+            done[row].add(launch)
+            at[row] += 1
+        return at[row] > began or together.count > came
+
+    while any([advance(row) for row in range(len(rows))]):
+        pass
+    for row in range(len(rows)):
+        if at[row] < len(rows[row]):
+            launch = rows[row][at[row]]
+            raise stuck(order, row, launch if isinstance(launch, Pass) else launch.transfer.made)
+
+
+def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
     """Go through a step in the model of this module. Raises PlanError where a stage would wait for ever, or computes
     on what it has not received."""
     at = [0] * len(rows)
     done: list[set[Launch]] = [set() for _ in rows]
+    together = _Together(order, rows)
 
     def head(stage: int) -> Launch | None:
         return rows[stage][at[stage]] if at[stage] < len(rows[stage]) else None
 
     def advance(stage: int) -> bool:
-        before = at[stage]
+        before, came = at[stage], together.count
         while (launch := head(stage)) is not None:
             if isinstance(launch, Pass):
                 needed = order.transfer_to(stage, launch)
                 if needed is not None and Post(False, needed) not in done[stage]:
                     break
                 if not launch.forward and launch._replace(forward=True) not in done[stage]:
+                    break
+                if together.waits(stage, launch, after_last=True):
                     break
             else:
                 if launch.sends and launch.transfer.made not in done[stage]:
@@ -197,7 +290,7 @@ def check_line(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
                 at[launch.other] += 1
             done[stage].add(launch)
             at[stage] += 1
-        return at[stage] > before
+        return at[stage] > before or together.count > came
 
     while any([advance(stage) for stage in range(len(rows))]):
         pass
@@ -206,8 +299,11 @@ def check_line(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
             raise stuck(order, stage, launch if isinstance(launch, Pass) else launch.transfer.made)
 
 
-def stuck(order: Order, stage: int, made: Pass) -> PlanError:
-    """What is said of a stage that would never get on."""
+def stuck(order: AnyOrder, row: int, made: Pass) -> PlanError:
+    """What is said of a stage (a row of a routed order) that would never get on."""
+    stage = order.stage_of(row)
+    why = ("replicas of a stage wait for each other" if isinstance(order, RoutedOrder)
+           else "virtual stages need several for each chunk")
     return PlanError(f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch"
                      f" {made.micro_batch}", where="plan.schedule",
-                     hint="hold more passes in flight: virtual stages need several for each chunk")
+                     hint=f"hold more passes in flight: {why}")

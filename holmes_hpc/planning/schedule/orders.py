@@ -72,6 +72,18 @@ class Order:
                             hint="give one number per stage")
 
     @property
+    def rows(self) -> int:
+        """What launches are listed for: one replica of every stage stands for all, for they do the same."""
+        return self.stages
+
+    def stage_of(self, row: int) -> int:
+        return row
+
+    def own(self, row: int) -> range:
+        """The micro-batches that `row` computes, in order."""
+        return range(self.micro_batches)
+
+    @property
     def group(self) -> int:
         """Micro-batches that pass one chunk before the next chunk has its turn."""
         return self.stages if self.chunks > 1 else 1
@@ -125,8 +137,27 @@ class Order:
             return None
         return StageTransfer(stage, (stage + on) % self.stages, made)
 
-    def window(self, upstream: int) -> int:
-        """Receives posted ahead of need (`ahead` only) on both directions of the edge below stage `upstream`."""
+    def window(self, transfer: StageTransfer) -> int:
+        """Receives posted ahead of need (`ahead` only) on the edge that `transfer` goes over, in either direction."""
+        return self.window_below(transfer.source if transfer.made.forward else transfer.target)
+
+    def pace(self, stage: int) -> int:
+        """How many micro-batches a stage computes in the time of one of its passes."""
+        return 1
+
+    def hidden(self, transfer: StageTransfer) -> int:
+        """Twice what the depth hides of `transfer`, in the time in which a stage computes a micro-batch (`ahead`)."""
+        if abs(transfer.source - transfer.target) != 1:  # over the edge that closes the ring
+            return 0
+        above, below = self._hiding[min(transfer.source, transfer.target):][:2]
+        return max(0, above - below - 1)
+
+    @cached_property
+    def _hiding(self) -> list[int]:
+        return list(accumulate(self.in_flight, min))
+
+    def window_below(self, upstream: int) -> int:
+        """:meth:`window` of the edge below stage `upstream`."""
         if upstream == self.stages - 1:
             return self.group
         return self.depth(upstream) - self.depth(upstream + 1) + 1

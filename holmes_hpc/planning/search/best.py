@@ -19,6 +19,7 @@ from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evalua
 from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
 from holmes_hpc.planning.search.near_batch import WORTH, near_batch
 from holmes_hpc.planning.search.space import Space
+from holmes_hpc.planning.search.unequal import with_unequal
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
 BETTER = 24  # candidates made better at most
@@ -42,7 +43,7 @@ def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
     best, *others = search(model, batch, site, options, costs, clock)
     if not clock.is_over():
         best = _beside_a_near_batch(best, model, batch, site, options, costs, clock)
-    return to_plan(best, site, others)
+    return with_unequal(to_plan(best, site, others), site, options, costs, clock)
 
 
 def _beside_a_near_batch(best: Candidate, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,

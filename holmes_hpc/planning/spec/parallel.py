@@ -58,6 +58,39 @@ class Parallel:
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
+    # what stages of unequal widths (widths.py) have too
+
+    @property
+    def stage_ranks(self) -> list[list[int]]:
+        """The global ranks of every stage."""
+        ranks: list[list[int]] = self.grid().reshape(self.pp, -1).tolist()
+        return ranks
+
+    def tp_of(self, stage: int) -> int:
+        return self.tp
+
+    def dp_of(self, stage: int) -> int:
+        return self.dp
+
+    @property
+    def tps(self) -> tuple[int, ...]:
+        """Every number of TP ranks that a stage has."""
+        return (self.tp,)
+
+    @property
+    def vocabulary_parts(self) -> int:
+        """Into how many equal parts the padded vocabulary can be cut."""
+        return self.tp
+
+    @property
+    def words(self) -> str:
+        return f"TP {self.tp} PP {self.pp} DP {self.dp}"
+
+    @property
+    def product(self) -> str:
+        """What gives the number of ranks, in words."""
+        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
+
     def grid(self) -> np.ndarray:
         """Global ranks, shape (pp, dp, tp)."""
         ranks = np.arange(self.world_size)

@@ -17,7 +17,6 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import (
     EDGE_DTYPES,
     RECOMPUTE,
-    SCHEDULES,
     STRATEGIES,
     TRANSPORT_MODES,
     edges_ignored,
@@ -26,75 +25,17 @@ from holmes_hpc.errors import HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.parallel import Parallel, groups
+from holmes_hpc.planning.spec.parts import Component, GroupTransport, Predicted, Schedule, Stage
 from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, refuse_unshared
+from holmes_hpc.planning.spec.widths import Widths, read_widths, unequal_groups, write_widths
 from holmes_hpc.records.files import SAFE_LOADER, write_whole
 from holmes_hpc.schema import check, key, make
 
 VERSION = 1
+UNEQUAL = 2  # the version of a plan whose stages have unequal widths; all others are written as version 1
 CONTROL = "control"  # the kind of the one entry of transports that is no group of Megatron-Core's
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """`kind`: one of SCHEDULES. `in_flight`: per stage, the most micro-batches (chunk passes when interleaved) whose
-    activations it holds."""
-
-    kind: Annotated[str, key("who waits for what", one_of=SCHEDULES)]
-    in_flight: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        check(self, "schedule", PlanError)
-        if any(n < 1 for n in self.in_flight):
-            raise PlanError(f"in_flight is {self.in_flight}", where="schedule", hint="every stage holds at least one")
-
-
-@dataclass(frozen=True)
-class Component:
-    """One part of the hetjob: `nodes` of one fabric, which hold the pipeline `stages` (all of them if hierarchical)."""
-
-    partition: str
-    constraint: str
-    fabric: str
-    nodes: Annotated[int, key("of the fabric", ge=1)]
-    gpus_per_node: Annotated[int, key("ranks of a node", ge=1)]
-    stages: Annotated[tuple[int, ...], key("that it holds", ge=0)]
-
-    def __post_init__(self) -> None:
-        check(self, f"component {self.fabric}", PlanError)
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage: `layers` transformer layers, cut into `chunks` (one per virtual stage). `fabric` is the first
-    one's where a hierarchical plan has it in several."""
-
-    fabric: str
-    layers: Annotated[int, key("transformer layers", ge=0)]
-    chunks: Annotated[tuple[int, ...], key("layers of each virtual stage", ge=0)] = ()
-
-    def __post_init__(self) -> None:
-        check(self, "stages", PlanError)
-        object.__setattr__(self, "chunks", self.chunks or (self.layers,))
-        if sum(self.chunks) != self.layers:
-            raise PlanError(f"chunks {self.chunks} do not make {self.layers} layers", where="stages",
-                            hint="correct them")
-
-
-@dataclass(frozen=True)
-class GroupTransport:
-    """The transport of one concrete group: Megatron-Core's `kind` of it, its global ranks, its stages. Beside those:
-    ``edge``, and, where ranks are GPUs, ``control``: what all ranks exchange from host memory (gloo groups of some of
-    the ranks follow the same rule)."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    transport: Transport
-    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,32 +54,13 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What a plan should do. Times in seconds; `nic_bytes_per_step`: fabric name or ``ethernet`` -> bytes that all
-    nodes together send over such NICs in one step, payload only; `breakdown`: seconds of the step by part.
-    `interval_s`: (low, high), between which nine of ten runs like it were; None where nothing is known of that."""
-
-    step_time_s: float
-    samples_per_s: float
-    model_tflops_per_gpu: float
-    hardware_tflops_per_gpu: float
-    memory_bytes_per_gpu: tuple[int, ...]
-    nic_bytes_per_step: dict[str, float]
-    breakdown: dict[str, float]
-    interval_s: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        check(self, "predicted", PlanError)
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything a run needs. Made by the planner, or by hand; checked here, so that inside no code asks again."""
 
     strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
     model: ModelSpec
     batch: Batch
-    parallel: Parallel
+    parallel: Parallel | Widths
     recompute: Annotated[str, key("what a backward pass computes again", one_of=RECOMPUTE)]
     schedule: Schedule
     components: tuple[Component, ...]
@@ -160,10 +82,15 @@ class Plan:
     def __post_init__(self) -> None:
         _check_version(self.version)
         check(self, "plan", PlanError)
+        if (self.version == UNEQUAL) != isinstance(self.parallel, Widths):
+            object.__setattr__(self, "version", UNEQUAL if isinstance(self.parallel, Widths) else VERSION)
         if ignored := edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections):
             raise PlanError(ignored, where="plan", hint="leave it out, or use transport_mode holmes or schedule ahead")
         self._check_sizes()
         self._check_model()
+        if isinstance(self.parallel, Widths):
+            self._check_unequal(self.parallel)
+        check_launches(self.order)
         self._check_fabrics()
         self._check_components()
 
@@ -182,22 +109,24 @@ class Plan:
             if c.gpus_per_node > fabric.gpus_per_node:
                 raise PlanError(f"{c.gpus_per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
                                 where=f"component {c.fabric}", hint=f"use at most {fabric.gpus_per_node}")
-            if c.gpus_per_node % p.tp:
-                raise PlanError(f"TP {p.tp} does not divide {c.gpus_per_node} GPUs of a node",
-                                where=f"component {c.fabric}", hint="keep tensor parallel inside a node")
+            for tp in p.tps if isinstance(p, Parallel) else {p.tp_of(s) for s in c.stages if s < p.pp}:
+                if c.gpus_per_node % tp:
+                    raise PlanError(f"TP {tp} does not divide {c.gpus_per_node} GPUs of a node",
+                                    where=f"component {c.fabric}", hint="keep tensor parallel inside a node")
         if sum(c.ranks for c in self.components) != p.world_size:
-            raise PlanError(f"components hold {sum(c.ranks for c in self.components)} ranks, TP {p.tp} x PP {p.pp} x DP"
-                            f" {p.dp} needs {p.world_size}", where="components", hint="make them equal")
+            raise PlanError(f"components hold {sum(c.ranks for c in self.components)} ranks, {p.product}"
+                            f" needs {p.world_size}", where="components", hint="make them equal")
 
     def _check_model(self) -> None:
         m, p, where = self.model, self.parallel, f"model {self.model.name}"
-        for name, value in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
-            if value % p.tp:
-                raise PlanError(f"{value} {name} cannot be divided by TP {p.tp}", where=where,
-                                hint=f"use a TP that divides {value}")
-        if p.sequence_parallel and self.batch.sequence_length % p.tp:
-            raise PlanError(f"TP {p.tp} does not divide a sequence of {self.batch.sequence_length}",
-                            where="parallel.sequence_parallel", hint="switch it off, or use a TP that divides it")
+        for tp in p.tps:
+            for name, value in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
+                if value % tp:
+                    raise PlanError(f"{value} {name} cannot be divided by TP {tp}", where=where,
+                                    hint=f"use a TP that divides {value}")
+            if p.sequence_parallel and self.batch.sequence_length % tp:
+                raise PlanError(f"TP {tp} does not divide a sequence of {self.batch.sequence_length}",
+                                where="parallel.sequence_parallel", hint="switch it off, or use a TP that divides it")
         if sum(s.layers for s in self.stages) != m.layers:
             raise PlanError(f"stages hold {sum(s.layers for s in self.stages)} layers, the model has {m.layers}",
                             where="stages", hint="make them equal")
@@ -210,8 +139,6 @@ class Plan:
         if self.batch.sequence_length > m.max_positions:
             raise PlanError(f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
                             where="batch", hint="shorten the sequence or raise model.max_positions")
-        check_launches(Order(self.schedule.kind, p.pp, self.batch.micro_batches(p.dp), p.virtual_stages,
-                             self.schedule.in_flight))
 
     def _check_fabrics(self) -> None:
         if self.transport_mode == "single":
@@ -242,6 +169,24 @@ class Plan:
                 raise PlanError(f"stage {wrong[0]} is said to be on {self.stages[wrong[0]].fabric}",
                                 where=f"component {c.fabric}", hint="give a stage the fabric of its component")
 
+    def _check_unequal(self, widths: Widths) -> None:
+        if self.schedule.kind != "ahead":
+            raise PlanError(f"{self.schedule.kind} with stages of unequal widths", where="schedule.kind",
+                            hint="use ahead: Megatron's own schedules need one width for all stages")
+        if self.strategy == "hierarchical-dp" or self.transport_mode == "single":
+            said = "strategy hierarchical-dp" if self.strategy == "hierarchical-dp" else "transport_mode single"
+            raise PlanError(f"{said} with stages of unequal widths", where="plan",
+                            hint="use strategy pipeline with transport_mode holmes")
+        for s, (stage, width) in enumerate(zip(self.stages, widths.stages, strict=True)):
+            found = next((c for c in self.components if c.fabric == stage.fabric), None)
+            if found is None:
+                raise PlanError(f"stage {s} is on {stage.fabric}, of which there is no component", where="stages",
+                                hint="add it to components, or give the stage another fabric")
+            if width.ranks != width.nodes * found.gpus_per_node:
+                raise PlanError(f"stage {s}: TP {width.tp} x DP {width.dp} on {width.nodes} nodes of"
+                                f" {found.gpus_per_node} ranks", where="stages",
+                                hint="a stage has whole nodes: nodes x ranks of a node = tp x dp")
+
     @property
     def layout(self) -> list[dict[str, Any]]:
         """The components of the job, as a run's record has them."""
@@ -254,8 +199,16 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per pipeline and step."""
-        return self.batch.micro_batches(self.parallel.dp)
+        """Micro-batches per pipeline and step; with unequal widths of the whole step, for there are no pipelines."""
+        return self.batch.micro_batches(1 if isinstance(self.parallel, Widths) else self.parallel.dp)
+
+    @cached_property
+    def order(self) -> Order | RoutedOrder:
+        """What each stage (with unequal widths: each replica of it) computes in a step, one after the other."""
+        p = self.parallel
+        if isinstance(p, Widths):
+            return RoutedOrder(p.routes(self.micro_batches), self.schedule.in_flight)
+        return Order(self.schedule.kind, p.pp, self.micro_batches, p.virtual_stages, self.schedule.in_flight)
 
     @cached_property
     def places(self) -> list[Place]:
@@ -285,7 +238,8 @@ class Plan:
             everyone = tuple(range(self.world_size))
             yield GroupTransport(CONTROL, everyone, self.transport_of(everyone, host_memory=True),
                                  tuple(range(self.parallel.pp)))
-        for g in groups(self.parallel):
+        p = self.parallel
+        for g in (unequal_groups(p, self.micro_batches, self.model.tied) if isinstance(p, Widths) else groups(p)):
             yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property
@@ -313,6 +267,8 @@ class Plan:
             for g in self.transports()]
         data["predicted"] = asdict(self.predicted) if self.predicted else None
         data["alternatives"] = list(self.alternatives)
+        if isinstance(self.parallel, Widths):
+            write_widths(data, self.parallel)
         data["site"] = self.site.to_dict()
         return json.loads(json.dumps(data))
 
@@ -323,9 +279,10 @@ class Plan:
         try:
             if isinstance(data, Mapping):
                 _check_version(data.get("version", VERSION))
-                plan = make(cls, {k: v for k, v in data.items() if k != "transports"}, "plan", PlanError)
-                if "transports" in data:
-                    plan._check_written_transports(data["transports"])
+                read = read_widths(data) if data.get("version") == UNEQUAL else data
+                plan = make(cls, {k: v for k, v in read.items() if k != "transports"}, "plan", PlanError)
+                if "transports" in read:
+                    plan._check_written_transports(read["transports"])
                 missing = [k for k in _ALWAYS_WRITTEN if k not in data]
                 return plan if not missing else replace(plan, assumptions=(
                     *plan.assumptions, f"an older plan, without {', '.join(missing)}: taken as by default"))
@@ -382,8 +339,8 @@ _ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_
 
 
 def _check_version(version: Any) -> None:
-    if version != VERSION:
-        raise PlanError(f"plan version {version}, this release reads {VERSION}", where="plan",
+    if version not in (VERSION, UNEQUAL):
+        raise PlanError(f"plan version {version}, this release reads {VERSION} and {UNEQUAL}", where="plan",
                         hint="make the plan again with `holmes plan`")
 
 
@@ -392,5 +349,6 @@ def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _short(ranks: tuple[int, ...] | list[int]) -> str:
+    """Ranks, or stages, in a few letters."""
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])

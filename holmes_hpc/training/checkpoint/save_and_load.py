@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint import CheckpointException
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
 from holmes_hpc.training.model import gpt, megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
@@ -112,7 +114,7 @@ class Checkpoints:
         try:
             request = megatron_versions.save(
                 self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                METADATA)
+                METADATA, self._alike)
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -263,11 +265,11 @@ class Checkpoints:
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
-        same_layout = (checkpoint.about.get("parallel") == asdict(self.plan.parallel)
+        same_layout = (checkpoint.about.get("parallel") == json.loads(json.dumps(asdict(self.plan.parallel)))
                        and checkpoint.about.get("device", self._device) == self._device)
         state = self._state(is_loading=True, generators=same_layout)
         try:
-            loaded = megatron_versions.load(state, checkpoint.path)
+            loaded = megatron_versions.load(state, checkpoint.path, self._alike)
         except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
             raise DataError(f"cannot be loaded: {no_code.line_of(_inner_error(e))}", where=str(checkpoint.path),
                             hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
@@ -290,12 +292,23 @@ class Checkpoints:
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if generators:
             state["generators"] = ShardedObject(
-                "generators", random_states.generators(),
-                (parallel_state.get_pipeline_model_parallel_world_size(),
-                 parallel_state.get_tensor_model_parallel_world_size()),
-                (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+                "generators", random_states.generators(), *self._place_of_generators(),
                 replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
         return state
+
+    @property
+    def _alike(self) -> bool:
+        """Whether all stages cut their weights alike."""
+        return len(self.plan.parallel.tps) == 1
+
+    def _place_of_generators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many sets of generators there are that replicas share, and which one is this rank's."""
+        p = self.plan.parallel
+        stage, _, part = p.coordinates(self._rank)
+        if isinstance(p, Widths):  # no grid
+            before = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
+            return (before[-1],), (before[stage] + part,)
+        return (p.pp, p.tp), (stage, part)
 
 
 def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data.prefetch import on_gpu
 from holmes_hpc.training.data.prefix import check_vocabulary
@@ -59,8 +60,9 @@ def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_siz
 
 
 def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0, device: torch.device = CPU,
-            end: int | None = None) -> Iterator[dict[str, Any]]:
-    """Micro-batches of data-parallel rank `dp_rank` from step `start_step` on; `plan.micro_batches` a step, no end.
+            end: int | None = None, stage: int = 0) -> Iterator[dict[str, Any]]:
+    """Micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end; a step has
+    `plan.micro_batches`, or with unequal widths those that the plan routes to this replica.
 
     tokens, labels, position_ids: int64, shape (micro size, sequence length); loss_mask: float32, the same shape;
     attention_mask: None (causal), or, of documents that token `end` keeps apart, as :func:`apart` has it; all on
@@ -68,7 +70,7 @@ def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0, dev
     vocabulary.
     """
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
-    rows = texts(dataset, plan, dp_rank, start_step)
+    rows = texts(dataset, plan, dp_rank, start_step, stage)
     for text in on_gpu(rows, device) if device.type == "cuda" else map(torch.from_numpy, rows):
         tokens, positions, mask = text[:, :-1].contiguous(), torch.arange(length, device=device).repeat(micro, 1), None
         if end is not None:
@@ -91,11 +93,16 @@ def apart(tokens: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     return place - first, other | (place[None, :] > place[:, None])
 
 
-def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int) -> Iterator[np.ndarray]:
+def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: int = 0) -> Iterator[np.ndarray]:
     """The samples of one micro-batch after the other: int64, shape (micro size, sequence length + 1)."""
-    size, micro, dp = plan.batch.global_size, plan.batch.micro_size, plan.parallel.dp
+    size, micro = plan.batch.global_size, plan.batch.micro_size
+    if isinstance(plan.order, RoutedOrder):  # numbers of the whole step, as if there were one replica
+        own: Sequence[int] = plan.order.own(plan.order.row(stage, dp_rank))
+        dp, dp_rank = 1, 0
+    else:
+        own, dp = range(plan.micro_batches), plan.parallel.dp
     for step in count(start_step):
-        for micro_batch in range(plan.micro_batches):
+        for micro_batch in own:
             chosen = sample_indices(step, micro_batch, dp_rank, dp, micro, size)
             rows = np.stack([dataset.tokens(i) for i in chosen])
             check_vocabulary(rows, plan.model.vocab, dataset.name)

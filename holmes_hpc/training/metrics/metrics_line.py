@@ -37,9 +37,8 @@ def rank_row(loss_sum: float, loss_count: int, step_time_s: float, parts: Mappin
 
 def stage_breakdown(plan: Plan, rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
     """Per stage the mean over its ranks, in seconds; the parts add up to the step's time."""
-    stages = plan.parallel.grid().reshape(plan.parallel.pp, -1).tolist()
     return [{part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
-            for ranks in stages]
+            for ranks in plan.parallel.stage_ranks]
 
 
 def metrics_line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float,
@@ -56,7 +55,7 @@ def metrics_line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: f
         "tokens_per_s": samples_per_s * plan.batch.sequence_length, "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
         "hardware_tflops_per_gpu":
-            hardware_flops_per_step(plan.model, plan.batch, plan.parallel.tp, plan.recompute) / per_gpu,
+            hardware_flops_per_step(plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute) / per_gpu,
         "breakdown": stage_breakdown(plan, rows),
         "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
         "peak_memory_bytes": [int(r[_MEMORY]) for r in rows]}

@@ -75,9 +75,9 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
     counted_on = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
     if device.type != "cuda" or not counted_on or has_transformer_engine():
         return
-    m = plan.model
-    heads = torch.empty(1, m.heads // plan.parallel.tp, plan.batch.sequence_length, m.head_width, dtype=dtype,
-                        device=device, requires_grad=True)
+    m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
+    heads = torch.empty(1, m.heads // tp, plan.batch.sequence_length, m.head_width, dtype=dtype, device=device,
+                        requires_grad=True)
     asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
     kernels = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention,
                torch.backends.cuda.can_use_cudnn_attention)

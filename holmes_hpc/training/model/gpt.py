@@ -50,10 +50,10 @@ def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
 
 
 def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None,
-                       ) -> TransformerConfig:
-    """Megatron-Core's configuration for `plan`. Everything that compiles kernels is on for CUDA only. `fp8`: the
-    recipe of Transformer Engine, which has been checked to be there."""
-    m, p = plan.model, plan.parallel
+                       stage: int = 0) -> TransformerConfig:
+    """Megatron-Core's configuration for a rank of `stage` of `plan`. Everything that compiles kernels is on for CUDA
+    only. `fp8`: the recipe of Transformer Engine, which has been checked to be there."""
+    m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
     more: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}
     if plan.recompute == "selective":
@@ -67,10 +67,10 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
         normalization="RMSNorm" if m.rmsnorm else "LayerNorm", layernorm_epsilon=m.norm_eps, add_bias_linear=m.bias,
         hidden_dropout=m.dropout, attention_dropout=m.dropout, init_method_std=INIT_STD,
         params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
-        tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
         pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]
-        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel, deallocate_pipeline_outputs=True,
+        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel and tp > 1, deallocate_pipeline_outputs=True,
         overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
         bias_dropout_fusion=cuda, masked_softmax_fusion=False,
@@ -119,20 +119,21 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
     `seed` those mean nothing, for a checkpoint's will take their place."""
     megatron_versions.quiet()
     m, p = plan.model, plan.parallel
+    vocabulary = m.padded_vocab(p.vocabulary_parts)
     chunks = []
     for chunk in range(p.virtual_stages):
         virtual = chunk if p.virtual_stages > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=virtual)
         model = GPTModel(
-            config, block_spec(m, config, device.type == "cuda", virtual), vocab_size=m.padded_vocab(p.tp),
+            config, block_spec(m, config, device.type == "cuda", virtual), vocab_size=vocabulary,
             max_sequence_length=m.max_positions, pre_process=first, post_process=last,
             share_embeddings_and_output_weights=m.tied,
             position_embedding_type="rope" if m.rope else "learned_absolute", vp_stage=virtual)
         if m.rope:
             model.rotary_pos_emb.inv_freq = rotary_frequencies(m).to(model.rotary_pos_emb.inv_freq.device)
         if last:
-            _mask_padding(model, m.vocab, m.padded_vocab(p.tp) // p.tp)
+            _mask_padding(model, m.vocab, vocabulary // config.tensor_model_parallel_size)
         chunks.append(model.to(device))
     if seed is not None:
         for model in chunks:
@@ -213,7 +214,7 @@ def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
 
 
 def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed: int) -> None:
-    tp, rank = plan.parallel.tp, parallel_state.get_tensor_model_parallel_rank()
+    tp, rank = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
     split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
     dimension = getattr(parameter, "partition_dim", 0) if split else 0
     own = [torch.arange(n, device=parameter.device) for n in parameter.shape]

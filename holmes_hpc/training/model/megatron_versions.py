@@ -42,19 +42,23 @@ def backward_step(*tensors: Any, model_type: Any, config: Any) -> Any:
     return schedules.backward_step(*tensors, *more, config)
 
 
-def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, Any]) -> Any:
-    """Begin an asynchronous save; the request comes back. Later versions write with NVRx unless told not to: that
+def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, Any], alike: bool) -> Any:
+    """Begin an asynchronous save; the request comes back. `alike`: every rank's part of a tensor has the same shape,
+    which Megatron-Core then checks (where stages have unlike TP, torch alone checks that the parts make the whole).
+    Later versions write with NVRx unless told not to: that
     package is another dependency, and its writer outlives a rank that is killed."""
     own_writer = {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
     return dist_checkpointing.save(state, os.fspath(path), strategy, async_sharded_save=True, content_metadata=content,
-                                   **own_writer)
+                                   validate_access_integrity=alike, **own_writer)
 
 
-def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Load a checkpoint that any of the versions wrote. Later ones read the earlier ones' themselves."""
+def load(state: dict[str, Any], path: Path, alike: bool) -> dict[str, Any]:
+    """Load a checkpoint that any of the versions wrote; `alike` as for :func:`save`. Later ones read the earlier ones'
+    themselves."""
+    more: dict[str, Any] = {"validate_access_integrity": alike}
     if _takes(dist_checkpointing.load, "common_strategy") and not (path / "common.pt").exists():
-        return dist_checkpointing.load(state, os.fspath(path), common_strategy=_common_inside())
-    return dist_checkpointing.load(state, os.fspath(path))
+        more["common_strategy"] = _common_inside()
+    return dist_checkpointing.load(state, os.fspath(path), **more)
 
 
 def _common_inside() -> Any:

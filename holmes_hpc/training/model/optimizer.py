@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from megatron.core.transformer.module import Float16Module
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.metrics.breakdown import Breakdown
+from holmes_hpc.training.model.tied_embedding import FinalizeWithTied
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
 
@@ -49,6 +52,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     p = plan.parallel
     # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
     overlap = train.overlap_grad_reduce and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
+    overlap = overlap and (not isinstance(p, Widths) or p.in_turn)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlap,
         overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,
@@ -59,15 +63,26 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     for index, chunk in enumerate(chunks):
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
         # Megatron's own default for interleaved stages: later chunks reduce under the first one's computing
-        wrapped.append(DistributedDataParallel(config, ddp, inner, disable_bucketing=index > 0,
-                                               pg_collection=groups_for_ddp()))
+        made = DistributedDataParallel(_summing(config) if isinstance(p, Widths) else config, ddp, inner,
+                                       disable_bucketing=index > 0, pg_collection=groups_for_ddp())
+        made.config = config
+        wrapped.append(made)
     return wrapped
 
 
+def _summing(config: Any) -> Any:
+    """For DDP alone: gradients are summed over a stage's replicas, not averaged, for each loss is divided by all
+    micro-batches of the step, and no two stages need have the same number of replicas."""
+    own = copy.copy(config)
+    own.calculate_per_token_loss = True
+    return own
+
+
 def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: TrainConfig,
-          breakdown: Breakdown) -> Any:
+          breakdown: Breakdown, tied_group: Any = None) -> Any:
     """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon (whose
-    packages have been checked to be there); `config` learns what the schedules need of it."""
+    packages have been checked to be there); `config` learns what the schedules need of it. `tied_group`: of
+    :class:`Groups`, where stages have unequal widths."""
     ddp = models[0].ddp_config
     if train.optimizer == "muon" and plan.parallel.distributed_optimizer:
         raise ConfigError("the plan shares the optimizer out, as Megatron-Core's Muon cannot be",
@@ -82,7 +97,8 @@ def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train:
         bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
         use_distributed_optimizer=plan.parallel.distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather, timers=breakdown, **muon), list(models))
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = (finalize_model_grads if not isinstance(plan.parallel, Widths)
+                                        else FinalizeWithTied(tied_group))
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
     if len(models) == 1 and config.no_sync_func:

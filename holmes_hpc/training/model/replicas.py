@@ -21,37 +21,53 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements at a time, so that it takes no memory to speak of
 
 
-def checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """A number of 64 bits, on the parameter's device, that changes with any bit of it and with its elements' order."""
+def checksum(parameter: torch.Tensor, before: int = 0) -> torch.Tensor:
+    """A number of 64 bits, on the parameter's device, that changes with any bit of it and with its elements' order.
+    `before`: elements of a larger one that stand before it; checksums of its parts add up to its own."""
     bits = parameter.detach().contiguous().view(-1).view(_BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
     for first in range(0, bits.numel(), _BLOCK):
         block = bits[first:first + _BLOCK].to(torch.int64)
-        place = torch.arange(first, first + block.numel(), device=block.device)
+        place = torch.arange(before + first, before + first + block.numel(), device=block.device)
         total += hash64(place, block).sum()
     return total
 
 
-def check(chunks: Sequence[Any], tied: bool) -> None:
+def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | None = None) -> None:
     """Compare this rank's weights with those of the ranks that should hold the same. RunFailed, on all ranks of a group
     in which one differs, with the parameter and the ranks.
 
-    `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding.
+    `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding. `tied_group`: of all
+    ranks of both, where they have unequal widths.
     """
     held = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
     _compare(held, parallel_state.get_data_parallel_group(with_context_parallel=True))
     _compare({name: p for name, p in held.items() if not getattr(p, "tensor_model_parallel", False)},
              parallel_state.get_tensor_model_parallel_group())
-    if tied and parallel_state.is_rank_in_embedding_group():
+    if tied_group is not None:
+        _compare_whole(next(c for c in chunks if c.pre_process or c.post_process), tied_group)
+    elif (tied and parallel_state.is_rank_in_embedding_group()
+          and dist.get_world_size(parallel_state.get_embedding_group()) > 1):
         end = next(c for c in chunks if c.pre_process or c.post_process)
         _compare({"the tied embedding": end.shared_embedding_or_output_weight()}, parallel_state.get_embedding_group())
 
 
+def _compare_whole(end: Any, group: dist.ProcessGroup) -> None:
+    """The tied embedding over ranks that hold other parts of it: the whole one's checksum, of its parts' checksums."""
+    own = end.shared_embedding_or_output_weight()
+    total = checksum(own, parallel_state.get_tensor_model_parallel_rank() * own.numel())
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    _compare_rows({"the tied embedding": total}, group)
+
+
 def _compare(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    if dist.get_world_size(group) > 1 and held:  # or there is nothing to hash
+        _compare_rows({name: checksum(parameter) for name, parameter in held.items()}, group)
+
+
+def _compare_rows(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < 2 or not held:
-        return
-    own = torch.stack([checksum(parameter) for parameter in held.values()])
+    own = torch.stack(list(held.values()))
     rows = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(rows, own, group=group)
     for found in differences(dict(zip(ranks, (row.tolist() for row in rows), strict=True)), list(held)):

@@ -20,7 +20,9 @@ from holmes_hpc.fabric.nic_types import NCCL_NETWORKS
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.network import interfaces as transports
+from holmes_hpc.training.network import unequal_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
 
 GLOO = "holmes_gloo"
@@ -67,7 +69,8 @@ def nccl_options(transport: Transport, site: Site | None = None, urgent: bool = 
 @dataclass
 class Groups:
     """Makes process groups, each on its transport. `timeout_s`: of their set-up and of gloo's collectives; NCCL's own
-    is longer than `watchdog_s`, for it ends the process without a word. `made`: for the run's record."""
+    is longer than `watchdog_s`, for it ends the process without a word. `made`: for the run's record. `tied`: of all
+    ranks of the first and the last stage, on those, where the embedding is tied and stages have unequal widths."""
 
     plan: Plan
     node: NodeTransports
@@ -76,6 +79,7 @@ class Groups:
     timeout_s: float
     watchdog_s: float
     made: list[dict[str, Any]] = field(default_factory=list)
+    tied: Any = None
     _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def start(self, store: dist.Store) -> None:
@@ -167,12 +171,22 @@ class Groups:
         began, p = time.perf_counter(), self.plan.parallel
         original = parallel_state.create_group
         parallel_state.create_group = self.create_group
+        minutes = max(1, round(self.timeout_s / 60))
         try:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
-                virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
-                num_distributed_optimizer_instances=p.optimizer_instances, order=p.order,
-                distributed_timeout_minutes=max(1, round(self.timeout_s / 60)), create_gloo_process_groups=True)
+            if isinstance(p, Widths):
+                with unequal_groups.stage_by_stage(p, self.rank) as sizes:
+                    parallel_state.initialize_model_parallel(
+                        **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True)
+                for group in self.plan.transports():
+                    if group.kind == "embd":
+                        made = self.new(group.ranks, "embedding", transport=group.transport)
+                        self.tied = made if self.rank in group.ranks else None
+            else:
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
+                    virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
+                    num_distributed_optimizer_instances=p.optimizer_instances, order=p.order,
+                    distributed_timeout_minutes=minutes, create_gloo_process_groups=True)
         finally:
             parallel_state.create_group = original
         return time.perf_counter() - began

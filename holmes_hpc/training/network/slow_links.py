@@ -61,7 +61,7 @@ class SlowLinks:
 
 def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None) -> SlowLinks:
     """For a plan whose ranks run on `nodes`; see :class:`holmes_hpc.training.network.audit.Audit` for the rest."""
-    stages = plan.parallel.grid().reshape(plan.parallel.pp, -1).tolist()
+    stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {short(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
     expected, names = [0.0] * len(stages), []
     for load in loads(plan, [n.node for n in nodes], dtype):

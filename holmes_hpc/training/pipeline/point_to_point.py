@@ -194,25 +194,12 @@ def _wait_all(works: Iterable[Any]) -> None:
         work.wait()
 
 
-class EdgeCommunicator(P2PCommunicator):
-    """Megatron-Core's point-to-point interface over channels; give it to any of its schedules as ``p2p_communicator``.
+class Edges:
+    """What ``run_ahead`` needs of a rank's edges. `channels`: those it is an end of; `device`: where it computes;
+    `on_device`: are transfers kernels of a GPU, which spin there until done?"""
 
-    `channels`: those this rank is an end of, by their role: forward_in, forward_out, backward_in, backward_out. The
-    first stage has no forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages
-    close the ring. Tensors have the shape that the schedule names: sequences of varying length are refused.
-    `device`: where this rank computes. `on_device`: are transfers kernels of a GPU, which spin there until done?
-    """
-
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device,
-                 ) -> None:
-        super().__init__(pp_group, config)
-        self.device = device
-        if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
-            raise ConfigError("sequences of varying length cannot go over edges of their own", where="model",
-                              hint="unset variable_seq_lengths")
-        self.channels = dict(channels)
-        self.forward_in, self.forward_out = channels.get("forward_in"), channels.get("forward_out")
-        self.backward_in, self.backward_out = channels.get("backward_in"), channels.get("backward_out")
+    def __init__(self, channels: Mapping[str, Channel], device: torch.device) -> None:
+        self.channels, self.device = dict(channels), device
         self.on_device = any(is_nccl(c.connections[0]) for c in channels.values())
 
     @property
@@ -224,6 +211,37 @@ class EdgeCommunicator(P2PCommunicator):
         """Wait for what is still under way. Call it before the groups are destroyed."""
         for channel in self.channels.values():
             channel.close()
+
+
+class EdgeCommunicator(P2PCommunicator, Edges):
+    """Megatron-Core's point-to-point interface over channels; give it to any of its schedules as ``p2p_communicator``.
+
+    `channels`: those this rank is an end of, by their role: forward_in, forward_out, backward_in, backward_out. The
+    first stage has no forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages
+    close the ring. Tensors have the shape that the schedule names: sequences of varying length are refused.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device,
+                 ) -> None:
+        P2PCommunicator.__init__(self, pp_group, config)
+        Edges.__init__(self, channels, device)
+        if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
+            raise ConfigError("sequences of varying length cannot go over edges of their own", where="model",
+                              hint="unset variable_seq_lengths")
+        self.forward_in, self.forward_out = channels.get("forward_in"), channels.get("forward_out")
+        self.backward_in, self.backward_out = channels.get("backward_in"), channels.get("backward_out")
+
+    @property
+    def row(self) -> int:
+        """This rank's row of an :class:`Order`: its stage."""
+        return int(self.pp_group.rank())
+
+    def stream(self, role: str, peer: int) -> Channel:
+        """What goes in `role` between this stage and `peer`: there is one neighbour only."""
+        if role not in self.channels:
+            raise ConfigError("virtual stages need an edge from the last stage to the first", where="plan.parallel",
+                              hint="make the model with as many chunks as the plan has virtual stages")
+        return self.channels[role]
 
     def _communicate(self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None,
                      recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
@@ -272,16 +290,25 @@ def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessG
         edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
     channels: dict[str, Channel] = {}
     for edge in edges:
-        tcp = edge.transport.kind == "tcp"
-        wire = codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME
         for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
-            connections = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
-            if rank in (source, target):
-                name = f"{direction} {source}->{target}"
-                role, peer = (f"{direction}_out", target) if rank == source else (f"{direction}_in", source)
-                channels[role] = channel(name, [c for c in connections if c is not None], peer, wire)
-                _try(channels[role], device, sends=rank == source)
+            made = connect(plan, edge, direction, source, target, new_group, rank, config, device, channel)
+            if made is not None:
+                channels[f"{direction}_{'out' if rank == source else 'in'}"] = made
     return EdgeCommunicator(pp_group, config, channels, device)
+
+
+def connect(plan: Plan, edge: GroupTransport, direction: str, source: int, target: int, new_group: NewGroup, rank: int,
+            config: Any, device: torch.device, channel: type[Channel] = Channel) -> Channel | None:
+    """One direction of an edge, on its transport; None on ranks that are no end of it. All ranks call it."""
+    tcp = edge.transport.kind == "tcp"
+    connections = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
+    if rank not in (source, target):
+        return None
+    made = channel(f"{direction} {source}->{target}", [c for c in connections if c is not None],
+                   target if rank == source else source,
+                   codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME)
+    _try(made, device, sends=rank == source)
+    return made
 
 
 def _try(channel: Channel, device: torch.device, sends: bool) -> None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,9 +36,10 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.schedule.launches import Post, launches
-from holmes_hpc.planning.schedule.orders import Order, Pass
+from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer
+from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.training.model.megatron_versions import backward_step
-from holmes_hpc.training.pipeline.point_to_point import Channel, EdgeCommunicator, Transfer
+from holmes_hpc.training.pipeline.point_to_point import Edges
 
 
 class TraceEvent(NamedTuple):
@@ -61,11 +61,13 @@ Tracer = Callable[[TraceEvent], None]
 def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int,
               seq_length: int, micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
               collect_non_loss_data: bool = False, first_val_step: bool | None = None,
-              adjust_tensor_shapes_fn: Any = None, p2p_communicator: EdgeCommunicator, pg_collection: Any,
-              force_all_reduce: bool | None = False, in_flight: Sequence[int], tracer: Tracer | None = None,
-              ) -> list[Any]:
-    """Megatron-Core's ``forward_backward_func`` with two arguments more: bind `in_flight` (the plan's, one number per
-    stage) and `tracer` with ``functools.partial``, and use it in its place. Returns losses on the last stage, else [].
+              adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any, pg_collection: Any,
+              force_all_reduce: bool | None = False, in_flight: Sequence[int], routed: RoutedOrder | None = None,
+              tracer: Tracer | None = None) -> list[Any]:
+    """Megatron-Core's ``forward_backward_func`` with three arguments more: bind `in_flight` (the plan's, one number per
+    stage), `routed` (the plan's order, where stages have unequal widths) and `tracer` with ``functools.partial``, and
+    use it in its place. Returns losses on the last stage, else []. With `routed`, `num_microbatches` are those of the
+    whole step, by which a loss is divided, and gradients are to be summed over a stage's replicas.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
@@ -73,18 +75,19 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, adjust_tensor_shapes_fn, in_flight)
 
-    order = Order("ahead", stages, num_microbatches, len(models), tuple(in_flight))
-    program = launches(order, stage, forward_only, edges.on_device)
-    needs = {order.transfer_to(stage, p): p for p in program if isinstance(p, Pass)}
+    order = routed or Order("ahead", stages, num_microbatches, len(models), tuple(in_flight))
+    row = edges.row
+    own = order.own(row)
+    program = launches(order, row, forward_only, edges.on_device)
+    needs = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
     report = TraceReporter(tracer, edges)
 
     shape = megatron.get_tensor_shapes(
         seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config,
         tp_group=pg_collection.tp, cp_group=pg_collection.cp)[0]
     new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=edges.device, requires_grad=True)
-    inputs, output_grads = Inbox(edges.forward_in, new), Inbox(edges.backward_in, new)
-    outputs = Outbox(edges.forward_out, order.window(stage))
-    input_grads = Outbox(edges.backward_out, order.window((stage - 1) % stages))
+    inputs, output_grads = Inbox(edges, "forward_in", new), Inbox(edges, "backward_in", new)
+    outputs, input_grads = Outbox(edges, "forward_out", order), Outbox(edges, "backward_out", order)
 
     model_type = get_model_type(models[0])
     held: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input, output: what backward needs
@@ -100,24 +103,24 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
         if isinstance(step, Post):
             forward = step.transfer.made.forward
             if not step.sends:
-                (inputs if forward else output_grads).post(needs[step.transfer])
+                (inputs if forward else output_grads).post(needs[step.transfer], step.transfer)
                 continue
-            (outputs if forward else input_grads).give(leaving, step.transfer.made)
+            (outputs if forward else input_grads).give(leaving, step.transfer)
             if forward:
                 megatron.deallocate_output_tensor(leaving, config.deallocate_pipeline_outputs)
             continue
-        arrives, key = order.transfer_to(stage, step) is not None, (step.micro_batch, step.chunk)
+        arrives, key = order.transfer_to(row, step) is not None, (step.micro_batch, step.chunk)
         if step.forward:
             with report.span("wait_forward", step, held):
-                input_tensor = inputs.take() if arrives else None
+                input_tensor = inputs.take(step) if arrives else None
             held[key] = input_tensor, None
             with report.span("forward", step, held):
                 output, count = megatron.forward_step(
                     forward_step_func, data[step.chunk], models[step.chunk], num_microbatches, input_tensor, losses,
                     config, cp_group_size=pg_collection.cp.size(), collect_non_loss_data=collect_non_loss_data,
-                    checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(stage)),
+                    checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(row)),
                     is_first_microbatch=megatron.check_first_val_step(
-                        first_val_step, forward_only, step.micro_batch == 0),
+                        first_val_step, forward_only, step.micro_batch == own[0]),
                     current_microbatch=step.micro_batch, vp_stage=step.chunk if len(models) > 1 else None,
                     is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1)
             tokens += count
@@ -127,8 +130,8 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
                 del held[key]
         else:
             with report.span("wait_backward", step, held):
-                output_grad = output_grads.take() if arrives else None
-            last = step.micro_batch == num_microbatches - 1
+                output_grad = output_grads.take(step) if arrives else None
+            last = step.micro_batch == own[-1]
             with report.span("backward", step, held), reduction.around(step, last):
                 input_tensor, output = held.pop(key)
                 leaving = backward_step(input_tensor, output, output_grad, model_type=model_type, config=config)
@@ -146,7 +149,7 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
 class TraceReporter:
     """Tells a tracer, if there is one, what happened when."""
 
-    def __init__(self, tracer: Tracer | None, edges: EdgeCommunicator) -> None:
+    def __init__(self, tracer: Tracer | None, edges: Edges) -> None:
         self._tracer, self._held, self._cuda = tracer, 0, edges.device.type == "cuda"
         for channel in edges.channels.values():
             channel.watch = None if tracer is None else self._transferred
@@ -175,7 +178,7 @@ def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
     return None if partial_ones is None else step.micro_batch % depth >= partial_ones
 
 
-def _refuse_unsupported(config: Any, edges: EdgeCommunicator, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int],
+def _refuse_unsupported(config: Any, edges: Any, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int],
                         ) -> None:
     if len(in_flight) != (stages := edges.pp_group.size()):
         raise PlanError(f"in_flight is given for {len(in_flight)} stages of {stages}", where="plan.schedule",
@@ -193,42 +196,36 @@ def _refuse_unsupported(config: Any, edges: EdgeCommunicator, adjust_tensor_shap
 
 
 class Inbox:
-    """What a stage receives over one direction of an edge."""
+    """What a stage receives in one direction (`role`: forward_in, backward_in), from whichever row has it."""
 
-    def __init__(self, channel: Channel | None, new: Callable[[], torch.Tensor]) -> None:
-        self._channel, self._new = channel, new
-        self._posted = deque[Transfer]()
+    def __init__(self, edges: Any, role: str, new: Callable[[], torch.Tensor]) -> None:
+        self._edges, self._role, self._new = edges, role, new
+        self._posted: dict[Pass, Any] = {}
 
-    def post(self, needed: Pass) -> None:
-        """Be ready for the next tensor, which pass `needed` works on."""
-        self._posted.append(_there(self._channel).receive(self._new(), needed))
+    def post(self, needed: Pass, transfer: StageTransfer) -> None:
+        """Be ready for the tensor that pass `needed` works on."""
+        self._posted[needed] = self._edges.stream(self._role, transfer.source).receive(self._new(), needed)
 
-    def take(self) -> torch.Tensor:
-        """The next tensor, once it is there."""
-        return self._posted.popleft().wait()
+    def take(self, needed: Pass) -> torch.Tensor:
+        """That tensor, once it is there."""
+        arrived: torch.Tensor = self._posted.pop(needed).wait()
+        return arrived
 
 
 class Outbox:
-    """What a stage sends over one direction of an edge, in the background.
+    """What a stage sends in one direction (`role`: forward_out, backward_out), in the background.
 
-    The other stage is at most `window` behind, so a tensor older than that has arrived: to wait for it takes no time,
+    The other end is at most a window behind, so a tensor older than that has arrived: to wait for it takes no time,
     and bounds the memory. Sends that are under way when a step ends complete during the next one.
     """
 
-    def __init__(self, channel: Channel | None, window: int) -> None:
-        self._channel, self._window = channel, window
+    def __init__(self, edges: Any, role: str, order: Order | RoutedOrder) -> None:
+        self._edges, self._role, self._order = edges, role, order
 
-    def give(self, tensor: torch.Tensor, step: Pass) -> None:
-        channel = _there(self._channel)
-        channel.send(tensor, step)
-        channel.settle(keep=self._window)
-
-
-def _there(channel: Channel | None) -> Channel:
-    if channel is None:
-        raise ConfigError("virtual stages need an edge from the last stage to the first", where="plan.parallel",
-                          hint="make the model with as many chunks as the plan has virtual stages")
-    return channel
+    def give(self, tensor: torch.Tensor, transfer: StageTransfer) -> None:
+        stream = self._edges.stream(self._role, transfer.target)
+        stream.send(tensor, transfer.made)
+        stream.settle(keep=self._order.window(transfer))
 
 
 class GradientReduction:

@@ -11,18 +11,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.pipeline import point_to_point
+from holmes_hpc.planning.spec.widths import Widths
+from holmes_hpc.training.pipeline import point_to_point, routed_edges
 from holmes_hpc.training.pipeline.run_ahead import Tracer, run_ahead
 
 
 def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
     """The plan's schedule: Megatron-Core's own for its model chunks and stages, or the one that runs ahead. `tracer`:
     is told of what the latter does."""
-    if plan.schedule.kind == "ahead" and plan.parallel.pp > 1:
-        return partial(run_ahead, in_flight=plan.schedule.in_flight, tracer=tracer)
+    if runs_ahead(plan):
+        routed = plan.order if isinstance(plan.order, RoutedOrder) else None
+        return partial(run_ahead, in_flight=plan.schedule.in_flight, routed=routed, tracer=tracer)
     function: Callable[..., Any] = get_forward_backward_func()
     return function
+
+
+def runs_ahead(plan: Plan) -> bool:
+    """Is its schedule this project's own? A pipeline of one stage has Megatron-Core's, unless its replicas have
+    unequal shares."""
+    return plan.schedule.kind == "ahead" and (plan.parallel.pp > 1 or isinstance(plan.parallel, Widths))
 
 
 def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, groups: ProcessGroupCollection, config: Any,
@@ -33,6 +42,9 @@ def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, grou
     Gloo's group of two ranks is one connection, on which the two directions wait for each other
     (benchmarks/one_connection.py): over it plain Megatron-LM gets a connection a direction as well, so that it is not
     slower than it would be on GPUs."""
+    if isinstance(plan.parallel, Widths):
+        return routed_edges.build_routed(plan, plan.parallel, new_group, rank=rank, place=groups.pp, config=config,
+                                         device=device)
     if plan.parallel.pp == 1:
         return None
     if plan.transport_mode == "single" and plan.schedule.kind != "ahead" and point_to_point.is_nccl(groups.pp):

@@ -59,7 +59,8 @@ class Stragglers:
 def work_of_stages(plan: Plan, paced: bool) -> tuple[list[float], list[Any]]:
     """For :class:`Stragglers`: every stage's work in layers (the last one's head as many as its FLOPs are worth; a pace
     is kept by layers alone), and its GPU. Nothing where every stage has ranks to compare among themselves."""
-    if plan.parallel.dp > 1 or min(stage.layers for stage in plan.stages) < 1:
+    replicas = max(plan.parallel.dp_of(s) for s in range(plan.parallel.pp))
+    if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
         return [], []
     length, fabrics = plan.batch.sequence_length, {f.name: f for f in plan.site.fabrics}
     work = [float(stage.layers) for stage in plan.stages]

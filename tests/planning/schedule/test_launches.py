@@ -58,7 +58,8 @@ def test_every_pass_and_both_ends_of_every_transfer_are_launched_once(order: Ord
 
 @given(orders("ahead"))
 def test_what_is_posted_and_held_fits_into_what_memory_was_counted_for(order: Order) -> None:
-    """Activations of the depth, a window of receives in both directions of both edges, and those taken next."""
+    """Activations of the depth, a window of receives in both directions of both edges, and those taken next (of each
+    chunk, of which the next one's can come before this one's)."""
     for stage, row in enumerate(launching.in_line(order)):
         held = 0
         for launch in row:
@@ -68,8 +69,8 @@ def test_what_is_posted_and_held_fits_into_what_memory_was_counted_for(order: Or
                 held += 1 if launch.forward else -1
                 held -= order.transfer_to(stage, launch) is not None
             edges = [(stage - 1) % order.stages, stage]
-            room = sum(order.window(edge) * (2 if edge == order.stages - 1 else 1) for edge in edges)
-            assert held <= order.depth(stage) + room + 2, (stage, launch)
+            room = sum(order.window_below(edge) * (2 if edge == order.stages - 1 else 1) for edge in edges)
+            assert held <= order.depth(stage) + room + 2 * order.chunks, (stage, launch)
 
 
 @given(st.integers(2, 4), st.integers(2, 3), st.lists(st.integers(1, 12), min_size=4, max_size=4))

@@ -90,7 +90,7 @@ def test_no_value_of_a_plan_is_more_than_one_line(plan: dict[str, Any]) -> None:
     (("predicted", "nic_bytes_per_step"), {"ib-a": "many"}, "predicted: nic_bytes_per_step is {'ib-a': 'many'}"),
     (("transports", 3, "ranks"), [0, 99], "transports[3]: ranks is 0,99; the plan has 16 ranks, from 0"),
     (("transports", 3, "nic"), "eth", "transports[3]: nic is 'eth'; use ib, roce, ethernet"),
-    (("version",), "2", "plan version 2, this release reads 1"),
+    (("version",), "3", "plan version 3, this release reads 1 and 2"),
 ])
 def test_a_wrong_value_of_a_plan_is_named(plan: dict[str, Any], at: tuple[Any, ...], value: Any, says: str,
                                           tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Edges between stages of unequal widths: from every replica of a stage to each that it shares a micro-batch with.
+
+They are the two-rank channels of point_to_point.py. Between stages of unlike TP a tensor is cut where the sequence is
+cut differently: each rank sends its part of the sequence to the ranks that need a piece of it, so that every byte
+crosses once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holmes_hpc.planning.schedule.routed import RoutedOrder
+from holmes_hpc.planning.spec.plan import GroupTransport, Plan
+from holmes_hpc.planning.spec.widths import Widths
+from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup, Transfer, connect, is_nccl
+
+
+class Cut:
+    """A :class:`Channel` to several ranks at once, each of which has a piece of every tensor: `pieces`, the channel of
+    each and the rows (parts of the sequence) that go over it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[Channel, slice]] = []
+
+    def send(self, tensor: torch.Tensor, label: Any = None) -> None:
+        for channel, rows in self.pieces:
+            channel.send(tensor[rows], label)
+
+    def receive(self, into: torch.Tensor, label: Any = None) -> Joined:
+        target = into.detach()  # the same memory without a gradient, so that its parts can be written
+        return Joined(into, [channel.receive(target[rows], label) for channel, rows in self.pieces])
+
+    def settle(self, keep: int = 0) -> None:
+        for channel, _ in self.pieces:
+            channel.settle(keep)
+
+
+class Joined:
+    """A tensor whose pieces are on their way."""
+
+    def __init__(self, tensor: torch.Tensor, pieces: Sequence[Transfer]) -> None:
+        self._tensor, self._pieces = tensor, pieces
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once all of it is there."""
+        for piece in self._pieces:
+            piece.wait()
+        return self._tensor
+
+
+class RoutedEdges(Edges):
+    """What ``run_ahead`` sends and receives over where stages have unequal widths. `row`: this rank's replica, as
+    :class:`RoutedOrder` counts."""
+
+    def __init__(self, place: Any, row: int, device: torch.device) -> None:
+        super().__init__({}, device)
+        self.pp_group, self.row = place, row
+        self._streams: dict[tuple[str, int], Cut] = {}
+
+    def add(self, role: str, peer: int, channel: Channel, rows: slice) -> None:
+        """`role`: forward_in, forward_out, backward_in or backward_out; `peer`: the row at the other end."""
+        self.channels[channel.name] = channel
+        self.on_device = self.on_device or is_nccl(channel.connections[0])
+        self._streams.setdefault((role, peer), Cut()).pieces.append((channel, rows))
+
+    def stream(self, role: str, peer: int) -> Cut:
+        """What goes in that role between this row and `peer`."""
+        return self._streams[role, peer]
+
+
+def build_routed(plan: Plan, widths: Widths, new_group: NewGroup, *, rank: int, place: Any, config: Any,
+                 device: torch.device) -> RoutedEdges:
+    """The edges of this rank. All ranks of the job call it at the same time, as they do `new_group`."""
+    order = plan.order
+    assert isinstance(order, RoutedOrder)
+    stage, replica, part = widths.coordinates(rank)
+    edges = RoutedEdges(place, order.row(stage, replica), device)
+    for edge in plan.transports():
+        if edge.kind == "edge":
+            _add(edges, edge, plan, widths, order, new_group, rank, part, config)
+    return edges
+
+
+def _add(edges: RoutedEdges, edge: GroupTransport, plan: Plan, widths: Widths, order: RoutedOrder,
+         new_group: NewGroup, rank: int, part: int, config: Any) -> None:
+    for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
+        channel = connect(plan, edge, direction, source, target, new_group, rank, config, edges.device)
+        if channel is not None:
+            own, other = (source, target) if rank == source else (target, source)
+            peer_stage, peer, peer_part = widths.coordinates(other)
+            rows = shared_rows(plan.batch.sequence_length, (part, widths.tp_of(widths.coordinates(own)[0])),
+                               (peer_part, widths.tp_of(peer_stage)))
+            edges.add(f"{direction}_{'out' if rank == source else 'in'}", order.row(peer_stage, peer), channel, rows)
+
+
+def shared_rows(length: int, own: tuple[int, int], other: tuple[int, int]) -> slice:
+    """The rows of this rank's part of a sequence that another rank has too. `own`, `other`: (which part, of how many).
+    All where both have the same parts, or the whole."""
+    if own[1] == other[1]:
+        return slice(None)
+    first = own[0] * length // own[1]
+    low = max(first, other[0] * length // other[1])
+    high = min((own[0] + 1) * length // own[1], (other[0] + 1) * length // other[1])
+    return slice(low - first, high - first)
