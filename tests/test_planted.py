@@ -6,10 +6,10 @@ import os
 import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
 import plans
 import pytest
+from hostile_pickle import Code
 
 from holmes_hpc import cli
 from holmes_hpc.config.composition import load
@@ -18,16 +18,6 @@ from holmes_hpc.records.run import RunDirectory
 SOMEBODY = 54321
 ROOT = os.getuid() == 0
 pytestmark = pytest.mark.skipif(not ROOT, reason="only root can give files away")
-
-
-class Code:
-    """A pickle of this makes a folder when it is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 def planted(path: Path) -> None:

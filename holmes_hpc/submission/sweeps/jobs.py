@@ -28,6 +28,7 @@ UNREAD = "its result is another user's file, which is not read"
 def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
     """Slurm's (or this machine's) word on `jobs` of a sweep."""
     on_slurm = [job for job in jobs if job.where == "slurm" and not finished(manifest, job)]
+    asked = set(on_slurm)
     for job in on_slurm:
         folder = manifest.place(job.folder)
         WATCHER.expect(job.job_id, Expected(
@@ -37,7 +38,7 @@ def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") ->
             WATCHER.register_job(job.job_id)
     found: dict[SweepJob, JobState] = {}
     for job in jobs:
-        if job in on_slurm:
+        if job in asked:
             found[job] = WATCHER.state_of(job.job_id, mode)
             mode = "cache"  # the first answer was about all
         elif job.where == "local" and not finished(manifest, job):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile_pickle import Code
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -20,16 +20,6 @@ from holmes_hpc.training.checkpoint import no_code
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
 NAME = "decoder.final_layernorm.weight"
-
-
-class Code:
-    """A pickle of this makes a folder when it is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
 import struct
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hostile_pickle import Code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,16 +196,6 @@ def test_a_half_written_index_is_never_used(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(np, "save", real)
     train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert len(train) > 8
-
-
-class Code:
-    """A pickle of this makes a folder when it is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 def test_an_index_that_another_wrote_runs_no_code(tmp_path: Path) -> None:
