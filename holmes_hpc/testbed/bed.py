@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +151,17 @@ def _build(directory: Path, shape: Topology, text: str, release: str, prefix: st
         auth = installed.auth_of(Path(prefix), version)
         needed = {**packages.DATABASE, **(packages.MUNGE if auth == MUNGE else {})}
     packages.install({**packages.NODES, **needed}, progress)
-    record = _new_record(directory, shape, text, release, made).changed(slurm=prefix, auth=auth)
-    record.write(directory)
-    bed = _bed(directory, record)
+    progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
+    with network.one_at_a_time():  # the next testbed sees this one's names and subnet
+        record = _new_record(directory, shape, text, release, made).changed(slurm=prefix, auth=auth)
+        record.write(directory)
+        bed = _bed(directory, record)
+        network.make(bed.wiring)
     if bed.userland is not None:
         userland.make(bed.userland, release, bed.mark, progress)
         userland.write_wrappers(bed.userland, directory / "bin")
     daemons.write_files(bed)
-    progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        database = beside.submit(daemons.make_database, bed)
-        network.make(bed.wiring)
-        database.result()
+    daemons.make_database(bed)
     progress("starting Slurm's daemons")
     _start_servers(bed, bed.servers)
     watch = daemons.start([daemons.slurmd(bed, node.name) for node in shape.nodes], bed, READY_S)
@@ -177,14 +176,15 @@ def _new_record(directory: Path, shape: Topology, text: str, release: str, made:
     prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in taken))
     subnet = network.free_subnet(prefix)
     wiring = Wiring(shape, prefix, subnet)
-    return Record(prefix=prefix, subnet=subnet, ports=_free_ports(start), password=secrets.token_hex(16),
+    return Record(prefix=prefix, subnet=subnet, ports=_free_ports(subnet), password=secrets.token_hex(16),
                   release=release, topology=text, namespaces=wiring.namespaces, made_directory=made,
                   run_netns=network.run_netns_state())
 
 
-def _free_ports(start: int) -> dict[str, int]:
-    """A port for each daemon, below the ephemeral range; where to look first differs between testbeds."""
-    ports = iter([*range(20001 + start % 10000, 32001), *range(20000, 20001 + start % 10000)])
+def _free_ports(subnet: str) -> dict[str, int]:
+    """A port for each daemon, below the ephemeral range; testbeds have unlike subnets and so look in unlike places."""
+    start = ip_network(subnet).network_address.packed[1] * 40
+    ports = iter([*range(20001 + start, 32001), *range(20000, 20001 + start)])
     found = {}
     for name in ("slurmctld", "slurmdbd", "slurmd", "database"):
         port = free_port(ports, "0.0.0.0")

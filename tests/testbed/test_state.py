@@ -7,14 +7,17 @@ import shutil
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import bed, packages, processes, record
+from holmes_hpc.testbed import bed, network, packages, processes, record
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
+from holmes_hpc.testbed.topology import find, parse
 
 
 def example(**values: object) -> Record:
@@ -220,3 +223,36 @@ def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
     assert [state for state in ("idle", "idle*", "mixed", "mixed-", "planned", "drained", "drained*", "down", "down*",
                                 "allocated+", "reserved", "unknown*", "failing", "completing")
             if not bed.registered(state)] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
+
+
+def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subnets = ["10.70.0.0/16", "10.71.0.0/16"]
+    used: list[str] = []
+    began = threading.Barrier(2)
+
+    def make(wiring: network.Wiring) -> None:
+        time.sleep(0.1)  # as long as the other one could look for its own
+        used.append(wiring.subnet)
+
+    def nothing(*_: object) -> Callable[[], None]:
+        return lambda: None
+
+    monkeypatch.setattr(network, "free_subnet", lambda _: next(each for each in subnets if each not in used))
+    monkeypatch.setattr(network, "names_in_use", list)
+    monkeypatch.setattr(network, "make", make)
+    for place, name in ((packages, "install"), (bed.daemons, "write_files"), (bed.daemons, "make_database"),
+                        (bed.daemons, "start"), (bed, "_start_servers"), (bed, "_wait_for_nodes")):
+        monkeypatch.setattr(place, name, nothing)
+    text = find("default").read_text()
+
+    def build(name: str) -> None:
+        (tmp_path / name).mkdir()
+        began.wait()
+        bed._build(tmp_path / name, parse(text, "x"), text, "bookworm", "", True, lambda _: None)
+
+    with ThreadPoolExecutor() as both:
+        list(both.map(build, "ab"))
+    made = [Record.read(tmp_path / name) for name in "ab"]
+    assert sorted(each.subnet for each in made if each) == subnets == sorted(used)
+    assert len({port for each in made if each for port in each.ports.values()}) == 8
