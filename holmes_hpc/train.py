@@ -35,10 +35,16 @@ from holmes_hpc.records.trust import careful_umask
 from holmes_hpc.submission.lifecycle.engine import check_engine
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.local_ranks import loads_first
 from holmes_hpc.submission.sweeps.launcher import Planned
 from holmes_hpc.training.rank.log import one_line
 
 
+def _load(config: dict[str, Any]) -> None:
+    _task(recorded(config)[0])
+
+
+@loads_first(_load)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
     the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
