@@ -23,6 +23,16 @@ def careful_umask() -> None:
     os.umask(os.umask(0o022) | 0o022)
 
 
+def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
+    """Whether what lies at `path` is this very user's, and gives nobody a permission that `mode` lacks; False where
+    nothing lies there, or it cannot be seen."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & 0o777 & ~mode
+
+
 def strangers(path: str | os.PathLike[str]) -> str | None:
     """Who else may put something in the place of what lies at `path`, in words; None where nobody but this user and
     root may, or, where the site's profile sets HOLMES_TRUST_GROUP=1, the groups of folders."""

@@ -6,7 +6,6 @@ that is not known, by the job's name and its time of submission.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from submitit.core import core
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.trust import is_own
 from holmes_hpc.slurm.commands import Answer, slurm
 from holmes_hpc.slurm.job_queries import (
     parse_sacct,
@@ -59,14 +59,6 @@ class Expected:
             return False
         # A requeued job's row may carry a later time; another job's is either much earlier or has another name.
         return self.submitted is None or row.submitted is None or row.submitted >= self.submitted - _SLACK_S
-
-
-def _mine(record: Path | None) -> bool:
-    """Whether the folder of an exit record is this user's: ``squeue --me`` shows only whose it is."""
-    try:
-        return record is not None and record.parent.stat().st_uid == os.getuid()
-    except OSError:
-        return False
 
 
 def _plain(name: str) -> str:
@@ -204,7 +196,8 @@ class StateWatcher(core.InfoWatcher):
             return replace(record, unsettled=self._controller is None)
         if self._controller is None:
             return None
-        if self._age(job_id) >= _LOST_S and _mine(expected.record):
+        # squeue --me shows only whose the job is
+        if self._age(job_id) >= _LOST_S and expected.record and is_own(expected.record.parent):
             return JobState("FAILED", "lost: it no longer knows the job", source="nobody")
         return None if job_id in self._states else JobState(source=self._controller)
 

@@ -16,13 +16,12 @@ from submitit.core.job_environment import JobPaths
 from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.trust import strangers
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob, read_ticket
 from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine, job_of
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
-
-UNREAD = "its result is another user's file, which is not read"
 
 
 def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
@@ -96,18 +95,15 @@ def finished(manifest: Manifest, job: SweepJob) -> bool:
     return noted_outcome(manifest, job).get("state") == "completed" and result_pickle(manifest, job).exists()
 
 
-def unread(manifest: Manifest) -> list[SweepJob]:
-    """The jobs whose results are another user's."""
-    return [job for job in manifest.jobs if job.kind != "plan" and is_foreign(result_pickle(manifest, job))]
+def unread(manifest: Manifest, job: SweepJob) -> str | None:
+    """Why the result of a plain job, which may not be there yet, is not read: others may write it, and reading a pickle
+    runs what is in it."""
+    who = strangers(result_pickle(manifest, job)) if job.kind == "plain" else None
+    return None if who is None else f"its result is not read: {who}"
 
 
 def result_pickle(manifest: Manifest, job: SweepJob) -> Path:
     return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
-
-
-def is_foreign(pickle: Path) -> bool:
-    """Whether it is there and another user's: reading a pickle runs what is in it."""
-    return pickle.exists() and pickle.stat().st_uid != os.getuid()
 
 
 class _Lenient(pickle.Unpickler):
@@ -140,8 +136,8 @@ def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     path = result_pickle(manifest, job)
     if not path.exists():
         return None, None
-    if is_foreign(path):
-        return "unread", UNREAD
+    if (why := unread(manifest, job)) is not None:
+        return "unread", why
     try:
         with path.open("rb") as file:
             outcome, value = _Lenient(file).load()

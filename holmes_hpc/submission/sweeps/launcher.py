@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, filter_overrides
+from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
+from holmes_hpc.records.trust import careful_umask, refuse_strangers
 from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT, executor_of, settings_of_plan
 from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, save_hydra, task_config, wait
 
@@ -89,6 +91,10 @@ class HolmesLauncher(BaseSubmititLauncher):
         self._seen = Counter[tuple[str, ...]]()  # of this process's jobs: a sweeper may ask about a point again
         self._line: Line | None = None  # where the jobs of a launch wait, if they are more than may run at a time
 
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        careful_umask()  # before Hydra makes the sweep's directory; the jobs, which write what is read here, inherit it
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from holmes_hpc.submission.sweeps.manifest import open_manifest
         from holmes_hpc.submission.sweeps.progress import Progress
@@ -132,32 +138,30 @@ class HolmesLauncher(BaseSubmititLauncher):
         return returned
 
     def _make(self, sweep_dir: Path) -> None:
-        """The sweep's directory; SubmissionError where it is another user's."""
+        """The sweep's directory. RecordError where others may write in it, for what lies there is run."""
         from holmes_hpc.submission.sweeps.manifest import NAME
 
         assert self.config is not None
-        manifest = sweep_dir / NAME
         try:
             sweep_dir.mkdir(parents=True, exist_ok=True)
-            if manifest.exists() and manifest.stat().st_uid != os.getuid():
-                raise SubmissionError("another user's sweep", where=str(sweep_dir),
-                                      hint="use a hydra.sweep.dir of your own")
             if "mode" in self.config.hydra.sweep:
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         except OSError as e:
             raise SubmissionError(e.strerror or str(e), where=str(sweep_dir),
                                   hint="use a hydra.sweep.dir of your own") from e
+        refuse_strangers(sweep_dir / NAME)
 
     def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched],
                     reuse: bool | str, progress: Progress) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
         from holmes_hpc.slurm.job_states import UNKNOWN
-        from holmes_hpc.submission.sweeps.jobs import UNREAD, states, unread
+        from holmes_hpc.submission.sweeps.jobs import states, unread
         from holmes_hpc.submission.sweeps.reuse import BEGAN, earlier_jobs, refuse_living, take_over
 
-        if others := unread(manifest):
-            raise SubmissionError(f"job {others[0].num}: {UNREAD}", where=str(manifest.path),
-                                  hint="use a hydra.sweep.dir of your own")
+        for job in manifest.jobs:
+            if (why := unread(manifest, job)) is not None:
+                raise SubmissionError(f"job {job.num}: {why}", where=str(manifest.path),
+                                      hint="use a hydra.sweep.dir of your own")
         found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
         for job, state in found.items():
             if job.where == "local" and state.state == UNKNOWN:  # it may still run
@@ -275,6 +279,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         from holmes_hpc.submission.sweeps.manifest import SweepJob
 
         executor = executor_of(job.config, self._EXECUTOR)
+        refuse_strangers(executor.folder)
         executor._executor.line = self._line
         submitted = time.time()
         with self._shield():

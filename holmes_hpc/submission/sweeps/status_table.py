@@ -20,7 +20,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.run_states import is_end, run_state
 from holmes_hpc.submission.lifecycle.status import record_end
-from holmes_hpc.submission.sweeps.jobs import UNREAD, is_foreign, noted_outcome, plain_outcome, result_pickle, states
+from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
 
@@ -74,7 +74,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         elif state.ended:
             word = run_state(state.state)
             error = f"Slurm says {state.state}" if word != "completed" else (
-                UNREAD if is_foreign(result_pickle(manifest, job)) else "its task left no note of its end")
+                unread(manifest, job) or "its task left no note of its end")
     return SweepRow(job.num, job.overrides, job.job_id, word, state.reason, step, loss, rate, error,
                     str(manifest.place(job.directory)), state.why)
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.trust import is_own
 from holmes_hpc.training.network import admission
 from holmes_hpc.training.network.door import Door, listening
 from holmes_hpc.training.rank.launch import Launch
@@ -88,10 +89,9 @@ def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: i
 
 def read_meeting(path: Path) -> Meeting | None:
     """The published store, or None while there is none that this user alone may read and write."""
+    if not is_own(path, OWN_ALONE):
+        return None
     try:
-        said = path.stat()
-        if said.st_uid != os.getuid() or said.st_mode & 0o077:
-            return None
         data = json.loads(path.read_text(encoding="utf-8"))
         return Meeting(str(data["address"]), int(data["port"]), str(data["secret"]), int(data["attempt"]),
                        str(data["host"]), int(data["pid"]), str(data["error"]), int(data["exit_code"]))

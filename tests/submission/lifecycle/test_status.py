@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import socket
 import subprocess
@@ -128,17 +127,19 @@ def manifest(tmp_path: Path, **job: Any) -> tuple[Manifest, SweepJob]:
     return made, entry
 
 
-def test_another_users_result_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_others_may_write_is_not_unpickled(tmp_path: Path) -> None:
     made, entry = manifest(tmp_path)
     path = sweep.result_pickle(made, entry)
     path.parent.mkdir()
     path.write_bytes(pickle.dumps(("success", 5)))
     assert sweep.plain_outcome(made, entry) == ("completed", 5)
-    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    assert sweep.plain_outcome(made, entry) == ("unread", sweep.UNREAD) and sweep.unread(made) == [entry]
+    path.parent.chmod(0o777)
+    why = f"its result is not read: {path.parent} can be written by everybody"
+    assert sweep.plain_outcome(made, entry) == ("unread", why)
     row = row_of(made, entry, JobState("COMPLETED", source="sacct"))
-    assert (row.state, row.error) == ("completed", sweep.UNREAD)
-    with pytest.raises(SubmissionError, match="another user's"):
+    assert (row.state, row.error) == ("completed", why)
+    path.unlink()  # it may come back as another one
+    with pytest.raises(SubmissionError, match=f"job 0: {why}"):
         HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.sweeps import program, reuse
 from holmes_hpc.submission.sweeps.jobs import states
@@ -113,15 +113,26 @@ def test_only_jobs_from_before_this_process_are_candidates(tmp_path: Path, monke
     refuse_living(manifest, running, [("x=0",)], [str(tmp_path / "0")], take_over(found, True))
 
 
-def test_the_sweep_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sweep.json").write_text("{}")
-    launcher = LocalLauncher()
+def test_no_sweep_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, place = LocalLauncher(), tmp_path / "a" / "sweep"
     launcher.config = types.SimpleNamespace(hydra=types.SimpleNamespace(sweep={}))  # type: ignore[assignment]
-    launcher._make(tmp_path)
-    mine = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    with pytest.raises(SubmissionError, match="another user's sweep"):
-        launcher._make(tmp_path)
+    launcher._make(place)
+    place.parent.chmod(0o777)
+    with pytest.raises(RecordError, match="a can be written by everybody"):
+        launcher._make(place)
+    executor = types.SimpleNamespace(folder=place / ".submitit" / "%j")
+    monkeypatch.setattr("holmes_hpc.submission.sweeps.launcher.executor_of", lambda *_: executor)
+    with pytest.raises(RecordError, match="a can be written by everybody"):
+        launcher._submit_plain(None, types.SimpleNamespace(config=None))  # type: ignore[arg-type]
+
+
+def test_what_a_sweep_makes_others_cannot_write(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        LocalLauncher().setup(hydra_context=None, task_function=None, config=None)  # type: ignore[arg-type]
+        assert os.umask(0) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_a_manifest_of_an_earlier_release_is_read_and_nothing_of_it_taken_over(tmp_path: Path) -> None:
