@@ -48,13 +48,13 @@ from holmes_hpc.console import note, table, waiting
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
-from holmes_hpc.results.columns import PARTS
 from holmes_hpc.results.compare import compare
 from holmes_hpc.results.figures import ablation, predicted_measured, scaling, svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, paired_ratios, percentage_errors, repeats_interval
-from holmes_hpc.results.tables import PART_NAMES, Table, interval, number, unpacked
+from holmes_hpc.results.tables import Table, interval, number, unpacked
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 

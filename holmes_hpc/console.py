@@ -207,6 +207,14 @@ def as_json(document: Any) -> None:
     sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
 
 
+def seconds(value: float) -> str:
+    """A duration for people, with four digits: 1.234 s, 45.6 ms, 19.06 us."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-6:.2g} us" if value else "0 s"
+
+
 def data_size(count: float | None) -> str:
     """Bytes for people: 1.5 GB is 1.5e9 bytes; a dash where the number is not known."""
     if count is None or not math.isfinite(count):

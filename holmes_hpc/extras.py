@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 from holmes_hpc.errors import ConfigError
 
 DISTRIBUTION = "holmes-hpc"
 _OPTIONAL = re.compile(r"(?P<package>[\w.-]+).*extra == [\"'](?P<extra>[\w-]+)[\"']")
+
+
+def need(module: str) -> None:
+    """ConfigError where `module` is not installed: before others are imported for long."""
+    if find_spec(module) is None:
+        raise missing(ModuleNotFoundError(name=module))
 
 
 def missing(error: ModuleNotFoundError) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import warnings
@@ -38,6 +39,10 @@ def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], d
     """What a rank does, with torch and Megatron-Core loaded."""
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda said: "No CUDA runtime" not in said.getMessage())
+    megatron = logging.getLogger("megatron")
+    if megatron.level == logging.NOTSET:  # Hydra lets all loggers speak, this one of each parameter
+        megatron.setLevel(logging.WARNING)
     # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
     # how many queues a GPU has (training/rank/cuda.py)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -136,7 +136,7 @@ def allowed(declared: Key, value: Any = None) -> str:
     """What a key may be, in words; for a word that is none of those known, the nearest."""
     if known := declared.says.one_of:
         close = difflib.get_close_matches(value, known, 1, 0.75) if isinstance(value, str) else []
-        said = f"use {', '.join(known)}" + "".join(f" (did you mean {word!r}?)" for word in close)
+        said = f"use {', '.join(known)}" + "".join(f" (did you mean {str(word)!r}?)" for word in close)
     else:
         said = "use " + " or ".join(dict.fromkeys(_phrase(m, declared.says) for m in _members(declared.type)))
     said += f" ({declared.says.unit})" if declared.says.unit else ""

@@ -233,6 +233,17 @@ def test_unknown_runs_are_named(holmes):
 def test_unknown_verbs_and_options(holmes):
     refused(holmes("pln"), "pln")
     refused(holmes("plan", "--sight", "x"), "--sight")
+    refused(holmes("plan", "--model", "gpt_3_6b"), "--model", "model=…")
+    refused(holmes("plan", "--lr", "1"), "--lr", "train.lr=…")
+    refused(holmes("plan", "llama2_7b"), "'model=llama2_7b'")
+    refused(holmes("export", "a-run"), "--safetensors")
+    refused(holmes("plan", "--steps", "3x"), "--steps")
+
+
+def test_generate_says_at_once_what_it_lacks(holmes, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "holmes_hpc.training.checkpoint.generate", None)  # torch: not before
+    refused(holmes("generate", str(tmp_path), "--prompt", "x"), "transformers", "pip install")
 
 
 def test_every_verb_shows_an_example(holmes):
@@ -291,7 +302,12 @@ def test_a_plan_says_its_tokens_and_how_long_a_budget_takes(holmes, site):
     assert found["throughput"]["days"] == pytest.approx(100 * found["predicted"]["step_time_s"] / 86400)
     assert "tokens" not in json.loads(holmes(*words, "--json")[1])["throughput"]  # nobody asked for 20 steps
     refused(holmes(*words, "--tokens", "2e12", "--steps", "3"), "--steps and --tokens")
-    refused(holmes(*words, "--tokens", "-1"), "--tokens", "above 0")
+    for tokens in ("-1", "many", "2X"):
+        refused(holmes(*words, "--tokens", tokens), "--tokens", tokens, "300B")
+    found = json.loads(holmes(*words, "--tokens", "300B", "--json")[1])
+    assert found["throughput"]["tokens"] == pytest.approx(3e11, rel=1e-4)
+    refused(holmes("predict", "plan.yaml", "--site", str(site)), "a PLAN and --site")
+    refused(holmes("predict"), "neither a PLAN nor --site")
 
 
 def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):

@@ -24,6 +24,11 @@ def test_control_characters_are_written_out() -> None:
     assert console.visible("plain – text\n\tof two lines, ä 漢") == "plain – text\n\tof two lines, ä 漢"
 
 
+def test_durations_have_the_unit_that_fits() -> None:
+    assert [console.seconds(s) for s in (12.345, 0.0456, 1.906e-5, 3e-8, 0.0)] == [
+        "12.35 s", "45.6 ms", "19.06 us", "0.03 us", "0 s"]
+
+
 @pytest.mark.parametrize("say", [
     console.text, console.paragraph, console.note, console.problem,
     lambda words: console.table(words, [words], [[words]], words), lambda words: console.Progress()(words, 1, 2)])

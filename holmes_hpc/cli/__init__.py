@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -58,12 +58,25 @@ def main() -> None:
         if type(e).__name__ == "NoArgsIsHelpError":
             sys.stdout.write(f"{e}\n")
             sys.exit(0)
-        command = getattr(getattr(e, "ctx", None), "command_path", "holmes")
-        console.problem(f"{' '.join(str(e).split())}; see `{command} --help`")
+        console.problem(_explained(e))
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         console.problem("interrupted")
         sys.exit(130)
+
+
+def _explained(error: Any) -> str:
+    """What is wrong with the words of a command, and what to do; a key of the configuration that was given as an
+    option is told as what it is."""
+    said, context = " ".join(str(error.format_message()).split()).rstrip("."), error.ctx
+    verb = context.command_path if context else "holmes"
+    option = str(getattr(error, "option_name", "")).lstrip("-")
+    if option and any(p.name == "overrides" for p in context.command.params):
+        from holmes_hpc.config.options import named
+
+        if keys := named(option.partition("=")[0].replace("-", "_")):
+            said = f"no option --{option}: write {' or '.join(f'{key}=…' for key in keys)}"
+    return f"{said}; see `{verb} --help`"
 
 
 def _nobody_reads() -> NoReturn:

@@ -9,6 +9,7 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
+from holmes_hpc.extras import need
 from holmes_hpc.records.find import find_run
 
 
@@ -69,6 +70,7 @@ def generate(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or t
     Example: holmes generate my-run --prompt "import os"
     """
     _check(run)
+    need("transformers")
     from holmes_hpc.training.checkpoint.generate import generate as go_on
 
     with console.waiting("loading the weights"):

@@ -27,6 +27,7 @@ from holmes_hpc.cli.app import (
 from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.records.metrics import PART_NAMES
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
@@ -50,8 +51,8 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
          earliest: Earliest = False, steps: Steps = None,
          seconds: Annotated[float | None, typer.Option(
              metavar="S", help="Search that long at most; the plan says how much better one could still be.")] = None,
-         tokens: Annotated[float | None, typer.Option(
-             metavar="T", help="How long that many tokens take, 2e12 for instance.")] = None,
+         tokens: Annotated[str | None, typer.Option(
+             metavar="T", help="How long that many tokens take: 2e12, 300B.")] = None,
          learn: Annotated[str | None, typer.Option(
              metavar="RUNS", help="Correct computing and networks by the runs in this directory.")] = None,
          json: Json = False) -> None:
@@ -173,7 +174,8 @@ def predict(
         overlap_param_gather=_yes(overlap_param_gather, "--overlap-param-gather"),
         **({"dtype": dtype} if dtype else {}))
     if (plan_path is None) == (site is None):
-        raise ConfigError("give a PLAN, or --site FILE with a layout", where="predict", hint="holmes predict --help")
+        raise ConfigError("a PLAN and --site: a plan has its own site" if site else "neither a PLAN nor --site",
+                          where="predict", hint="give one of them: a PLAN, or --site FILE with a layout")
     said: dict[str, Any] = {"sharding": "full"} if sharding == "full" else {}
     software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
@@ -216,15 +218,15 @@ def predict(
     console.table(f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
                   f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
                   f"{given.schedule.kind}, recompute {given.recompute}", ("figure", "predicted"), [
-        ("step time", f"{predicted.step_time_s:.4g} s"), *_interval(predicted.interval_s),
-        ("throughput", f"{predicted.samples_per_s:.4g} samples/s"),
+        ("step time", console.seconds(predicted.step_time_s)), *_interval(predicted.interval_s),
+        ("samples/s", f"{predicted.samples_per_s:.4g}"),
         ("tokens a step", f"{rates['tokens_per_step']:,}"),
         ("tokens/s", f"{given.batch.sequence_length * predicted.samples_per_s:,.0f}"),
         ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
         ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
-        *((f"memory of a GPU, stage {i}", f"{size / 2**30:.3g} GiB")
+        *((f"peak memory, stage {i}", f"{size / 2**30:.3g} GiB")
           for i, size in enumerate(predicted.memory_bytes_per_gpu)),
-        *((f"{part.removesuffix('_s').replace('_', ' ')}", f"{s:.4g} s") for part, s in predicted.breakdown.items()),
+        *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
         *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
         caption="; ".join(given.assumptions))
 
@@ -282,15 +284,21 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
     console.note(f"written: {output}")
 
 
-def _steps_for(tokens: float, config: Configuration, steps: int | None) -> int:
-    """The steps that see `tokens`."""
-    if steps is not None or not 0 < tokens < float("inf"):
-        raise ConfigError("--steps and --tokens" if steps is not None else f"{tokens} tokens", where="--tokens",
-                          hint="leave one of them out" if steps is not None else "give a number above 0, as 2e12")
+def _steps_for(tokens: str, config: Configuration, steps: int | None) -> int:
+    """The steps that see `tokens`, a number that may end with K, M, B or T."""
+    if steps is not None:
+        raise ConfigError("--steps and --tokens", where="--tokens", hint="leave one of them out")
     from holmes_hpc.planning.spec.plan import Plan
 
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(tokens[-1:].upper())
+    try:
+        count = float(tokens[:-1]) * scale if scale else float(tokens)
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise ConfigError(f"{tokens!r} is no number above 0", where="--tokens", hint="write 3e11, or 300B")
     batch = Plan.read(config.plan_file).batch if config.plan_file else config.batch
-    return math.ceil(tokens / batch.tokens)
+    return math.ceil(count / batch.tokens)
 
 
 def _learned(config: Configuration, runs: str) -> Corrections:

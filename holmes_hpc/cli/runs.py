@@ -7,7 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
 from holmes_hpc.cli.sweep import sweep_status
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
+
+if TYPE_CHECKING:
+    from holmes_hpc.records.run import RunDirectory
 
 RECENT_S = 86400.0  # a failure is told of in full for a day
 
@@ -70,17 +73,22 @@ def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest =
     record, job = start(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     code = follow(record, job, show=console.note if json else console.text)
-    result = record.read_result() or {}
     if json:
-        console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
+        console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code,
+                         "result": record.read_result() or {}})
     elif code == 0:
-        try:
-            report([str(record.path)])
-        except ModuleNotFoundError as e:
-            for figure, value in (result.get("final") or {}).items():
-                console.text(f"{figure}: {value}")
-            console.note(f"for tables: {missing(e)}")
+        _tell_figures(record)
     raise typer.Exit(code)
+
+
+def _tell_figures(record: RunDirectory) -> None:
+    """What came out of a run: its report, or without pandas the last step's figures."""
+    try:
+        report([str(record.path)])
+    except ModuleNotFoundError as e:
+        for figure, value in ((record.read_result() or {}).get("final") or {}).items():
+            console.text(f"{figure}: {value}")
+        console.note(f"for tables: {missing(e)}")
 
 
 @app.command()
@@ -128,6 +136,8 @@ def resume(run: Run, overrides: Overrides = None,
     if code == 1 and overrides and not plan_path and len(record.metrics_bytes()) == steps:
         record.update_run(config=before["config"], overrides=before["overrides"])
         console.note("it made no step: the run's record has its configuration of before")
+    if code == 0:
+        _tell_figures(record)
     raise typer.Exit(code)
 
 

@@ -21,6 +21,7 @@ from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
 from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
+from holmes_hpc.config.options import meant
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import keys
 
@@ -125,6 +126,9 @@ def explained(error: Exception) -> ConfigError:
         known = [line.strip() for line in _options(str(error))]
         return ConfigError(f"no {option[1]} {option[2]!r}", where="overrides",
                            hint=nearest(option[2], filter(None, known)))
+    bare = re.match(r"Error parsing override '([^'=]+)'", lines[0] if lines else "")
+    if bare and (word := meant(bare[1])):
+        return ConfigError(f"{bare[1]!r} names no key", where="overrides", hint=f"did you mean {word!r}?")
     if "grammar" in str(error) or "Lexer" in str(error) or "override" in type(error).__name__.lower():
         return ConfigError(f"cannot be read: {lines[0] if lines else error}", where="overrides",
                            hint="write KEY=VALUE; a value with other than plain characters needs quotes of its own: "

@@ -23,7 +23,7 @@ class DataConfig:
     documents: Annotated[str, key("of an indexed data set, whose documents are packed into samples: joined: a token "
                                   "attends to all before it; apart: to those of its own document alone",
                                   one_of=("joined", "apart"))] = "joined"
-    split: Annotated[str, key("\"90,10\": shares of training and validation")] = "100,0"
+    split: Annotated[str, key("shares of training and validation; 90,10 with data=indexed")] = "100,0"
     tokenizer: Annotated[str | None, key("a tokenizer.json that `holmes export` puts beside the weights; the data have "
                                          "been tokenized already")] = None
     cache: Annotated[str | None, key("where indices of samples are kept; null: in the run directory")] = None

@@ -61,6 +61,18 @@ def plain(overrides: Sequence[str]) -> dict[str, Any] | None:
     return None if any("???" in made[group].values() for group in GROUPS) else made
 
 
+def named(word: str) -> list[str]:
+    """What is called so in the configuration: the group, or the keys of any group (``lr`` -> ``train.lr``)."""
+    if word in GROUPS or word in keys(Configuration):
+        return [word]
+    return [f"{name}.{word}" for name, group in GROUPS.items() if word in keys(group)]
+
+
+def meant(word: str) -> str | None:
+    """The override that a word without its key was to be: of a named model, or of a batch."""
+    return next((f"{group}={word}" for group, known in (("model", MODELS), ("batch", BATCHES)) if word in known), None)
+
+
 class _Unread:
     """No value: what is not read here."""
 

@@ -20,6 +20,7 @@ IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an 
 # The most that a rate or a size of a machine can be: what is above was given in another unit.
 MOST = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "intra_node_gbps": 1e5, "peak_tflops": 1e5, "memory_gib": 4096,
         "gbps": 6400, "delay_ms": 1e4}
+FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # of a GPU kind's data sheet
 NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
 _HINT = "see docs/howto.md: Plan for hardware that this Slurm does not have"
 
@@ -52,7 +53,7 @@ def read_site_file(path: str | os.PathLike[str]) -> Site:
 
 def parse_site(data: Mapping[str, Any]) -> Site:
     """The Site in the parsed YAML `data`."""
-    file = make(SiteFile, data, "site", SiteError)
+    file = make(SiteFile, _with_figures(data), "site", SiteError)
     common = {k: v for k, v in (("ethernet_gbps", file.ethernet_gbps), ("gpu", file.gpu)) if v is not None}
     fabrics = []
     for number, entry in enumerate(file.fabrics, 1):
@@ -60,7 +61,8 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         where = f"fabric {entry['name']}" if named else f"fabric {number}"
         if isinstance(entry, Mapping):
             _refuse_other_words(entry.get("nic"), where)
-        fabrics.append(make(Fabric, {**common, **entry} if isinstance(entry, Mapping) else entry, where, SiteError))
+            entry = {**common, **_with_figures(entry)}
+        fabrics.append(make(Fabric, entry, where, SiteError))
     for fabric in fabrics:
         _refuse_absurd(fabric, f"fabric {fabric.name}")
         _refuse_absurd(fabric.gpu, f"gpu {fabric.gpu.name}")
@@ -72,6 +74,16 @@ def parse_site(data: Mapping[str, Any]) -> Site:
             raise SiteError(f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}",
                             hint="use sdpa or unfused")
     return Site(file.name, tuple(fabrics), tuple(_remarks(fabrics)), file.links)
+
+
+def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's or a fabric's own keys; figures that its GPU leaves out are those of the kind's data sheet."""
+    gpu = entry.get("gpu")
+    if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
+        return dict(entry)
+    known = read_vocabulary().gpu(gpu["name"])
+    figures = {name: getattr(known, name) for name in FIGURES} if known is not None else {}
+    return {**entry, "gpu": {**figures, **gpu}}
 
 
 def _refuse_other_words(nic: Any, where: str) -> None:

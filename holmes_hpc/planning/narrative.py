@@ -13,10 +13,11 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-from holmes_hpc.planning.search.alternatives import PARTS
+from holmes_hpc.planning.search.alternatives import PREDICTED
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
 from holmes_hpc.planning.spec.widths import Widths
+from holmes_hpc.records.metrics import PART_NAMES
 
 WIDTH = 100
 TINY = 0.005  # of a step: what would be told as 0%
@@ -112,11 +113,11 @@ def _stage(plan: Plan, stage: int) -> str:
 
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
     total = predicted.step_time_s
-    parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PARTS), reverse=True)
+    parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     tokens = predicted.samples_per_s * plan.batch.sequence_length
     lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:.4g} "
              f"tokens/s, {_per_kind(plan, predicted)}"]
-    lines += [f"  {PARTS[name]:<22} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
+    lines += [f"  {PART_NAMES[name]:<16} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
               for s, name in parts if s > 0]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
@@ -125,8 +126,8 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     worst = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
     room = plan.site.fabric(plan.stages[worst].fabric).gpu.memory_gib
     used = predicted.memory_bytes_per_gpu[worst] / 2**30
-    lines.append(f"Memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
-                 f"What binds: the ranks mostly {_binding(predicted)}.")
+    lines.append(f"Peak memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
+                 f"What takes longest is {_binding(predicted)}.")
     return lines
 
 
@@ -135,8 +136,8 @@ def _per_kind(plan: Plan, predicted: Predicted) -> str:
     found = kind_tflops(plan, predicted.step_time_s)
     each = ", ".join(f"{tflops:.3g}{f' of {gpu.name}' * (len(found) > 1)} ({tflops / gpu.peak_tflops:.0%} of the peak)"
                      for gpu, tflops in found.items())
-    mean = f"{predicted.model_tflops_per_gpu:.3g} model TFLOP/s a GPU: " if len(found) > 1 else "model TFLOP/s a GPU: "
-    return mean + each
+    mean = f"{predicted.model_tflops_per_gpu:.3g} " if len(found) > 1 else ""
+    return f"{mean}model TFLOP/s per GPU: {each}"
 
 
 def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
@@ -156,12 +157,13 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
 
 
 def _binding(predicted: Predicted) -> str:
-    named = {n: s for n, s in predicted.breakdown.items() if n in PARTS}
+    named = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
     name = max(named, key=lambda n: named[n])
-    return {"compute_s": "compute: more or faster GPUs help",
-            "pipeline_wait_s": "wait in the pipeline: more micro-batches"
-            " or a faster transfer help", "grad_sync_s": "wait for gradients: a faster data-parallel network helps",
-            "param_sync_s": "wait for parameters: a faster data-parallel network helps"}.get(name, PARTS[name])
+    helps = {"compute_s": "more or faster GPUs help",
+             "pipeline_wait_s": "more micro-batches or a faster transfer help",
+             "grad_sync_s": "a faster data-parallel network helps",
+             "param_sync_s": "a faster data-parallel network helps"}.get(name)
+    return f"{PART_NAMES[name]}: {helps}" if helps else PART_NAMES[name]
 
 
 def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:

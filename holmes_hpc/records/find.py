@@ -63,6 +63,13 @@ def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> 
     raise RecordError(f"no such run under {base}", where=word, hint=hint)
 
 
+def name_of(run: RunDirectory, root: str | os.PathLike[str] | None = None) -> str:
+    """The name that :func:`find_run` knows a run by: its path below the runs' root (a sweep's job is ``SWEEP/0``), else
+    its directory's name."""
+    path, base = run.path.resolve(), runs_root(root).resolve()
+    return str(path.relative_to(base)) if base in path.parents else run.name
+
+
 def last_change(run: RunDirectory) -> float:
     """Unix seconds of the last that is recorded of a run: its start, a step, its end."""
     found = [run.run_path, run.metrics_path, run.result_path]

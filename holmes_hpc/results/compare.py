@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from holmes_hpc.results.columns import PARTS
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.statistics import (
     Estimate,
     fraction_of_homogeneous,
@@ -21,7 +21,7 @@ from holmes_hpc.results.statistics import (
     repeats_interval,
     scaling_efficiency,
 )
-from holmes_hpc.results.tables import PART_NAMES, interval, known, number, pace, unpacked, word
+from holmes_hpc.results.tables import interval, known, number, pace, unpacked, word
 from holmes_hpc.slurm.hostlist import compress
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).

@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
-from holmes_hpc.results.columns import PARTS
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.compare import Comparison, entries
-from holmes_hpc.results.tables import PART_NAMES, Table, interval, known, number, pace, percent, unpacked, word
+from holmes_hpc.results.tables import Table, interval, known, number, pace, percent, unpacked, word
 
 SHOWN = 40  # rows of a table in a terminal
 

@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from holmes_hpc.results.columns import PARTS
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.compare import SAME_WORK, entries, labels, scaled
-from holmes_hpc.results.tables import PART_NAMES, known, word
+from holmes_hpc.results.tables import known, word
 
 # Okabe and Ito's colours: told apart by the colour-blind; their order also differs in lightness, for black and white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")

@@ -12,9 +12,10 @@ from typing import Any
 import pandas as pd
 
 from holmes_hpc.errors import RecordError
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, headline, tables
-from holmes_hpc.results.columns import PARTS, STEP_COLUMNS
+from holmes_hpc.results.columns import STEP_COLUMNS
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -156,7 +157,7 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
     if parts and run["step_time_s"]:
         top = sorted(parts, key=lambda part: -parts[part])[:2]
-        said.append("Of a step " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} is {tables.PART_NAMES[p]}"
+        said.append("Of a step " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} is {PART_NAMES[p]}"
                                                 for p in top) + ".")
     sent = [(r["kind"], r["counted_bytes"] or 0) for r in tables.traffic(run, plan)]
     total = sum(count for _, count in sent)

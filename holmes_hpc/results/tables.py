@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
-from holmes_hpc.results.columns import PARTS
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
-PART_NAMES = {"compute_s": "compute", "pipeline_wait_s": "pipeline wait", "grad_sync_s": "gradient sync",
-              "param_sync_s": "parameter sync", "optimizer_s": "optimizer", "other_s": "other"}
 GROUP_WORDS = {"world": "all ranks", "tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline",
                "mp": "model parallel", "embd": "embeddings", "intra_dp": "data parallel, inside",
                "inter_dp": "data parallel, across", "edge": "edge between stages",

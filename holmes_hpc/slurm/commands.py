@@ -18,7 +18,7 @@ AWAY = ("Socket timed out", "Unable to contact slurm controller", "Connection re
         "Problem talking to the database", "Connection reset", "Transport endpoint", "Slurm temporarily unable",
         "Unable to connect", "Message receive failure")
 OUTPUT_WAIT_S = 30
-WITHOUT = "without Slurm: --site FILE plans, launcher=local runs here"
+WITHOUT = "without Slurm: `holmes plan --site FILE`, `holmes run launcher=local`"
 # sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
 _COMPONENT_OPTIONS = ("PARTITION", "CONSTRAINT", "CLUSTER_CONSTRAINT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES",
                       "EXCLUSIVE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "ARRAY_INX", "CPUS_PER_GPU",

@@ -41,6 +41,8 @@ from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 from holmes_hpc.training.rank.watchdog import LONG, Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
 
+SLOW_STEP_S = 1.0  # beside it, waiting for what the others say of a step is nothing
+
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
     """Train as one rank of the plan, recording into the run directory; the last step's figures come back (on rank 0). A
@@ -62,6 +64,7 @@ def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, An
         sys.exit(rank_exit.failed(e))
     finally:
         log.close()
+        gc.unfreeze()  # else Triton's bindings tell, as the process ends, of each of theirs that nobody took away
 
 
 def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals,
@@ -165,13 +168,16 @@ class Trainer:
             losses, figures = self._one_step(batches)
             parts = self.breakdown.take()
             ended = time.perf_counter()
-            self._record(losses, figures, ended - began, parts)
+            step_time_s = ended - began
+            self._record(losses, figures, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
             any_rank = self.control_flags.exchange(stop=signals.seen, writing=self.checkpoints.writing())
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             began = self._between_steps(any_rank, ended)
+            if step_time_s > SLOW_STEP_S:  # its line is not to wait for the next one
+                self._finish_record()
         self._finish_record()
         self.control_flags.finish()
         self._settle()
@@ -362,7 +368,7 @@ class Trainer:
             say(f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
                 f"{entry['grad_norm'] if entry['grad_norm'] is None else format(entry['grad_norm'], '.3f')}, "
                 f"{entry['step_time_s']:.3f} s, {entry['samples_per_s']:.2f} samples/s, "
-                f"{entry['model_tflops_per_gpu']:.3g} TFLOP/s a rank")
+                f"{entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU")
 
     def close(self) -> None:
         """Wait for what the edges still carry, and for the loggers."""

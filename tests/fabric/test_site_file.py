@@ -64,6 +64,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
     ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),
     ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
+    ("nic: roce,", "nic: rose,", "(did you mean 'roce'?)"),
     ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
     ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
     ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
@@ -74,7 +75,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
     ("partition: gpu-ib,", "", "partition is missing"),
     ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
-    (", memory_gib: 80", "", "memory_gib is missing"),
+    ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "peak_tflops is missing"),
     ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
     ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
     ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
@@ -132,6 +133,13 @@ def test_links(tmp_path: Path) -> None:
 def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
     said = read(tmp_path, GOOD.replace(old, new)).assumptions
     assert len(said) == len(says) and all(a in b for a, b in zip(says, said, strict=True)), said
+
+
+def test_a_known_gpu_is_told_by_its_name(tmp_path: Path) -> None:
+    text = GOOD.replace(", peak_tflops: 312, memory_gib: 80, intra_node_gbps: 2400", "").replace(
+        "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, memory_gib: 94}}")
+    assert [(f.gpu.peak_tflops, f.gpu.memory_gib, f.gpu.intra_node_gbps) for f in read(tmp_path, text).fabrics] == [
+        (312, 80, 2400), (989, 94, 3600), (312, 80, 2400)]
 
 
 def test_what_the_software_does_is_of_a_gpu_kind(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import files
-from holmes_hpc.records.find import find_run, run_directories
+from holmes_hpc.records.find import find_run, name_of, run_directories
 from holmes_hpc.records.logs import follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import VERSION, parse_run
@@ -254,6 +254,7 @@ def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_run(first.path).path == first.path
     assert find_run("one", root).path == first.path
     assert find_run("sweep/0", root).path == again.path
+    assert [name_of(run, root) for run in (first, again, RunDirectory(tmp_path / "x"))] == ["one", "sweep/0", "x"]
     assert find_run("12", root).path == again.path and find_run("15", root).path == again.path
     monkeypatch.setenv("HOLMES_RUNS", str(root))
     assert find_run("one").path == first.path

@@ -8,9 +8,9 @@ import numpy as np
 
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import predict_layout
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
-PARTS = {"compute_s": "computes", "pipeline_wait_s": "waits in the pipeline", "grad_sync_s": "reduces gradients",
-         "param_sync_s": "gathers parameters", "optimizer_s": "updates weights"}
+PREDICTED = tuple(part for part in PARTS if part != "other_s")  # of a step's time
 
 
 def alternative(best: Layout, best_layers: np.ndarray, strategy: str, other: Layout, layers: np.ndarray,
@@ -18,9 +18,9 @@ def alternative(best: Layout, best_layers: np.ndarray, strategy: str, other: Lay
     """A runner-up as plain data, with what it loses against the best."""
     first, second = predict_layout(best, best_layers), predict_layout(other, layers)
     slower = second.step_time_s / first.step_time_s - 1
-    more = {name: second.breakdown[name] - first.breakdown[name] for name in PARTS}
-    worst = max(PARTS, key=lambda n: more[n])
-    why = f"{slower:.1%} slower: {PARTS[worst]} {more[worst]:.3g} s longer" if slower > 0.0005 else (
+    more = {name: second.breakdown[name] - first.breakdown[name] for name in PREDICTED}
+    worst = max(PREDICTED, key=lambda n: more[n])
+    why = f"{slower:.1%} slower: {PART_NAMES[worst]} takes {more[worst]:.3g} s longer" if slower > 0.0005 else (
         "as fast, and less plain or with more GPUs")
     p = other.parallel
     return {"strategy": strategy, "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},

@@ -14,6 +14,7 @@ from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.starts import last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 
+QUIET_S, LATER_S, SOON_S = 10.0, 30.0, 120.0  # silence at most: so long after a change of state, and later
 SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine
 
 
@@ -33,7 +34,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
     asked, pause = 0.0, 1.0
     state = JobState()
     ended_at: float | None = None
-    silent = time.monotonic()
+    silent = since = time.monotonic()
     while True:
         try:
             if time.monotonic() - asked >= pause:
@@ -44,7 +45,7 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
             if _told(state) != _told(shown):
                 _tell(job, state, shown)
                 if state.state != shown.state:
-                    pause = 1.0
+                    pause, since = 1.0, time.monotonic()
                 shown, silent = state, time.monotonic()
             lines = list(log.lines())
             for line in lines:
@@ -54,10 +55,13 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
                 console.note(line)
             if lines:
                 silent = time.monotonic()
-            elif time.monotonic() - silent > 30:
-                console.note(f"job {job.id}: {state.state}{f' ({state.why or state.reason})' if state.reason else ''}, "
-                             f"{time.strftime('%H:%M:%S')}")
-                silent = time.monotonic()
+            elif (now := time.monotonic()) - silent > (QUIET_S if now - since < SOON_S else LATER_S) - poll_s:
+                if state.state == "RUNNING" and not told:
+                    console.note(f"ranks load torch and Megatron-Core: {now - since:.0f} s")
+                else:
+                    why = f" ({state.why or state.reason})" if state.reason else ""
+                    console.note(f"job {job.id}: {state.state}{why}, {time.strftime('%H:%M:%S')}")
+                silent = now
             result = run.read_result()
             if result is not None and (state.ended or state.state == UNKNOWN or last_word(result)):
                 break

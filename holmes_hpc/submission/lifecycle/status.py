@@ -17,6 +17,7 @@ import psutil
 
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
@@ -203,7 +204,7 @@ def _unreadable(run: RunDirectory, error: Exception, alone: bool) -> Status:
         f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
     if alone:
         raise e
-    return Status(run.name, str(run.path), None, "unreadable", source="run record", error=str(e))
+    return Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(e))
 
 
 def last_word(result: Mapping[str, Any]) -> bool:
@@ -227,7 +228,7 @@ def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: J
     over = state.ended or state.state == UNKNOWN
     blamed = result if result is not None and over else {}
     return Status(
-        run.name, str(run.path), _job_id(record), str(blamed.get("state") or state.state.lower()), state.reason,
+        name_of(run), str(run.path), _job_id(record), str(blamed.get("state") or state.state.lower()), state.reason,
         state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
         last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
         tuple(blamed.get("log_tail") or ()), state.why)

@@ -24,6 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from holmes_hpc import console
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
@@ -110,7 +111,12 @@ class HolmesLauncher(BaseSubmititLauncher):
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         self._make(sweep_dir)
         log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
-        wanted = self._plan_all(job_overrides, initial_job_idx)
+        with console.waiting(f"planning {len(job_overrides)} jobs"):
+            wanted = self._plan_all(job_overrides, initial_job_idx)
+        if self.WHERE == "slurm" and sum(w.planned is not None and w.planned.settings.exclusive is False
+                                         for w in wanted) > 1:
+            log.warning("slurm.exclusive=false: jobs may share nodes, and then a NIC's bytes and step times are those "
+                        "of all that run there")
         launched: list[Launched] = []
         try:
             with locked(sweep_dir / ".sweep.lock", wait_s=5):  # two launches at once would submit the same jobs

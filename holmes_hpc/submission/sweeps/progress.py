@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from holmes_hpc.submission.sweeps.returns import Launched
 
 EVERY_S = 2.0  # a look at the jobs
-SAID_S = 10.0  # at most so long nothing is said
+SAID_S = 8.0  # at most so long, and EVERY_S, nothing is said
 log = logging.getLogger(__name__)
 
 

@@ -54,10 +54,8 @@ def _tokenizer(chosen: export.Chosen) -> Tokenizer:
 
 
 def _model(chosen: export.Chosen) -> Any:
-    try:
-        import transformers
-    except ImportError as e:
-        raise ConfigError("transformers is not installed", where="generate", hint="pip install transformers") from e
+    import transformers
+
     weights = dict(export.convert(chosen.state, chosen.model))
     dtype = next(iter(weights.values())).dtype
     said = export.config(chosen.model, str(dtype).removeprefix("torch."), chosen.eod, chosen.source)

@@ -80,6 +80,26 @@ def test_states_reasons_and_the_log_are_shown(run: RunDirectory, capfd: pytest.C
     assert "PENDING: Resources" in err and "RUNNING on ib[1-2]" in err and "run: completed" in err
 
 
+def test_what_a_job_waits_for_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch,
+                                      capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.QUIET_S", 0.0)
+
+    def speaks() -> JobState:
+        time.sleep(0.1)
+        run.log_path(0).parent.mkdir(exist_ok=True)
+        run.log_path(0).write_text("4 ranks met\n")
+        return JobState("RUNNING")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED")
+
+    assert follow(run, Told(JobState("RUNNING"), JobState("RUNNING"), speaks, JobState("RUNNING"), ends), poll_s=0.01,
+                  slurm_every_s=0.02) == 0
+    before, _, after = capfd.readouterr().err.rpartition("ranks load torch and Megatron-Core: ")
+    assert before and "job 7: RUNNING, " in after
+
+
 def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.SETTLE_S", 0.1)
     assert follow(run, Told(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")),
