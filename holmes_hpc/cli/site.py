@@ -116,7 +116,8 @@ def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
 
     found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        found = doctors.ordered(found + doctors.examine(node_settings(configuration(overrides)), ask_nodes))
+        config = configuration(overrides)
+        found = doctors.ordered(found + doctors.examine(node_settings(config), ask_nodes, config.slurm.setup))
     if json:
         console.as_json([f.to_dict() for f in found])
     elif found:

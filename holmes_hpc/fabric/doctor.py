@@ -212,14 +212,14 @@ def _marker() -> Iterator[Path | None]:
         yield None
 
 
-def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
+def examine(settings: NodeSettings | None = None, asking: bool = True, setup: Sequence[str] = ()) -> list[Finding]:
     """Ask Slurm and, with `asking`, its idle nodes (one short job per partition); errors first. The environment that
-    jobs inherit is this process's own."""
+    jobs inherit is this process's own, after the lines of shell that a job begins with (`setup`)."""
     vocabulary = settings.vocabulary if settings else None
     nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
     facts: list[Facts] = []
     silent: list[Finding] = []
     if asking:
         with _marker() as marker:
-            facts, silent = ask_nodes(nodes, vocabulary, marker)
+            facts, silent = ask_nodes(nodes, vocabulary, marker, setup)
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + silent)

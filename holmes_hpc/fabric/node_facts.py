@@ -86,10 +86,10 @@ def as_labelled(nics: NodeNics, features: Sequence[str], env: Mapping[str, str],
 
 
 def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None,
-              shared: Path | None = None) -> tuple[list[Facts], list[Finding]]:
+              shared: Path | None = None, setup: Sequence[str] = ()) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`; and a finding for those that were busy or gave no answer. Needs this Python on the nodes,
     as training does. A node that fails or hangs takes no other's answer with it. `shared`: a file that they
-    should see."""
+    should see; `setup`: lines of shell before Python starts, a job's own (`slurm.setup`)."""
     up = {p.name for p in read_partitions() if p.up}
     facts: list[Facts] = []
     silent: list[Finding] = []
@@ -108,7 +108,7 @@ def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None,
         if not idle:
             continue
         limit_s = limit(len(idle))
-        out, trouble = partial_output(*_srun(partition, idle, vocabulary, shared), timeout_s=limit_s)
+        out, trouble = partial_output(*_srun(partition, idle, vocabulary, shared, setup), timeout_s=limit_s)
         found = [f for f in map(_understand, out.splitlines()) if f is not None]
         facts += found
         missing = [n for n in idle if n.name not in {f.node for f in found}]
@@ -147,15 +147,17 @@ def _silent(level: str, nodes: Sequence[Node], why: str) -> Finding:
     return Finding(level, f"nodes {names}", why, "ask them with `holmes probe --check` on the node itself")
 
 
-def _srun(partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None = None) -> list[str]:
+def _srun(partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None,
+          setup: Sequence[str]) -> list[str]:
     own = [word for option, path in (("--vocabulary", vocabulary), ("--shared", str(shared or ""))) if path
            for word in (option, os.path.abspath(path))]
     names, count = compress(n.name for n in nodes), len(nodes)
     limit_s = limit(count)
+    first = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "facts"] if setup else []
     return ["srun", f"--partition={partition}", f"--nodelist={names}", f"--nodes={count}", f"--ntasks={count}",
             "--ntasks-per-node=1", f"--immediate={WAIT_S}", f"--time={2 + limit_s // 60}", "--quiet", "--no-kill",
             "--kill-on-bad-exit=0", f"--wait={limit_s // 2}",  # some may fail, or hang
-            "--job-name=holmes-facts", sys.executable, "-m", "holmes_hpc.fabric.node_facts", *own]
+            "--job-name=holmes-facts", *first, sys.executable, "-m", "holmes_hpc.fabric.node_facts", *own]
 
 
 def _understand(line: str) -> Facts | None:

@@ -45,7 +45,7 @@ def check_software(nodes: Mapping[str, Mapping[str, str]], here: Mapping[str, st
         if lacking := [n for n, has in nodes.items() if package not in has]:
             found.append(Finding("error", f"nodes {compress(lacking)}", f"their Python has no {package}",
                                  "pip install 'holmes-hpc[train]' into the environment that they share with this "
-                                 "machine (docs/install.md)"))
+                                 "machine, or have slurm.setup load the site's own (docs/install.md)"))
     if plain := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:
         found.append(Finding("error", f"nodes {compress(plain)}", "have GPUs, and a torch that is built without CUDA",
                              "install a CUDA build of torch (docs/install.md)"))

@@ -207,5 +207,15 @@ def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeyp
     assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what
 
 
+@pytest.mark.integration
+def test_nodes_are_asked_as_a_job_begins(srun, monkeypatch) -> None:
+    """The site's torch is there only after the lines of slurm.setup."""
+    does, _ = srun
+    does('while [ "$1" != bash ]; do shift; done; "$@"')
+    monkeypatch.setattr("sys.executable", "site-python")
+    found, _ = ask_nodes([NODES[0]], setup=["site-python() {", answer("a1"), "}", "exec() { \"$@\"; }"])
+    assert [f.node for f in found] == ["a1"]
+
+
 def test_a_large_site_has_more_time() -> None:
     assert limit(4) == 30 and limit(2000) == 230

@@ -37,7 +37,8 @@ def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setattr(scontrol, "output", answer)
     monkeypatch.setattr("holmes_hpc.fabric.label.output", answer)
     monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, vocabulary: (facts, []))
-    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes", lambda nodes, vocabulary, shared: (facts, []))
+    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes",
+                        lambda nodes, vocabulary, shared, setup: asked.append(("begin", *setup)) or (facts, []))
     return asked
 
 
@@ -101,6 +102,10 @@ def test_label_applies_what_it_shows(holmes, site) -> None:
 def test_label_prints_the_helper(holmes) -> None:
     code, out, _ = holmes("label", "--helper")
     assert code == 0 and out.startswith("#!/bin/sh") and "helpers.conf" in out
+
+
+def test_doctor_asks_nodes_as_a_job_would_begin(holmes, site) -> None:
+    assert holmes("doctor", "slurm.setup=[module load torch]")[0] == 0 and ("begin", "module load torch") in site
 
 
 def test_doctor_looks_at_scripts_too(holmes, site, tmp_path) -> None:
