@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,6 +73,9 @@ class TrainConfig:
     pace_layer_ms: Annotated[float | None,
                              key("paced compute: every transformer layer's forward takes this long and its backward "
                                  "twice as long, by waiting; named in every record; null: off", unit="ms", gt=0)] = None
+    pace_factors: Annotated[Mapping[str, float] | None,
+                            key("a layer takes so many times pace_layer_ms on a fabric, or on single nodes: "
+                                "{roce-a: 3, 'ib[3-4]': 2}; null: once on all", gt=0)] = None
     measure: Annotated[bool, key("after these steps time their parts and the networks, into calibration.yaml (holmes "
                                  "calibrate)")] = False
 

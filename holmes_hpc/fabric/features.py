@@ -18,7 +18,7 @@ from holmes_hpc.fabric.site import Gpu, NicNames
 from holmes_hpc.records.files import SAFE_LOADER
 
 _SECTIONS = ("features", "rates", "ignored", "gpus", "networks")
-_GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu", "interface", "hca", "storage")
+_GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu", "interface", "hca", "storage", "ranks")
 _RULE_KEYS = ("match", "own", "unsupported", *_GROUPS)
 _GPU_KEYS = ("match", "name", "peak_tflops", "memory_gib", "intra_node_gbps")
 DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gpu_kinds.yaml"))
@@ -38,6 +38,7 @@ class Meaning:
     unsupported: str | None = None
     own: bool = False
     names: NicNames = field(default_factory=NicNames)
+    ranks: int = 0
 
     @property
     def text(self) -> str:
@@ -47,6 +48,7 @@ class Meaning:
         said += [f"Ethernet {self.ethernet:g} Gb/s"] if self.ethernet else []
         said += [f"fabric {self.fabric}"] if self.fabric else []
         said += [f"GPU {self.gpu}"] if self.gpu else []
+        said += [f"{self.ranks} CPU ranks"] if self.ranks else []
         said += [f"sockets over {self.names.ethernet}"] if self.names.ethernet else []
         said += [f"HCA {', '.join(self.names.hca)}"] if self.names.hca else []
         said += [f"storage {', '.join(self.names.storage)}"] if self.names.storage else []
@@ -88,7 +90,7 @@ class Vocabulary:
 
     def _meaning(self, feature: str, rule: Rule, said: dict[str, Any]) -> Meaning | None:
         rates = {}
-        for key in ("rate", "port", "ethernet"):
+        for key in ("rate", "port", "ethernet", "ranks"):
             if key in said:
                 word = str(said[key]).lower()
                 try:
@@ -103,7 +105,7 @@ class Vocabulary:
             return None
         names = NicNames(said.get("interface"), _words(said.get("hca")), _words(said.get("storage")))
         return Meaning(feature, nic, rates.get("rate"), rates.get("port"), rates.get("ethernet"), said.get("fabric"),
-                       said.get("gpu"), rule.unsupported, rule.own, names)
+                       said.get("gpu"), rule.unsupported, rule.own, names, int(rates.get("ranks", 0)))
 
     def gpu(self, name: str) -> Gpu | None:
         """The GPU that a GRES type or a feature names."""

@@ -25,12 +25,10 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What the user says about reading a site. `vocabulary`: own file of features; `partitions`: only these are used;
-    `cpu_ranks`: ranks on a node of a site without GPUs."""
+    """What the user says of a site. `vocabulary`: own file of features; `partitions`: only these are used."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
-    cpu_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def group(nodes: Sequence[SiteNode], partitions: Sequence[Partition], vocabulary
     groups = _labelled(fit, open_, work) + _unlabelled(fit, open_, work)
     fabrics = []
     for g in groups:
-        fabric = _fabric(g, nodes, vocabulary, settings, work)
+        fabric = _fabric(g, nodes, vocabulary, work)
         if fabric is not None:
             fabrics.append(fabric)
     for why, members in _by(lambda n: work.left_out[n.name], [n for n in nodes if n.name in work.left_out]):
@@ -197,8 +195,7 @@ def _ranked(members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: 
     return sorted(options, key=rank)
 
 
-def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, settings: NodeSettings,
-            work: _Work) -> Fabric | None:
+def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: _Work) -> Fabric | None:
     usable = [n for n in g.nodes if n.usable]
     work.leave([n for n in g.nodes if not n.usable], "down, drained or not responding")
     if not usable:
@@ -218,15 +215,20 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, settin
         work.say(members, line)
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))
-    return Fabric(g.name, g.nic, g.partition.name, len(usable), gpus or settings.cpu_ranks,
+    return Fabric(g.name, g.nic, g.partition.name, len(usable), gpus or _cpu_ranks(usable),
                   _rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, work),
-                  _gpu(g, usable, vocabulary, settings, work),
+                  _gpu(g, usable, vocabulary, work),
                   _rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, work) if g.nic.rdma else None,
                   expression, tuple(n.name for n in usable), gres=bool(gpus), ethernet=names.ethernet, hca=names.hca,
                   storage=names.storage, node_nics=node_nics, nccl_net=network,
                   node_cpus=(min(n.cpus for n in usable) or None) if gpus else None,
                   node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if gpus else None,
                   node_gpus=max(counts) if len(counts) > 1 else None)
+
+
+def _cpu_ranks(nodes: Sequence[SiteNode]) -> int:
+    """On each of `nodes`, none of which has a GPU: as their features say, else one."""
+    return min(next((m.ranks for m in n.reading.meanings if m.ranks), 1) for n in nodes)
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
@@ -250,9 +252,9 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, work: _Wor
     return values[0] if values else assumed
 
 
-def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, settings: NodeSettings, work: _Work) -> Gpu:
+def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, work: _Work) -> Gpu:
     if not any(n.gpus for n in nodes):
-        work.say(nodes, f"no GPU in Slurm's GRES: {settings.cpu_ranks} CPU rank(s) a node")
+        work.say(nodes, f"no GPU in Slurm's GRES: {_cpu_ranks(nodes)} CPU rank(s) a node")
         return CPU
     found: list[Gpu] = []
     for kind, members in _by(lambda n: (n.gpu_types, n.reading.gpu), nodes):

@@ -73,6 +73,7 @@ def costs(config: Configuration, plan: Plan | None = None, said: Mapping[str, An
     software = make(Software, {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather,
                                **(said or {})}, "software")
     return Costs(calibration=calibration, pace_layer_ms=pace(config, plan), software=software,
+                 pace_factors=train.pace_factors or (plan.pace_factors if plan else None),
                  gradient_bytes=gradient_bytes, dtype=None if train.dtype == "auto" else train.dtype)
 
 

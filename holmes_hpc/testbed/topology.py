@@ -57,6 +57,7 @@ class FabricSpec:
     prefix: Annotated[str, key("of its nodes' names; the partition's name unless said")] = ""
     rdma_mbit: Annotated[float | None, key("rate of the RDMA NIC; none where nic is ethernet", unit="Mbit/s", gt=0,
                                            lt=10**7)] = None
+    ranks: Annotated[int, key("that each of its nodes holds", ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
@@ -161,7 +162,8 @@ class Topology:
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
         """The features that Slurm shows for a node of this fabric."""
         fast = self.ethernet_mbit if fabric.rdma_mbit is None else fabric.rdma_mbit
-        return (f"nic_{fabric.nic}", f"nic_{rate(fast)}", f"eth_{rate(self.ethernet_mbit)}", f"fabric_{fabric.name}")
+        return (f"nic_{fabric.nic}", f"nic_{rate(fast)}", f"eth_{rate(self.ethernet_mbit)}", f"fabric_{fabric.name}",
+                *([f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []))
 
 
 def parse(text: str, where: str) -> Topology:

@@ -91,9 +91,10 @@ class Trainer:
         self.watchdog = watchdog
         self.here, self.plan = here, here.plan
         pace_layer_ms = config.train.pace_layer_ms or here.plan.pace_layer_ms
+        factors = config.train.pace_factors or here.plan.pace_factors
         self.stragglers = Stragglers(here.plan.parallel.stage_ranks, [n.node for n in here.nodes],
-                                     *work_of_stages(here.plan, bool(pace_layer_ms)))
-        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms,
+                                     *work_of_stages(here.plan, (factors or {}) if pace_layer_ms else None))
+        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors,
                                 dtype=gpt.dtype_name(config.train.dtype, here.cuda))
         train, plan, self.data = self.settings, here.plan, config.data
         self.breakdown = Breakdown(here.cuda)
@@ -111,7 +112,9 @@ class Trainer:
         chosen = config.checkpoint
         chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)
         if train.pace_layer_ms:
-            paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
+            factor = paced_layers.factor(train.pace_factors or {}, [(n.fabric, n.node) for n in here.nodes],
+                                         here.launch.rank)
+            paced_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown,
                                          here.groups.tied)

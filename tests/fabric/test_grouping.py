@@ -37,6 +37,13 @@ def test_labelled_site() -> None:
     assert all("CPU rank" in a for a in found.assumptions)
 
 
+def test_ranks_of_nodes_without_gpus_are_those_of_their_features() -> None:
+    found = grouped([node("n1", "nic_ib,nic_1g,eth_1g,fabric_a,ranks_4"), node("n2", "nic_ib,nic_1g,eth_1g,fabric_b")],
+                    [partition("ib", "n[1-2]")])
+    assert {f.name: f.gpus_per_node for f in found.fabrics} == {"a": 4, "b": 1}
+    assert not any(f.gres for f in found.fabrics)
+
+
 def test_nics_that_features_name_are_the_fabrics_or_single_nodes() -> None:
     words = "nic_ib,nic_200g,eth_25g,fabric_a,nic_hca_mlx5_0"
     alike = grouped([node(f"n{i}", f"{words},nic_if_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]

@@ -53,6 +53,11 @@ def test_every_topology_file_is_named_after_itself(path: object) -> None:
     assert read(path).name == path.stem  # type: ignore[attr-defined,arg-type]
 
 
+def test_a_fabric_whose_nodes_hold_more_ranks_has_a_feature_that_says_so() -> None:
+    found = parse(changed("fabrics", 0, "ranks", to=2), "good")
+    assert [found.features(f)[4:] for f in found.fabrics] == [("ranks_2",), ()]
+
+
 def test_features_of_both_kinds_of_node() -> None:
     shape = parse(GOOD, "good")
     assert shape.features(shape.fabrics[0]) == ("nic_ib", "nic_0.4g", "eth_0.05g", "fabric_ib-a")

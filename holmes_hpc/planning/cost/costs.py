@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -63,6 +63,7 @@ class Costs:
 
     calibration: Calibration | None = None
     pace_layer_ms: float | None = None
+    pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # of a fabric's layers
     dtype: str | None = None
     gradient_bytes: int | None = None
     software: Software = CURRENT
@@ -263,7 +264,8 @@ class Costs:
             near = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))
             return near.forward_s, near.backward_s
         assert self.pace_layer_ms is not None
-        return self.pace_layer_ms / 1e3, 2 * self.pace_layer_ms / 1e3
+        forward = self.pace_layer_ms / 1e3 * (self.pace_factors or {}).get(fabric.name, 1.0)
+        return forward, 2 * forward
 
     def _measured_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric,
                     sequence_parallel: bool = False) -> Seconds | None:

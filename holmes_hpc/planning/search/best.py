@@ -146,7 +146,8 @@ def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
                 layout.schedule, layout.components, stages, site, layout.bucket_bytes, layout.edge_dtype,
                 layout.edge_connections, layout.transport_mode, layout.costs.pace_layer_ms,
                 predict_layout(layout, candidate.layers), (*site.assumptions, *layout.assumptions, *candidate.notes),
-                unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)})
+                unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)},
+                pace_factors=layout.costs.pace_factors)
     return replace(plan, alternatives=_alternatives(candidate, others))
 
 

@@ -265,7 +265,8 @@ def to_plan(way: _Way, site: Site) -> Plan:
     plan = Plan("one-fabric" if len(used) == 1 else "pipeline", what.model, what.batch, what.widths, what.recompute,
                 Schedule("ahead", what.in_flight), what.components,
                 tuple(Stage(at[s], n) for s, n in enumerate(what.layers)), site, what.bucket_bytes, what.edge_dtype,
-                what.edge_connections, what.transport_mode, what.costs.pace_layer_ms, unused=unused)
+                what.edge_connections, what.transport_mode, what.costs.pace_layer_ms, unused=unused,
+                pace_factors=what.costs.pace_factors)
     notes = [f"{n} nodes of {name} are left out: no way to use them was found that makes a step shorter"
              for name, n in unused.items()]
     said = dict.fromkeys(a for view in what.views for a in view.assumptions)

@@ -77,6 +77,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
     unused: dict[str, int] = field(default_factory=dict)  # fabric -> nodes the plan leaves idle
+    pace_factors: Annotated[Mapping[str, float] | None, key("so many times the pace there", gt=0)] = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -255,7 +256,7 @@ class Plan:
         data: dict[str, Any] = {"version": self.version}
         for f in fields(self):
             if f.name not in ("version", "site", "alternatives", "predicted") and (
-                    f.name != "pace_layer_ms" or self.pace_layer_ms is not None):
+                    not f.name.startswith("pace_") or getattr(self, f.name) is not None):
                 value = getattr(self, f.name)
                 data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
         data["model"] = self.model.to_dict()

@@ -1,17 +1,21 @@
 """Paced compute: every transformer layer takes a given time, by waiting.
 
 So that many ranks on few cores behave like accelerators beside a real network: a layer's forward pass takes
-`train.pace_layer_ms`, its backward pass twice as long; a recomputed forward pass takes its time again. The numbers are
-those of the unpaced model. What is not in a layer (embedding, head, optimizer) takes what it takes.
+`train.pace_layer_ms` (times what `train.pace_factors` says of its fabric or node), its backward pass twice as long; a
+recomputed forward pass takes its time again. The numbers are those of the unpaced model. What is not in a layer
+(embedding, head, optimizer) takes what it takes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.slurm.hostlist import expand
 
 
 class _Mark(torch.autograd.Function):
@@ -98,6 +102,19 @@ def _finish(made: torch.Tensor) -> None:
     streams a receive may be waiting for what this rank does next."""
     if made.is_cuda:
         torch.cuda.current_stream(made.device).synchronize()
+
+
+def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int) -> float:
+    """How many times the pace a rank's layers take: as is said of its node, else of its fabric, else once. `places`:
+    (fabric, node) of every rank. ConfigError where a fabric or node is named that has no rank."""
+    fabrics, nodes = ({place[i] for place in places} for i in (0, 1))
+    own = 1.0
+    for name in sorted(factors, key=lambda name: name not in fabrics):
+        named = {name} if name in fabrics else set(expand(name))
+        if name not in fabrics and (strange := sorted(named - nodes)):
+            raise ConfigError(f"train.pace_factors names {strange[0]!r}", hint=nearest(strange[0], fabrics | nodes))
+        own = factors[name] if named & set(places[rank]) else own
+    return own
 
 
 def pace(chunks: Iterable[Iterable[torch.nn.Module]], layer_ms: float) -> None:

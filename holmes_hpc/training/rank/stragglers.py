@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
@@ -56,14 +56,15 @@ class Stragglers:
                 f"({times[rank] * 1000:.0f} ms a step); look for other processes, heat or a failing device there")
 
 
-def work_of_stages(plan: Plan, paced: bool) -> tuple[list[float], list[Any]]:
+def work_of_stages(plan: Plan, paced: Mapping[str, float] | None) -> tuple[list[float], list[Any]]:
     """For :class:`Stragglers`: every stage's work in layers (the last one's head as many as its FLOPs are worth; a pace
-    is kept by layers alone), and its GPU. Nothing where every stage has ranks to compare among themselves."""
+    is kept by layers alone, times its fabric's of `paced`), and its GPU. `paced`: None without one.
+    Nothing where every stage has ranks to compare among themselves."""
     replicas = max(plan.parallel.dp_of(s) for s in range(plan.parallel.pp))
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
         return [], []
     length, fabrics = plan.batch.sequence_length, {f.name: f for f in plan.site.fabrics}
-    work = [float(stage.layers) for stage in plan.stages]
-    if not paced:
+    work = [stage.layers * (paced or {}).get(stage.fabric, 1.0) for stage in plan.stages]
+    if paced is None:
         work[-1] += head_flops(plan.model, length) / layer_flops(plan.model, length, length)
     return work, [fabrics[stage.fabric].gpu for stage in plan.stages]

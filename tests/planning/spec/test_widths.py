@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from typing import Any
 
@@ -29,6 +30,13 @@ def test_equal_widths_are_a_grid_and_written_as_version_1() -> None:
     read = Plan.from_dict({**wide.to_dict(), "schedule": {"kind": "ahead", "in_flight": [3, 1]}})
     assert read.to_yaml() == grid.to_yaml() and read.version == 1
     assert Plan.from_dict(spawn.unequal((1, 3), (1, 3)).to_dict()).version == 2  # 8 micro-batches: shares are unequal
+
+
+def test_a_plan_of_equal_widths_is_written_as_before_there_were_others() -> None:
+    plans = (spawn.plan(pp=2, dp=2),
+             spawn.plan(tp=2, pp=2, schedule="ahead", in_flight=[3, 1], pace_layer_ms=10.0))
+    written = [(p.id, hashlib.sha256(p.to_yaml().encode()).hexdigest()[:16]) for p in plans]
+    assert written == [("61433d06b607", "d3c1d8b43804d81f"), ("5aef77fecb10", "5bd896542a93abad")]  # by 2cf097f
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

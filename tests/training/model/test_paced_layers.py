@@ -9,6 +9,7 @@ import pytest
 import torch
 from clock import Clock
 
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.training.model import paced_layers
 
 
@@ -36,6 +37,14 @@ class Layer(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, other: Any = None) -> tuple[torch.Tensor, None]:
         return self._work.apply(hidden_states) * self.weight, None
+
+
+def test_a_nodes_own_pace_goes_over_its_fabrics_and_strange_names_are_refused() -> None:
+    places = [("ib-a", "ib1"), ("ib-a", "ib2"), ("roce-a", "roce1")]
+    factors = {"ib[2-2]": 4.0, "ib-a": 2.0}
+    assert [paced_layers.factor(factors, places, rank) for rank in range(3)] == [2.0, 4.0, 1.0]
+    with pytest.raises(ConfigError, match="names 'ib3'"):
+        paced_layers.factor({"ib[2-3]": 2.0}, places, 0)
 
 
 @pytest.mark.parametrize("own_s", [0.001, 0.02])

@@ -27,7 +27,8 @@ def test_a_stage_with_nobody_to_compare_with_is_compared_by_its_layers() -> None
 
 def test_the_work_of_stages() -> None:
     plan = spawn.plan(pp=3, layers=[[3], [2], [1]])
-    work, alike = stragglers.work_of_stages(plan, paced=False)
+    work, alike = stragglers.work_of_stages(plan, paced=None)
     assert work[:2] == [3, 2] and 1.2 < work[2] < 3 and alike == [plan.site.fabrics[0].gpu] * 3
-    assert stragglers.work_of_stages(plan, paced=True)[0] == [3, 2, 1]
-    assert stragglers.work_of_stages(spawn.plan(pp=2, dp=2), paced=False) == ([], [])
+    assert stragglers.work_of_stages(plan, paced={})[0] == [3, 2, 1]
+    assert stragglers.work_of_stages(plan, paced={"roce-1": 3})[0] == [3, 6, 1]
+    assert stragglers.work_of_stages(spawn.plan(pp=2, dp=2), paced=None) == ([], [])
