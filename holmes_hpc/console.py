@@ -100,14 +100,20 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], cap
 def _blocks(rows: Sequence[Sequence[str]], room: int) -> list[list[int]]:
     """The columns that stand side by side without a broken word, and without a column of single words, block by block;
     the first is in all of them."""
-    least = [min(max(map(cell_len, column)), max(LEGIBLE, *map(_longest_word, column)))
-             for column in zip(*rows, strict=True)]
+    least = [_legible(column) for column in zip(*rows, strict=True)]
     blocks = [[0]]
     for index in range(1, len(least)):
         if sum(least[i] + 2 for i in blocks[-1]) + least[index] > room and len(blocks[-1]) > 1:
             blocks.append([0])
         blocks[-1].append(index)
     return blocks
+
+
+def _legible(column: Sequence[str]) -> int:
+    """The least width of a column: its name folds between any words, its cells only where they are prose."""
+    name, *cells = column
+    longest = max(map(cell_len, cells), default=0)
+    return max(_longest_word(name), min(longest, max(LEGIBLE, *map(_longest_word, cells), 0)))
 
 
 def _longest_word(cell: str) -> int:
@@ -119,8 +125,9 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
     they are, or cannot."""
     cells = list(zip(*rows, strict=True))
     widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in cells]
-    least = [max(map(_longest_word, column)) for column in cells]
-    if sum(widths) <= room or sum(least) > room:
+    ways = ([_legible(column) for column in cells], [max(map(_longest_word, column)) for column in cells])
+    least = next((way for way in ways if sum(way) <= room), None)
+    if sum(widths) <= room or least is None:
         return [None] * len(cells)
     while sum(widths) > room:
         index = max((i for i in range(len(cells)) if widths[i] > least[i]), key=lambda i: widths[i])

@@ -39,7 +39,7 @@ def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], d
     """What a rank does, with torch and Megatron-Core loaded."""
     # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
-    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda said: "No CUDA runtime" not in said.getMessage())
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_remark_on_cuda)
     megatron = logging.getLogger("megatron")
     if megatron.level == logging.NOTSET:  # Hydra lets all loggers speak, this one of each parameter
         megatron.setLevel(logging.WARNING)
@@ -57,6 +57,11 @@ def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], d
     except ModuleNotFoundError as e:
         raise missing(e) from e
     return task
+
+
+def _is_no_remark_on_cuda(said: logging.LogRecord) -> bool:
+    """False of what torch says on a node without GPUs that has CUDA's compiler; training/rank/cuda_check.py knows."""
+    return "No CUDA runtime" not in said.getMessage()
 
 
 @contextlib.contextmanager

@@ -185,6 +185,9 @@ def test_a_plan_is_told_as_wide_as_the_terminal(holmes, site, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site))
     assert code == 0 and max(map(len, out.splitlines())) <= 60 and "\n|     gpu-ib\n" in out and " 0%" not in out
+    monkeypatch.setenv("COLUMNS", "160")
+    out = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site))[1]
+    assert 100 < max(map(len, out.splitlines())) <= 160
 
 
 def test_the_manual_page_is_that_of_the_verbs():

@@ -24,6 +24,14 @@ def test_control_characters_are_written_out() -> None:
     assert console.visible("plain – text\n\tof two lines, ä 漢") == "plain – text\n\tof two lines, ä 漢"
 
 
+def test_names_of_columns_fold_before_a_table_is_split(capsys: pytest.CaptureFixture[str],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    console.table("", ["run", "gradient sync", "parameter sync", "pipeline wait"], [["one", "1.5", "2.5", "3.5"]])
+    out = capsys.readouterr().out
+    assert out.split().count("one") == 1 and "gradient " in out and "gradient sync" not in out
+
+
 def test_durations_have_the_unit_that_fits() -> None:
     assert [console.seconds(s) for s in (12.345, 0.0456, 1.906e-5, 3e-8, 0.0)] == [
         "12.35 s", "45.6 ms", "19.06 us", "0.03 us", "0 s"]

@@ -34,6 +34,6 @@ def test_sweep(tmp_path):
 def test_by_hand_on_the_testbed(testbed, tmp_path):
     lines = BY_HAND.strip().splitlines()
     assert lines[-1] == "holmes testbed down"  # the other tests go on using it, so this one line is not run here
-    out = run_block("\n".join(lines[:-1]), tmp_path)
-    assert "#SBATCH hetjob" in out
+    out = run_block("\n".join([*lines[:-1], "holmes status"]), tmp_path)
+    assert "#SBATCH hetjob" in out and re.search("^first .* completed ", out, re.MULTILINE)
     assert (tmp_path / "runs" / "first" / "result.json").exists()

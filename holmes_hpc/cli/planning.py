@@ -61,7 +61,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
     from holmes_hpc.planning.cost.corrections import NONE
-    from holmes_hpc.planning.narrative import WIDTH, explain, throughput
+    from holmes_hpc.planning.narrative import explain, throughput
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import make_plan
     from holmes_hpc.planning.search.explore import Clock
@@ -98,7 +98,7 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
     if ends:
         show_ends(ends, config.train.steps)
         console.text()
-    for line in explain(chosen, costs, asked, min(console.width(), WIDTH)):
+    for line in explain(chosen, costs, asked, console.width()):
         console.text(line)
     if output:
         console.note(f"written: {output}")
