@@ -1,6 +1,6 @@
 """Runs on the testbed that are interrupted on purpose, and must go on as if nothing had been: `make faults`.
 
-    python tests/faults/interruptions.py [--runs 24] [--seed 1] [--minutes 8] [--root runs/faults]
+    python tests/support/interruptions.py [--runs 24] [--seed 1] [--minutes 8] [--root runs/faults]
 
 Each run trains one small GPT on 2 InfiniBand and 2 RoCE nodes, and is hit once: by which fault, at which rank and step,
 and whether its checkpoints are written in the background, is drawn from the seed. Then it must end as a run that nobody

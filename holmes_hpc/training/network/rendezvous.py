@@ -2,7 +2,7 @@
 
 The file is named after this start of the run, and only the user who runs it may read it; so neither a file of an
 earlier start nor somebody else's is ever followed, and the store admits nobody who cannot read it (admission.py). A
-launcher's own rendezvous (torchrun's MASTER_ADDR) is used where there is one; it has no secret.
+launcher's own rendezvous (torchrun's MASTER_ADDR) is used where there is one; it has no secret, and rank 0 says so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from holmes_hpc.records.trust import is_own
 from holmes_hpc.training.network import admission
 from holmes_hpc.training.network.door import Door, listening
 from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.log import say
 
 POLL_S = 0.05
 REACH_S = 20.0  # from rank 0's word to a connection: it listens when it publishes its address
@@ -138,12 +139,17 @@ def join_store(run_dir: Path, launch: Launch, timeout_s: float, interface: str =
 
 
 def launcher_store(launch: Launch, timeout_s: float) -> dist.Store:
-    """The store that torchrun provides; without its agent rank 0 is the host of one at MASTER_ADDR:MASTER_PORT."""
+    """The store that torchrun provides; without its agent rank 0 is the host of one at MASTER_ADDR:MASTER_PORT. Rank 0
+    warns where others than this machine's users reach it."""
     assert launch.address is not None and launch.port is not None
     own = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # of one machine: not on all interfaces; else the name may mean another address to the other nodes
         listener = listening(launch.address, launch.port) if own and launch.one_host else None
+        if launch.rank == 0 and listener is None:
+            say(f"warning: the ranks meet in torchrun's store ({launch.address}:{launch.port}), which asks for no "
+                "secret: whoever reaches it can change or end this run; start the ranks with srun where others share "
+                "the network (docs/security.md)")
         return dist.TCPStore(launch.address, launch.port, launch.world_size, is_master=own, wait_for_workers=False,
                              timeout=timedelta(seconds=timeout_s),
                              master_listen_fd=None if listener is None else listener.detach())

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import DistError
+
 from holmes_hpc.errors import HolmesError, RunFailed
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.launch import Launch
@@ -35,6 +37,11 @@ def _exit(code: int) -> None:
 def _echo(failure: dict[str, Any]) -> str:
     """What a rank says that ends because another one failed."""
     return f"Connection lost: rank {failure['rank']} on {failure['node']} failed: {failure['error']}"
+
+
+def _store_gone(error: Exception) -> dict[str, Any]:
+    """The failure of rank 0, which holds the store, where the store answers no more."""
+    return {"rank": 0, "node": "its node", "error": f"its store is gone ({one_line(error)[:120]})", "code": 1}
 
 
 def _broken(error: BaseException) -> RuntimeError | None:
@@ -80,16 +87,18 @@ class RankExit:
     def _look(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
             try:
-                if not self._store.check([_FAILED]):
-                    continue
-                failure = json.loads(self._store.get(_FAILED))
+                failure = self._told()
             except Exception as e:
                 if self._stop.is_set():
                     return
-                gone = f"its store is gone ({one_line(e)[:120]})"
-                failure = {"rank": 0, "node": "its node", "error": gone, "code": 1}
-            if failure["rank"] != self._launch.rank:
+                failure = _store_gone(e)
+            if failure is not None and failure["rank"] != self._launch.rank:
                 self._follow(failure)
+
+    def _told(self) -> dict[str, Any] | None:
+        """What a rank has told the store of its failure."""
+        told: dict[str, Any] | None = json.loads(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
+        return told
 
     def _follow(self, failure: dict[str, Any]) -> None:
         time.sleep(0.5)  # should this rank be failing by itself, let it say so
@@ -125,17 +134,20 @@ class RankExit:
             teller.start()
             teller.join(_ANSWER_S)
 
-    def _failure_of_another(self) -> dict[str, Any] | None:
-        """What another rank says of its failure, if it and the store do so soon."""
+    def _failure_of_another(self, error: RuntimeError) -> dict[str, Any] | None:
+        """What another rank says of its failure, if it and the store do so soon; that rank 0 is gone, where `error` is
+        of the store and it answers no more."""
         failures: list[dict[str, Any]] = []
         end = time.monotonic() + _ANSWER_S
 
         def ask() -> None:
-            with contextlib.suppress(Exception):
-                while not self._store.check([_FAILED]) and time.monotonic() < end:
+            try:
+                while (failure := self._told()) is None and time.monotonic() < end:
                     time.sleep(0.1)
-                if self._store.check([_FAILED]):
-                    failures.append(json.loads(self._store.get(_FAILED)))
+                failures.extend([failure] if failure is not None else [])
+            except Exception as e:
+                if isinstance(error, DistError):
+                    failures.append(_store_gone(e))
 
         if self._store is not None:
             asker = threading.Thread(target=ask, name="failure of another rank", daemon=True)
@@ -165,7 +177,7 @@ class RankExit:
         hang = self._as_hang(below) if below is not None else None
         if hang is not None:
             error, hung = hang, True
-        failure = self._failure_of_another() if below is not None and hang is None else None
+        failure = self._failure_of_another(below) if below is not None and hang is None else None
         if failure is not None and not failure.get("hung") and isinstance(error, HolmesError):
             failure = None  # this rank knows better
         if not self._once.acquire(blocking=False):

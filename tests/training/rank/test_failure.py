@@ -12,14 +12,36 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import spawn
+import torch.distributed as dist
 
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.rank.failure import RankExit
+from holmes_hpc.training.rank.launch import Launch
 
 SLOW = {"steps": 500, "pace_layer_ms": 5}
+
+
+@pytest.mark.parametrize(("error", "line"), [
+    (dist.DistNetworkError("Failed to recv"), "Connection lost: rank 0 on its node failed: its store is gone"),
+    (RuntimeError("out of memory"), "RuntimeError: out of memory")])
+def test_a_rank_that_comes_when_rank_0_has_given_up_says_one_line(error: RuntimeError, line: str, tmp_path: Path,
+                                                                  capfd: pytest.CaptureFixture[str]) -> None:
+    def gone(_: list[str]) -> bool:
+        raise dist.DistNetworkError("Failed to recv")
+
+    run = RunDirectory.create(tmp_path / "run")
+    late = RankExit(run, Launch(3, 4, 0, "srun", "roce2", "slurm-1-0-0", False))
+    late.attempt, late._store = run.start_attempt(), SimpleNamespace(check=gone)
+    assert late.failed(error) == 1
+    assert run.read_exits()[0]["error"].startswith(line)
+    said = "".join(capfd.readouterr())
+    assert line in said and (said.count("\n") == 1) is isinstance(error, dist.DistError), said
 
 
 @pytest.mark.integration

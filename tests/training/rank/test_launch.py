@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import spawn
+import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError, PlanError
 from holmes_hpc.fabric import nccl
@@ -124,6 +125,19 @@ def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     path.chmod(0o600)
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert rendezvous.read_meeting(path) is None
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_store_that_asks_for_no_secret_is_said_to_be_one(agent: bool, monkeypatch: pytest.MonkeyPatch,
+                                                           capfd: pytest.CaptureFixture[str]) -> None:
+    port = spawn.free_port()
+    launch = Launch(0, 1, 0, "torchrun", "n0", "torchrun-none", True, (), "127.0.0.1", port)
+    torchruns = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
+    rendezvous.launcher_store(launch, 10).set("a", "b")
+    said = capfd.readouterr()
+    assert ("asks for no secret" in said.out + said.err) is agent  # else it listens on this machine's loopback alone
+    del torchruns
 
 
 def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> None:
