@@ -10,6 +10,11 @@ import pytest
 import typer
 from pages import FENCE, ROOT, blocks, run_block, text_of
 
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
 TITLES = ("on a real site", "on the testbed, as root", "as root, with ", "needs ", "some minutes")  # else it is run
 
@@ -63,6 +68,18 @@ def unknown_words(command, line: str) -> list[str]:
     if "--" in words:
         words = words[:words.index("--")]
     return [w for w in words if re.match("--?[a-z]", w) and w.split("=")[0] not in known]
+
+
+def test_make_targets_extras_and_files_on_the_pages_exist():
+    made = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    extras = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    for page in PAGES:
+        text = text_of(page)
+        assert made.issuperset(re.findall(r"(?:`|^ *)make ([a-z-]+)", text, re.MULTILINE)), page.name
+        named = [one for some in re.findall(r"holmes-hpc\[([a-z,]+)\]", text) for one in some.split(",")]
+        assert set(extras).issuperset(named), (page.name, named)
+    for path in re.findall(r"`((?:holmes_hpc|tests)/[\w/.]+)`", text_of(ROOT / "CONTRIBUTING.md")):
+        assert (ROOT / path).exists(), path
 
 
 def test_links_between_pages_lead_somewhere():
