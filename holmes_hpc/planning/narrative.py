@@ -115,7 +115,7 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     total = predicted.step_time_s
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     tokens = predicted.samples_per_s * plan.batch.sequence_length
-    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:.4g} "
+    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:,.0f} "
              f"tokens/s, {_per_kind(plan, predicted)}"]
     lines += [f"  {PART_NAMES[name]:<16} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
               for s, name in parts if s > 0]

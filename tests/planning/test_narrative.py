@@ -62,4 +62,4 @@ def test_each_gpu_kind_has_its_own_tflops() -> None:
     assert sum(found.values()) / 2 == pytest.approx(plan.predicted.model_tflops_per_gpu)
     text = " ".join(explain(plan, Costs()))
     tokens = plan.predicted.samples_per_s * BATCH.sequence_length
-    assert f"{tokens:.4g} tokens/s" in text and f"{found[faster]:.3g} of h100-80gb (" in text
+    assert f"{tokens:,.0f} tokens/s" in text and f"{found[faster]:.3g} of h100-80gb (" in text
