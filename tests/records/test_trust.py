@@ -88,6 +88,8 @@ def test_what_is_made(said: int, files: int, folders: int, tmp_path: Path, umask
     run = RunDirectory.create(tmp_path / "run", "plan")
     append_line(run.metrics_path, "{}")
     write_whole(tmp_path / "secret", "", 0o600)
+    (tmp_path / "plain").write_text("")  # as a library makes its files
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == files
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [run.path, *run.path.iterdir()]}
     assert set(modes.values()) == {files, folders}
     assert {name for name, mode in modes.items() if mode == folders} == {"run", "logs", "trace", "checkpoints", "exits"}
