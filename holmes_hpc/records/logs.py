@@ -19,7 +19,7 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - max(4096, 400 * lines))
             file.seek(start)
-            text = file.read().decode("utf-8", errors="replace")
+            text = file.read(size - start).decode("utf-8", errors="replace")  # a device has no size, and no end
     except OSError:
         return []
     found = text.splitlines()
@@ -46,10 +46,11 @@ class GrowingFile:
     def _read(self) -> bytes:
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
+                size = file.seek(0, os.SEEK_END)
+                if size < self._offset:
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
-                data = file.read(_PIECE)
+                data = file.read(min(_PIECE, size - self._offset))
         except OSError:
             return b""
         self._offset += len(data)

@@ -126,3 +126,10 @@ def ending_state(job_id: str) -> JobState | None:
     rows = [replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row
             for row in (parse_scontrol(answer.out) if answer.ok else []) if row.offset == 0]
     return join(rows, "scontrol") if rows else None
+
+
+def end_for_good(job_id: str) -> None:
+    """Before a job fails that is not to start again: from Slurm 25.11 on one that asked for ``--requeue=expedite``
+    would be queued once more, and held."""
+    if "ExpeditedRequeue=Yes" in slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10).out:
+        slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0", timeout_s=30)

@@ -17,12 +17,12 @@ UNKNOWN = "UNKNOWN"  # ours: nobody could say, or the controller does not know t
 NOT_SUBMITTED = "NOT_SUBMITTED"  # ours too
 # Of several components' states the first of these is the job's; then the first of those that end a job.
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING", "CONFIGURING",
-          "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PENDING", "READY",
+          "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PENDING", "READY",
           NOT_SUBMITTED, UNKNOWN)
 ENDED = ("NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "PREEMPTED", "FAILED", "CANCELLED",
          "REVOKED", "COMPLETED")
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld
 _DUE = re.compile(r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
                   r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?")

@@ -103,6 +103,7 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str 
         "SlurmdPidFile": f"{places.run}/slurmd.%n.pid",
         "SlurmctldLogFile": f"{places.log}/slurmctld.log",
         "SlurmdLogFile": f"{places.log}/slurmd.%n.log",
+        "SlurmctldParameters": "enable_expedited_requeue",  # from 25.11 on: sbatch --requeue=expedite
         "SlurmctldTimeout": "30",
         "SlurmdTimeout": "10",
         "SlurmdParameters": "config_overrides",

@@ -24,3 +24,8 @@ def test_new_lines_of_a_growing_file_come_once_and_whole(tmp_path: Path, monkeyp
 def test_the_tail_of_one_very_long_line_is_its_end(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 20000 + "end")
     assert tail(tmp_path / "log")[0].endswith("xend")
+
+
+def test_a_device_without_end_has_no_lines() -> None:
+    """A full disk is played by /dev/full, which reads as zeros without end."""
+    assert GrowingFile(Path("/dev/full"))._read() == b""

@@ -21,6 +21,12 @@ def test_components_are_joined(states: list[str], joined: str) -> None:
     assert found.state == joined and len(found.components) == len(states)
 
 
+@pytest.mark.parametrize("state", ["REQUEUED", "EXPEDITING", "REQUEUE_HOLD"])
+def test_a_job_that_slurm_starts_again_waits_and_has_not_ended(state: str) -> None:
+    found = join(parse_squeue(squeue_line("12", state)))
+    assert found.waits and not found.ended
+
+
 def test_steps_and_arrays_are_no_components() -> None:
     text = sacct_line("12+0", "COMPLETED") + sacct_line("12+0.0", "FAILED") + sacct_line("12.batch", "FAILED")
     assert [r.offset for r in parse_sacct(text)] == [0]

@@ -45,7 +45,7 @@ sys.path.insert(0, {here!r})
 import cloudpickle, slurm_jobs
 cloudpickle.register_pickle_by_value(slurm_jobs)
 made = slurm_jobs.executor({folder!r}, [{{"partition": "ib"}}, {{"partition": "eth"}}], slurmhet_array_parallelism=2)
-print(*(job.job_id for job in made.map_array(slurm_jobs.sleeper, [15, 0, 0, 0])), flush=True)
+print(*(job.job_id for job in made.map_array(slurm_jobs.sleeper, [100, 0, 0, 0])), flush=True)
 os.kill(os.getpid(), 9)
 """
 

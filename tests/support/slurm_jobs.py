@@ -100,5 +100,5 @@ def start(folder: Path, function: Any, settings: dict[str, Any] | None = None, *
     plan = plans.plan("ib-a", "roce-a")
     config = {**plans.CONFIG, **config}
     run = RunDirectory.create(folder / "run 'x'", plan_text=plan.to_yaml(), config=config)
-    submit_plan(plan, run.path, function, config, SlurmSettings(timeout_min=3, **(settings or {})))
+    submit_plan(plan, run.path, function, config, SlurmSettings(**{"timeout_min": 3, **(settings or {})}))
     return run

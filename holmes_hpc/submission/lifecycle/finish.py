@@ -20,7 +20,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
-from holmes_hpc.slurm.job_queries import ending_state
+from holmes_hpc.slurm.job_queries import end_for_good, ending_state
 from holmes_hpc.slurm.job_states import told_to_end
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
 from holmes_hpc.submission.lifecycle.outcome import judge
@@ -77,6 +77,8 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
     run.write_result(result, writer="batch")
     if state is not None and state.state == "NODE_FAIL":  # Slurm has queued it again by itself
         slurm("scancel", job_id, timeout_s=30)
+    elif result["exit_code"] and job_id:
+        end_for_good(job_id)
     if result["state"] not in ("completed", "cancelled"):
         say(f"not restarted: {why_not}")
     where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
@@ -106,6 +108,7 @@ def again(run: RunDirectory, job_id: str, restarts: int) -> int:
     run.write_result({**judge(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None})
     say(f"failed: {error}")
     say(f"not restarted: {why_not}")
+    end_for_good(job_id)
     return 1
 
 

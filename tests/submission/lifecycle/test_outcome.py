@@ -175,9 +175,11 @@ def test_without_restarts_only_failures_end_the_run(tmp_path: Path, state: str, 
     assert should_restart(run, state, "7/0") == (None if on else "train.max_restarts is 0")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [(0, 1), (2, 0)])
-def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: int, code: int,
+def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: int, code: int, fake_slurm: Any,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm.answer("scontrol", "echo ExpeditedRequeue=Yes")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = RunDirectory.create(tmp_path / "run", config={"train": {"max_restarts": restarts}})
@@ -188,6 +190,7 @@ def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: i
     assert finishing.main(words) == code
     result = run.read_result()
     assert (result is not None) == bool(code) and (not code or "without a word" in result["error"])  # type: ignore[index]
+    assert (["update", "JobId=7", "Requeue=0"] in fake_slurm.calls("scontrol")) == bool(code)
     assert finishing.main(words) == 0  # judged: what starts it now is somebody's will
     if not code:
         assert run.read_run()["attempts"][0]["start"] == "7/0" and not gained(run, "7/1")
@@ -248,6 +251,16 @@ def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, f
     assert result is not None and result["state"] == "failed" and result["writer"] == "batch"
     assert result["final"]["loss"] == 2.5
     assert len([c for c in fake_slurm.calls("scontrol") if c[0] == "requeue"]) == 2
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("shown, updates", [("ExpeditedRequeue=Yes", [["update", "JobId=23", "Requeue=0"]]), ("", [])])
+def test_an_expedited_job_that_fails_for_good_is_not_queued_and_held(
+        shown: str, updates: list[list[str]], tmp_path: Path, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", f'echo "JobId=23 JobState=RUNNING {shown}"')
+    run = RunDirectory.create(tmp_path / "none", config={"train": {"max_restarts": 0}})
+    assert finish(run, 1, False, "23", 0) == 1
+    assert [call for call in fake_slurm.calls("scontrol") if call[0] == "update"] == updates
 
 
 def test_finish_says_when_the_directory_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
