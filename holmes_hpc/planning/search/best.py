@@ -65,7 +65,8 @@ def _beside_a_near_batch(best: Candidate, model: ModelSpec, batch: Batch, site: 
 def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
     """The Plan of one layout that `options` give (tp, pp and dp at least), nothing searched for: layers as equal as can
     be unless layers_per_stage says otherwise, Megatron-Core's schedule and no recomputation unless asked for, fabrics
-    in the order of `nodes` or of the site. What does not fit in memory is predicted all the same, and said."""
+    in the order of `nodes` or of the site. Asked to run ahead, it is as deep and has the buckets that a search would
+    choose. What does not fit in memory is predicted all the same, and said."""
     for name in ("tp", "pp", "dp"):
         if getattr(options, name) is None:
             raise PlanError(f"{name} is not given", where="layout", hint=f"give {name}")
@@ -75,7 +76,8 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         options, virtual_stages=chunks, schedule=schedule, search_micro_size=False,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
-        sequence_parallel=bool(options.sequence_parallel), bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
+        sequence_parallel=bool(options.sequence_parallel),
+        bucket_bytes=options.bucket_bytes or (None if schedule == "ahead" else BUCKET_BYTES),
         fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)))
     unlimited = replace(fixed, max_memory_gib=inf)
     best = _given(model, batch, site, fixed, costs) or _given(model, batch, site, unlimited, costs)
