@@ -65,7 +65,7 @@ def least_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
             if max(dps) > batch.micro_batches(1):
                 continue
             one = Unequal(model, batch, widths, (1,) * len(dps), (1,) * len(dps), "none", components, site, costs)
-            depths = {tuple(min(d, batch.micro_batches(1) // dp) for d, dp in zip(
+            depths = {tuple(min(d, -(-batch.micro_batches(1) // dp)) for d, dp in zip(
                 least_in_flight(tuple(dps), (*(more for _ in dps[1:]), 0)), dps, strict=True))
                 for more in range(DEEPER)}
             for layers, depth, size in product(_splits(model.layers, len(dps)), depths, BUCKETS):

@@ -53,7 +53,7 @@ def went(order: RoutedOrder, d: RoutedDurations) -> list[Went]:
 
 
 def ends(order: RoutedOrder, d: RoutedDurations) -> list[float]:
-    """When each row is done with its last pass."""
+    """When each row is done with its last pass; infinite for one that waits for ever (too little in flight)."""
     return _go_through(order, d, None)
 
 
@@ -117,4 +117,4 @@ def _go_through(order: RoutedOrder, d: RoutedDurations, told: list[Went] | None)
             told.append(Went(row, not back, m, start, end, sent))
         if at[row] < len(own) and (come := there[s][own[at[row]]]) != never:
             heappush(waiting, (max(end, come), row))
-    return now
+    return [end if at[row] == len(todo[row]) else never for row, end in enumerate(now)]
