@@ -118,13 +118,18 @@ class _OneKind:
         return min(MOST_STAGES, self.model.layers, int(COMBINATIONS ** (1 / len(self.chosen))) - 1)
 
     @cached_property
+    def _needed(self) -> int:
+        """Layers that all stages have to compute, the output matrix's as many as it takes."""
+        return self.model.layers + int(min(size.head / min(size.seconds) for size in self.sizes.values()))
+
+    @cached_property
     def taus(self) -> np.ndarray:
         """From the time in which all nodes together would compute all layers if these could be cut at will."""
         rate = 0.0
         for offer in self.chosen:
             rate += max((offer.nodes * offer.per_node / tp / size.seconds[size.offers.index(offer)]
                          for tp, size in self.sizes.items() if offer in size.offers), default=0.0)
-        least = self.model.layers * self.micro_batches / rate
+        least = self._needed * self.micro_batches / rate
         return np.asarray(least * FINE ** np.arange(int(np.log(WIDE) / np.log(FINE))))
 
     def shapes(self) -> Iterator[Shape]:
@@ -155,9 +160,8 @@ class _OneKind:
         for f, offer in enumerate(self.chosen):
             kept &= counts[:, f] > 0 if offer.fixed else True
         counts, stages = counts[kept], stages[kept]
-        head = min(size.head / min(size.seconds) for size in self.sizes.values())
         layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (rows, taus)
-        enough = layers >= self.model.layers + np.floor(head)
+        enough = layers >= self._needed
         possible = enough.any(axis=1)
         counts, stages, first = counts[possible], stages[possible], np.argmax(enough[possible], axis=1)
         if not len(counts):
