@@ -85,11 +85,12 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
     stage = int(np.argmax(work))
     after = float(times.after()[0])
     sync = float(d.tail[0, stage].max())
-    gather = float(d.ready[0, stage, 0])
-    waits = max(0.0, seconds - after - float(work[stage]) - sync - gather)
-    sync = seconds - after - float(work[stage]) - gather - waits
+    ready = float(d.ready[0, stage, 0])
+    waits = max(0.0, seconds - after - float(work[stage]) - sync - ready)
+    sync = seconds - after - float(work[stage]) - ready - waits
     return {"compute_s": float(work[stage]), "pipeline_wait_s": waits, "grad_sync_s": sync + times.tied + times.norm,
-            "param_sync_s": gather, "optimizer_s": float(times.optimizer[0]) + times.other}
+            "param_sync_s": ready + float(times.gather[0].max()),
+            "optimizer_s": float(times.optimizer[0]) + times.other}
 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:

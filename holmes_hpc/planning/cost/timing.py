@@ -45,17 +45,19 @@ class Computing:
 @dataclass(frozen=True)
 class Timing:
     """Seconds for each of several layer splits of one layout. `replicas`: of the pipeline(s); `tied`, `norm`,
-    `optimizer`, `other`: what follows when all gradients are reduced; `optimizer` is (plans,)."""
+    `optimizer`, `gather`, `other`: what follows when all gradients are reduced. `optimizer` is (plans,), `gather`,
+    of updated parameters by all stages at once where not before their first passes, (plans, S)."""
 
     replicas: tuple[Durations, ...]
     shared: tuple[tuple[bool, ...], ...]
     tied: float
     norm: float
     optimizer: np.ndarray
+    gather: np.ndarray
     other: float
 
     def after(self) -> np.ndarray:
-        return self.tied + self.norm + self.other + self.optimizer
+        return self.tied + self.norm + self.other + self.optimizer + self.gather.max(axis=1)
 
 
 def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None) -> Timing:
@@ -63,10 +65,11 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
     known, p = networks(layout), layout.parallel
     sizes = np.full(len(layers), layout.bucket_bytes) if bucket_bytes is None else bucket_bytes
     count = parameters(layout, layers)
-    replicas = tuple(_replica(layout, traffic, computes, layers, count, sizes)
-                     for traffic, computes in zip(known.replicas, computing(layout), strict=True))
+    made = [_replica(layout, traffic, computes, layers, count, sizes)
+            for traffic, computes in zip(known.replicas, computing(layout), strict=True)]
     updated = count.sum(axis=2) / (layout.run if p.distributed_optimizer else 1)
-    return Timing(replicas, _nics(layout), known.tied, known.norm, (updated * known.optimizer).max(axis=1), known.other)
+    return Timing(tuple(durations for durations, _ in made), _nics(layout), known.tied, known.norm,
+                  (updated * known.optimizer).max(axis=1), np.max([gather for _, gather in made], axis=0), known.other)
 
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarray:
@@ -123,8 +126,9 @@ def _computing(layout: Layout, replica: int) -> Computing:
 
 
 def _replica(layout: Layout, traffic: Traffic, computes: Computing, layers: np.ndarray, count: np.ndarray,
-             bucket_bytes: np.ndarray) -> Durations:
-    """`count`: parameters, shaped like `layers`."""
+             bucket_bytes: np.ndarray) -> tuple[Durations, np.ndarray]:
+    """(What its passes and transfers take, what gathering parameters takes after the update); `count`: parameters,
+    shaped like `layers`."""
     plans, software = len(layers), layout.costs.software
     forward, backward = _passes(layout, traffic, computes, layers, count)
     buckets = np.ones_like(count)  # a stage's later chunks have one each (training/model/optimizer.py)
@@ -138,11 +142,13 @@ def _replica(layout: Layout, traffic: Traffic, computes: Computing, layers: np.n
         reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
         tail = reduce
     elif software.overlap:
-        hidden, tail = _exposed(layout, layers, forward, backward, gather, reduce, buckets)
-        ready = hidden if software.overlap_gather else gather
+        ready, tail = _exposed(layout, layers, forward, backward, gather, reduce, buckets)
+    after = np.zeros((plans, gather.shape[1]))
+    if _apart(layout) or not (software.overlap and software.overlap_gather):  # by the optimizer, of all chunks
+        ready, after = np.zeros_like(gather), gather.sum(axis=2)
     down, up = np.tile(traffic.down, (plans, 1)), np.tile(traffic.up, (plans, 1))
     both = np.minimum(2 * up, up + reduce[:, :, 0])  # on one NIC, at the same moment
-    return Durations(forward, backward, down, up, np.where(traffic.beside, both, up), ready, reduce, tail)
+    return Durations(forward, backward, down, up, np.where(traffic.beside, both, up), ready, reduce, tail), after
 
 
 def _apart(layout: Layout) -> bool:

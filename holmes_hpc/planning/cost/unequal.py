@@ -8,10 +8,10 @@ event, edges between stages of unlike widths, and the tied embedding's sum over 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,10 +25,12 @@ from holmes_hpc.planning.cost.timing import Timing, parameters, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes, collective
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.schedule.routed import RoutedOrder
-from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, went
+from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, ends, went
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, GroupTransport, Plan, Predicted, Schedule
 from holmes_hpc.planning.spec.widths import Widths
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Unequal:
     edge_dtype: str = "same"
     edge_connections: int = 1
     bucket_bytes: int = 40_000_000
-    _layouts: dict[int, Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _known: dict[tuple[object, ...], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Unequal:
@@ -70,48 +72,69 @@ class Unequal:
                    plan.recompute, plan.components, costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype,
                    plan.edge_connections, plan.bucket_bytes)
 
-    def varied(self, layers: tuple[int, ...], in_flight: tuple[int, ...]) -> Unequal:
-        """With other layers and depths on the same ranks: what was worked out of their networks stays."""
-        made = replace(self, layers=layers, in_flight=in_flight)
-        object.__setattr__(made, "_layouts", self._layouts)
+    def varied(self, layers: tuple[int, ...] | None = None, in_flight: tuple[int, ...] | None = None,
+               bucket_bytes: int | None = None) -> Unequal:
+        """With other layers, depths or buckets on the same ranks: what was worked out of these stays."""
+        made = replace(self, layers=layers or self.layers, in_flight=in_flight or self.in_flight,
+                       bucket_bytes=bucket_bytes or self.bucket_bytes)
+        object.__setattr__(made, "_known", self._known)
         return made
+
+    def _once(self, key: tuple[object, ...], made: Callable[[], T]) -> T:
+        """What `made` gives, worked out once for all variants; `key` says all that it goes by beside the ranks."""
+        if key not in self._known:
+            self._known[key] = made()
+        found: T = self._known[key]
+        return found
 
     @cached_property
     def order(self) -> RoutedOrder:
-        return RoutedOrder(self.widths.routes(self.batch.micro_batches(1)), self.in_flight)
-
-    @cached_property
-    def _counts(self) -> np.ndarray:
-        """Layers as the cost model has them, (1, S, 1)."""
-        return np.array(self.layers)[None, :, None]
+        return self._once(("order", self.in_flight), lambda: RoutedOrder(
+            self.widths.routes(self.batch.micro_batches(1)), self.in_flight))
 
     @cached_property
     def views(self) -> tuple[Layout, ...]:
-        """For each stage a grid in which all stages are as wide and hold as much as this one."""
+        """For each stage a grid in which all stages are as wide as this one."""
         return tuple(self._view(stage) for stage in range(self.widths.pp))
 
     def _view(self, stage: int) -> Layout:
-        schedule = Schedule("ahead", (self.in_flight[stage],) * self.widths.pp)
-        if stage not in self._layouts:
-            width = self.widths.stages[stage]
-            most = max(len(self.order.own(self.order.row(stage, r))) for r in range(width.dp))
+        width = self.widths.stages[stage]
+        most = max(len(self.order.own(self.order.row(stage, r))) for r in range(width.dp))
+        own = next(c for c in self.components if stage in c.stages)
+
+        def made() -> Layout:
             batch = Batch(self.batch.micro_size * width.dp * most, self.batch.micro_size, self.batch.sequence_length)
             parallel = Parallel(width.tp, self.widths.pp, width.dp,
                                 sequence_parallel=self.widths.sequence_parallel and width.tp > 1)
-            own = next(c for c in self.components if stage in c.stages)
             alike = tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components)
-            self._layouts[stage] = Layout(
-                self.model, batch, parallel, self.recompute, schedule, alike, self.site, self.costs,
-                self.transport_mode, self.edge_dtype, self.edge_connections, self.bucket_bytes)
-        return self._layouts[stage].varied(schedule)
+            return Layout(self.model, batch, parallel, self.recompute, Schedule("ahead", (1,) * self.widths.pp), alike,
+                          self.site, self.costs, self.transport_mode, self.edge_dtype, self.edge_connections)
+
+        return self._once(("view", width.tp, width.dp, most, own.gpus_per_node), made)
 
     @cached_property
-    def timings(self) -> tuple[Timing, ...]:
-        return tuple(timing(view, self._counts) for view in self.views)
+    def _rows(self) -> np.ndarray:
+        """Layers as the cost model has them: from one on every stage to all on every stage, (plans, S, 1)."""
+        counts = np.arange(1, self.model.layers + 1)
+        return np.repeat(counts, self.widths.pp).reshape(-1, self.widths.pp, 1)
+
+    def _timing(self, stage: int) -> Timing:
+        view = self.views[stage]
+        return self._once(("timing", id(view), self.bucket_bytes), lambda: timing(
+            view.varied(bucket_bytes=self.bucket_bytes), self._rows))
+
+    def by_layers(self, part: str) -> np.ndarray:
+        """One part of :class:`Durations` for each stage, and each number of layers from one to all, (layers, S)."""
+        def made() -> np.ndarray:
+            parts = [getattr(self._timing(s).replicas[0], part) for s in range(self.widths.pp)]
+            return np.stack([of[:, s].reshape(len(of), -1)[:, 0] for s, of in enumerate(parts)], axis=1)
+
+        return self._once((part, self.bucket_bytes), made)
 
     def of_stages(self, part: str) -> list[float]:
         """One part of :class:`Durations`, for each stage."""
-        return [float(np.ravel(getattr(t.replicas[0], part)[0, s])[0]) for s, t in enumerate(self.timings)]
+        found = self.by_layers(part)
+        return [float(found[n - 1, s]) for s, n in enumerate(self.layers)]
 
     def edge_s(self, upper: int, forward: bool) -> tuple[float, float]:
         """One stage transfer of one replica over the edge below stage `upper`: seconds for which it takes its node's
@@ -125,6 +148,13 @@ class Unequal:
 
     @cached_property
     def durations(self) -> RoutedDurations:
+        edges = self._once(("edges",), self._edges)
+        last = [max(0.0, a - b) for a, b in zip(self.of_stages("last_up"), self.of_stages("up"), strict=True)]
+        return RoutedDurations(self.of_stages("forward"), self.of_stages("backward"), self.of_stages("ready"), last,
+                               *edges)
+
+    def _edges(self) -> tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]], list[int], list[int]]:
+        """`down`, `up`, `node` and `wire` of :class:`RoutedDurations`."""
         pp = self.widths.pp
         wires = [self.views[s].edge(0, s) for s in range(pp - 1)]
         known = list(dict.fromkeys(wires))
@@ -135,9 +165,7 @@ class Unequal:
                 nodes += [first + r * width.tp // component.gpus_per_node for r in range(width.dp)]
                 first += width.nodes
         down, up = ([self.edge_s(s, way) for s in range(pp - 1)] for way in (True, False))
-        last = [max(0.0, a - b) for a, b in zip(self.of_stages("last_up"), self.of_stages("up"), strict=True)]
-        return RoutedDurations(self.of_stages("forward"), self.of_stages("backward"), self.of_stages("ready"), last,
-                               down, up, nodes, [known.index(wire) for wire in wires])
+        return down, up, nodes, [known.index(wire) for wire in wires]
 
     def events(self) -> list[Event]:
         """The simulated step."""
@@ -156,19 +184,35 @@ class Unequal:
     @cached_property
     def after(self) -> float:
         """Seconds that follow when all gradients are reduced."""
-        return self.tied_s + self.timings[0].norm + self.timings[0].other + self.optimizer_s
+        return self.tied_s + self.norm_s + self.other_s + self.optimizer_s + self.gather_s
 
     @cached_property
     def step_s(self) -> float:
         """Seconds of the simulated step."""
-        tail, ends = self.of_stages("tail"), dict[int, float]()
-        for w in went(self.order, self.durations):
-            ends[w.row] = w.end
-        return max(end + tail[self.order.stage_of(row)] for row, end in ends.items()) + self.after
+        tail = self.of_stages("tail")
+        return max(end + tail[self.order.stage_of(row)]
+                   for row, end in enumerate(ends(self.order, self.durations))) + self.after
 
-    @cached_property
+    @property
+    def norm_s(self) -> float:
+        return self._timing(0).norm
+
+    @property
+    def gather_s(self) -> float:
+        """Of updated parameters, by all stages at once, where not before their first passes."""
+        return max(float(self._timing(s).gather[n - 1, s]) for s, n in enumerate(self.layers))
+
+    @property
+    def other_s(self) -> float:
+        """What a step takes beyond its passes and its traffic."""
+        return self._timing(0).other
+
+    @property
     def tied_s(self) -> float:
         """The tied embedding's gradient, summed over all ranks of the first and the last stage."""
+        return self._once(("tied",), self._tied_s)
+
+    def _tied_s(self) -> float:
         if not self.model.tied or self.widths.pp == 1:
             return 0.0
         ends = (0, self.widths.pp - 1)
@@ -190,8 +234,14 @@ class Unequal:
     @cached_property
     def optimizer_s(self) -> float:
         """Of the stage whose ranks update longest: each has a share of its stage's parameters."""
-        return max(float(parameters(view, self._counts)[0, s].sum()) / self.widths.dp_of(s)
+        return max(self._parameters(s) / self.widths.dp_of(s)
                    * self.costs.optimizer_s(1.0, view.fabric(view.replicas[0][s])) for s, view in enumerate(self.views))
+
+    def _parameters(self, stage: int) -> float:
+        """On one rank of a stage."""
+        view = self.views[stage]
+        count = self._once(("parameters", id(view)), lambda: parameters(view, self._rows).sum(axis=2))
+        return float(count[self.layers[stage] - 1, stage])
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
@@ -199,12 +249,22 @@ class Unequal:
         found = []
         for s, view in enumerate(self.views):
             gpu = view.fabric(view.replicas[0][s]).gpu
-            own = float(memory(view, self._counts).total()[0, s])
             tensor = (self.batch.micro_size * self.batch.sequence_length * self.model.hidden
                       * self.costs.weight_bytes(gpu) / self.widths.tp_of(s))
             counted = 2 * ((s > 0) + (s < self.widths.pp - 1))  # windows of one, in the view
-            found.append(int(own + max(0, self.order.posted(s) - counted) * tensor))
+            found.append(int(self.own_bytes(s) + max(0, self.order.posted(s) - counted) * tensor))
         return tuple(found)
+
+    def own_bytes(self, stage: int) -> float:
+        """:attr:`memory_bytes` but the buffers of transfers beyond the first ones."""
+        view, depth = self.views[stage], self.in_flight[stage]
+        one, two = (self._memory(view, d)[self.layers[stage] - 1, stage] for d in (1, 2))
+        return float(one + (depth - 1) * (two - one))
+
+    def _memory(self, view: Layout, depth: int) -> np.ndarray:
+        """Bytes of a rank by the layers on every stage, (layers, S), where all stages hold so many micro-batches."""
+        return self._once(("memory", id(view), depth), lambda: memory(
+            view.varied(Schedule("ahead", (depth,) * self.widths.pp)), self._rows).total())
 
     def sent(self, plan: Plan) -> Iterator[tuple[GroupTransport, int, float]]:
         """Every group that leaves a node, each rank that sends for it over its node's NIC, and the bytes of payload
@@ -230,7 +290,7 @@ class Unequal:
                 for rank in group.ranks:
                     yield group, rank, shared[stage, a, b] * tensor
             elif group.kind == "dp":
-                count = float(parameters(view, self._counts)[0, stage].sum())
+                count = self._parameters(stage)
                 amount = (how.reduce_scatter * self.costs.gradient_size(gpu)
                           + how.all_gather * self.costs.weight_bytes(gpu)) * count
                 for rank in one_a_node.values():
@@ -243,7 +303,7 @@ class Unequal:
 def predict_unequal(plan: Plan, costs: Costs) -> Predicted:
     """Predict one plan of unequal widths as it is."""
     of = Unequal.of(plan, costs)
-    events, first = of.events(), of.timings[0]
+    events = of.events()
     ends = max(e.end for e in events)
     seconds = ends + of.after
     work: defaultdict[int, float] = defaultdict(float)
@@ -264,8 +324,8 @@ def predict_unequal(plan: Plan, costs: Costs) -> Predicted:
         hardware_tflops_per_gpu=hardware_flops_per_step(plan.model, plan.batch, parts, plan.recompute) / per_gpu,
         memory_bytes_per_gpu=of.memory_bytes, nic_bytes_per_step=dict(sorted(nic.items())),
         breakdown={"compute_s": work[row], "pipeline_wait_s": ends - work[row] - gather - sync,
-                   "grad_sync_s": sync + of.tied_s + first.norm, "param_sync_s": gather,
-                   "optimizer_s": of.optimizer_s + first.other},
+                   "grad_sync_s": sync + of.tied_s + of.norm_s, "param_sync_s": gather + of.gather_s,
+                   "optimizer_s": of.optimizer_s + of.other_s},
         interval_s=interval_s(of.views[0], seconds))
 
 

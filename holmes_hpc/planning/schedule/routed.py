@@ -91,6 +91,14 @@ class RoutedOrder:
         paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
         return [*forward[:ahead], *paired, *backward[len(forward) - ahead:]]
 
+    def numbers(self, row: int) -> list[int]:
+        """:meth:`passes`, each as a number: twice its micro-batch, and one more if it is a backward pass."""
+        own, ahead = self.own(row), self.depth(row) - 1
+        forward, backward = [2 * m for m in own], [2 * m + 1 for m in own]
+        paired = forward[ahead:] + backward[:len(own) - ahead]
+        paired[::2], paired[1::2] = forward[ahead:], backward[:len(own) - ahead]
+        return [*forward[:ahead], *paired, *backward[len(own) - ahead:]]
+
     def _neighbour(self, row: int, micro_batch: int, on: int) -> int | None:
         stage = self.stage_of(row) + on
         return self.row(stage, self.routes[stage][micro_batch]) if 0 <= stage < self.stages else None
@@ -107,7 +115,7 @@ class RoutedOrder:
 
     def window(self, transfer: StageTransfer) -> int:
         """Receives posted ahead of need on a direction of the edge that `transfer` goes over, and sends that may be
-        under way there: the two rows are no further apart (:meth:`_apart`)."""
+        under way there: the two rows are no further apart (:func:`_apart`)."""
         return self._windows[transfer.source, transfer.target]
 
     def posted(self, stage: int) -> int:
@@ -124,31 +132,20 @@ class RoutedOrder:
 
     @cached_property
     def _windows(self) -> dict[tuple[int, int], int]:
-        found = {}
-        for stage in range(self.stages - 1):
-            for a, b in set(zip(self.routes[stage], self.routes[stage + 1], strict=True)):
-                up, down = self.row(stage, a), self.row(stage + 1, b)
-                found[up, down] = found[down, up] = self._apart(up, down)
+        found, own = {}, [[0] * self.micro_batches for _ in range(self.stages)]  # each micro-batch's place in its row
+        for row in range(self.rows):
+            stage = self.stage_of(row)
+            for place, m in enumerate(self.own(row)):
+                own[stage][m] = place
+        for s in range(self.stages - 1):
+            shared: dict[tuple[int, int], list[int]] = {}
+            for m, ends in enumerate(zip(self.routes[s], self.routes[s + 1], strict=True)):
+                shared.setdefault(ends, []).append(m)
+            for (a, b), both in shared.items():
+                up, down = self.row(s, a), self.row(s + 1, b)
+                found[up, down] = found[down, up] = _apart(
+                    [own[s][m] for m in both], [own[s + 1][m] for m in both], self.depth(up), self.depth(down))
         return found
-
-    def _apart(self, up: int, down: int) -> int:
-        """How many of the micro-batches that go from `up` to `down` can have left and not been taken. When `up` has
-        done a forward pass, it has done the backward pass of a micro-batch its depth before: so `down` has, and before
-        that its own next forward passes up to its depth. (Of the first ones as of the others, as in a grid.)"""
-        here, there = self.own(up), self.own(down)
-        place = {m: i for i, m in enumerate(there)}
-        most, sent, taken, newest = 1, 0, 0, -1
-        depths = self.depth(up), self.depth(down)
-        shared = [m for m in here if m in place]
-        for i, m in enumerate(here):
-            sent += m in place
-            done = i - depths[0]
-            if done >= 0 and here[done] in place:
-                newest = place[here[done]]
-            while taken < sent and place[shared[taken]] <= newest + depths[1] - 1:
-                taken += 1
-            most = max(most, sent - taken)
-        return most
 
     def pace(self, row: int) -> int:
         """How many micro-batches a stage computes in the time of one pass of `row`, all its rows together."""
@@ -173,3 +170,19 @@ def least_in_flight(replicas: tuple[int, ...], more: tuple[int, ...] = ()) -> tu
         here, below = replicas[stage], replicas[stage + 1]
         found.insert(0, 1 + -(-(found[0] * below) // here) + (more[stage] if more else 0))
     return tuple(found)
+
+
+def _apart(above: list[int], below: list[int], depth_above: int, depth_below: int) -> int:
+    """How many of the micro-batches that two rows share can have left the upper one and not been taken by the lower
+    one; `above`, `below`: their places in the order of each. When the upper row has done a forward pass, it has done
+    the backward pass of a micro-batch its depth before: so the lower one has, and before that its own next forward
+    passes up to its depth. (Of the first ones as of the others, as in a grid.)"""
+    most, taken, back = 1, 0, 0
+    for sent, place in enumerate(above, 1):
+        while above[back] <= place - depth_above:
+            back += 1
+        newest = below[back - 1] if back else -1
+        while taken < sent and below[taken] <= newest + depth_below - 1:
+            taken += 1
+        most = max(most, sent - taken)
+    return most

@@ -7,9 +7,10 @@ the NICs of its two nodes have done with those before it on that way, the earlie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from holmes_hpc.planning.schedule.routed import RoutedOrder
 
@@ -32,8 +33,7 @@ class RoutedDurations:
     wire: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Went:
+class Went(NamedTuple):
     """One pass of a row: when it began and ended, and when its result was sent and had arrived (None: it goes nowhere).
     """
 
@@ -45,63 +45,76 @@ class Went:
     sent: tuple[float, float] | None
 
 
-def went(order: RoutedOrder, d: RoutedDurations) -> Iterator[Went]:
+def went(order: RoutedOrder, d: RoutedDurations) -> list[Went]:
     """All passes of a step, in the order in which they begin."""
-    routes, stages = order.routes, order.stages
-    first = [order.row(s, 0) for s in range(stages)]
-    stage_of = [order.stage_of(row) for row in range(order.rows)]
-    sharing = {n: d.node.count(n) for n in set(d.node)}
-    leaves: dict[tuple[int, int], float] = {}  # when a node's NIC is free to send, and to receive
-    enters: dict[tuple[int, int], float] = {}
-    never = float("inf")
-    # when the input of each micro-batch is at each stage: the first needs none, nor does the last for going back
-    ahead = [[never if s else 0.0] * order.micro_batches for s in range(stages)]
-    back = [[never if s < stages - 1 else 0.0] * order.micro_batches for s in range(stages)]
-    now = [0.0] * order.rows
+    found = list[Went]()
+    _go_through(order, d, found)
+    return found
+
+
+def ends(order: RoutedOrder, d: RoutedDurations) -> list[float]:
+    """When each row is done with its last pass; infinite for one that waits for ever (too little in flight)."""
+    return _go_through(order, d, None)
+
+
+def _go_through(order: RoutedOrder, d: RoutedDurations, told: list[Went] | None) -> list[float]:
+    """A search goes through millions of passes: each is a number here, twice its micro-batch, and one more if it is a
+    backward pass. `told`: gets every pass, if given."""
+    stages, never = order.stages, float("inf")
+    of_stage = [order.stage_of(row) for row in range(order.rows)]
+    counts = [0] * (max(d.node) + 1)
+    for node in d.node:
+        counts[node] += 1
+    sharing = [counts[node] for node in d.node]
+    nics = [[d.node[row] * max(1, len(d.wire)) + wire for row in range(order.rows)] for wire in d.wire]  # by edge
+    leaves, enters = ([0.0] * (len(counts) * max(1, len(d.wire))) for _ in "io")  # when a NIC is free to send, receive
+    # when the input of each pass is at each stage: the first needs none, nor does the last for going back
+    there = [[never if s else 0.0, never if s < stages - 1 else 0.0] * order.micro_batches for s in range(stages)]
+    targets = [[order.row(s, replica) for replica in route] for s, route in enumerate(order.routes)]
+    todo = [order.numbers(row) for row in range(order.rows)]
+    firsts, lasts = [row[0] for row in todo], [row[-1] for row in todo]
+    at, now, in_turn = [0] * order.rows, [0.0] * order.rows, order.in_turn
     begun: list[dict[int, float]] = [{} for _ in range(stages)]  # when each row of a stage has come to its first pass
-    todo = [[(p.forward, p.micro_batch) for p in reversed(order.passes(row))] for row in range(order.rows)]
-    firsts, lasts = ([order.own(row)[at] for row in range(order.rows)] for at in (0, -1))
     waiting: list[tuple[float, int]] = []
 
-    def push(row: int) -> None:
-        if todo[row]:
-            forward, m = todo[row][-1]
-            s = stage_of[row]
-            there = (ahead if forward else back)[s][m]
-            if there == never:
-                return
-            if forward and m == firsts[row] and not order.in_turn:
-                heappush(waiting, (there + d.ready[s], row))
-            elif forward and m == firsts[row]:
-                begun[s][row] = there
-                if len(begun[s]) == order.replicas[s]:
-                    start = max(begun[s].values()) + d.ready[s]
-                    for beside in begun[s]:
-                        heappush(waiting, (start, beside))
-            else:
-                heappush(waiting, (max(now[row], there), row))
+    def begin(row: int, come: float) -> None:
+        """A row's first pass, whose input has come."""
+        s = of_stage[row]
+        begun[s][row] = come
+        if not in_turn:
+            heappush(waiting, (come + d.ready[s], row))
+        elif len(begun[s]) == order.replicas[s]:
+            start = max(begun[s].values()) + d.ready[s]
+            for beside in begun[s]:
+                heappush(waiting, (start, beside))
 
-    for row in range(order.rows):
-        push(row)
+    for row in range(order.replicas[0]):
+        begin(row, 0.0)
     while waiting:  # the earliest first, so that shared NICs are taken in turn
         start, row = heappop(waiting)
-        s = stage_of[row]
-        forward, m = todo[row].pop()
-        now[row] = end = start + (d.forward if forward else d.backward)[s]
-        to, sent = s + 1 if forward else s - 1, None
+        s, own = of_stage[row], todo[row]
+        number = own[at[row]]
+        at[row] += 1
+        back, m = number & 1, number >> 1
+        end = now[row] = start + (d.backward[s] if back else d.forward[s])
+        to, sent = s - 1 if back else s + 1, None
         if 0 <= to < stages:
-            target = first[to] + routes[to][m]
-            busy, later = d.down[s] if forward else d.up[to]
-            if not forward and m == lasts[row]:
+            target, edge = targets[to][m], to if back else s
+            busy, later = d.up[to] if back else d.down[s]
+            if number == lasts[row]:
                 busy += d.last[s]
-            wire = d.wire[min(s, to)]
-            out, into = (d.node[row], wire), (d.node[target], wire)
-            went_at = max(end, leaves.get(out, 0.0), enters.get(into, 0.0))
-            leaves[out] = went_at + busy + later / sharing[out[0]]
-            enters[into] = went_at + busy + later / sharing[into[0]]
-            arrived = (ahead if forward else back)[to][m] = went_at + busy + later
-            sent = went_at, arrived
-            if todo[target] and todo[target][-1] == (forward, m):
-                push(target)
-        yield Went(row, forward, m, start, end, sent)
-        push(row)
+            out, into = nics[edge][row], nics[edge][target]
+            leaving = max(end, leaves[out], enters[into])
+            arrived = there[to][number] = leaving + busy + later
+            leaves[out] = leaving + busy + later / sharing[row]
+            enters[into] = leaving + busy + later / sharing[target]
+            sent = leaving, arrived
+            if number == firsts[target]:
+                begin(target, arrived)
+            elif at[target] < len(todo[target]) and todo[target][at[target]] == number:
+                heappush(waiting, (max(now[target], arrived), target))
+        if told is not None:
+            told.append(Went(row, not back, m, start, end, sent))
+        if at[row] < len(own) and (come := there[s][own[at[row]]]) != never:
+            heappush(waiting, (max(end, come), row))
+    return [end if at[row] == len(todo[row]) else never for row, end in enumerate(now)]

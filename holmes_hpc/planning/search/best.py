@@ -65,33 +65,45 @@ def _beside_a_near_batch(best: Candidate, model: ModelSpec, batch: Batch, site: 
 def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
     """The Plan of one layout that `options` give (tp, pp and dp at least), nothing searched for: layers as equal as can
     be unless layers_per_stage says otherwise, Megatron-Core's schedule and no recomputation unless asked for, fabrics
-    in the order of `nodes` or of the site. What does not fit in memory is predicted all the same, and said."""
+    in the order of `nodes` or of the site. Asked to run ahead, it is as deep and has the buckets that a search would
+    choose. What does not fit in memory is predicted all the same, and said."""
     for name in ("tp", "pp", "dp"):
         if getattr(options, name) is None:
             raise PlanError(f"{name} is not given", where="layout", hint=f"give {name}")
     site, chunks = costs.on(site), options.virtual_stages or 1
     schedule = options.schedule if options.schedule != "auto" else "1f1b" if chunks == 1 else "interleaved"
     fixed = replace(
-        options, virtual_stages=chunks, schedule=schedule, search_micro_size=False, max_memory_gib=float("inf"),
+        options, virtual_stages=chunks, schedule=schedule, search_micro_size=False,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
-        sequence_parallel=bool(options.sequence_parallel), bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
+        sequence_parallel=bool(options.sequence_parallel),
+        bucket_bytes=options.bucket_bytes or (None if schedule == "ahead" else BUCKET_BYTES),
         fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)))
-    placements = Space(model, batch, site, fixed, costs).placements()
-    if not placements:
-        refusal.nothing_divides(model, batch, site, fixed)
-    pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
-    placements = pipelines or placements
-    evaluator = Evaluator(model, batch, site, fixed, costs)
-    ways = [evaluator.simulated(way) for placement in placements[:GIVEN] for way in evaluator.ways(placement)]
-    if not ways:
-        refusal.nothing_fits(evaluator, placements)
-    made = to_plan(min(ways, key=Candidate.key), site, [])
+    unlimited = replace(fixed, max_memory_gib=inf)
+    best = _given(model, batch, site, fixed, costs) or _given(model, batch, site, unlimited, costs)
+    if best is None:
+        placements = Space(model, batch, site, unlimited, costs).placements()
+        if not placements:
+            refusal.nothing_divides(model, batch, site, fixed)
+        refusal.nothing_fits(Evaluator(model, batch, site, unlimited, costs), placements)
+    made = to_plan(best, site, [])
     try:
         refuse(Layout.of(made, costs), layer_array(made))
     except PlanError as e:
         return replace(made, assumptions=(*made.assumptions, f"it does not fit: {e.what}"))
     return made
+
+
+def _given(model: ModelSpec, batch: Batch, site: Site, fixed: PlanOptions, costs: Costs) -> Candidate | None:
+    """The best way of the one layout that `fixed` gives, as deep as a search makes it; None where there is none."""
+    evaluator = Evaluator(model, batch, site, fixed, costs)
+    placements = Space(model, batch, site, fixed, costs).placements()
+    pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
+    ways = [evaluator.simulated(way) for p in (pipelines or placements)[:GIVEN] for way in evaluator.ways(p)]
+    ways.sort(key=Candidate.key)
+    if ways and ways[0].layout.schedule.kind == "ahead":
+        ways = _improved(evaluator, Explored(ways, inf), Clock())
+    return ways[0] if ways else None
 
 
 def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock,

@@ -45,9 +45,10 @@ def proportional(layout: Layout) -> np.ndarray:
     (which may be too few). S_i: speed of its fabric, here one over the predicted seconds that an equal share of the
     layers keeps it busy: computing, and its data-parallel traffic."""
     layers, chunks = layout.model.layers, layout.parallel.virtual_stages
-    d = timing(layout, uniform(layout)).replicas[0]
+    times = timing(layout, uniform(layout))
+    d = times.replicas[0]
     busy = ((d.forward + d.backward).sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
-    busy += d.ready[0].max(axis=1)
+    busy += d.ready[0].max(axis=1) + times.gather[0]
     speed = 1 / busy
     made = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
     return chunked([*made, layers - sum(made)], chunks)

@@ -49,7 +49,7 @@ def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
     for wanted in (options.pp, len(options.layers_per_stage) if options.layers_per_stage else None):
         kept &= stages == wanted if wanted else True
     kept &= fabrics == 1 if options.strategy == "one-fabric" else True
-    kept &= fabrics > 1 if options.strategy == "pipeline" and len(size.offers) > 1 else True
+    kept &= fabrics > 1 if options.strategy == "pipeline" else True
     counts, tau = counts[kept], tau[kept]
     if not len(counts):
         return

@@ -27,6 +27,9 @@ class Space:
             raise PlanError(f"layers_per_stage {list(given)} are {sum(given)} layers, {model.name} has {model.layers}",
                             where="plan.layers_per_stage", hint=f"give numbers that sum up to {model.layers}")
         self.offers = offers(site, options)
+        if options.strategy == "pipeline" and len(self.offers) == 1:
+            raise PlanError(f"a pipeline goes across fabrics, and there is {self.offers[0].fabric.name} alone",
+                            where="plan.strategy", hint="use one-fabric (or auto), or nodes of two fabrics")
         self.small = True  # after placements(): none was left out for its estimate
         self._sizes: list[OneSize] = []
         for micro in micro_sizes(batch, options):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, islice, permutations
+from itertools import groupby, permutations
 from math import ceil, inf
 from typing import Any
+
+import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -23,6 +25,7 @@ from holmes_hpc.planning.cost.unequal import Unequal
 from holmes_hpc.planning.schedule.routed import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS, FEW_FABRICS
 from holmes_hpc.planning.search.explore import OVER, Clock
+from holmes_hpc.planning.search.layers import STEPS
 from holmes_hpc.planning.search.offers import Offer, offers
 from holmes_hpc.planning.search.unequal_shapes import Shape, shapes
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
@@ -30,11 +33,9 @@ from holmes_hpc.planning.spec.widths import Width, Widths
 
 WORTH = 0.01  # what unequal widths must gain at least: they are less plain
 LOOKED_AT = 400  # shapes whose memory is looked at
-PASSES = 250_000  # simulated of shapes as they are
+PASSES = 500_000  # simulated of shapes as they are
 IMPROVED = 6  # of those at most, made better
-MORE = 250_000  # passes simulated of those, about
-TRIES = 16  # that it takes to make one better, about
-MOVES = 3  # of a layer, simulated at a time
+MORE = 1_000_000  # passes simulated of those
 DEEPER = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 
@@ -78,8 +79,7 @@ class _Way:
         return 2 * self.what.widths.pp * self.what.order.micro_batches
 
     def simulated(self, **changed: Any) -> _Way:
-        what = replace(self.what, **changed) if "bucket_bytes" in changed else self.what.varied(
-            changed.get("layers", self.what.layers), changed.get("in_flight", self.what.in_flight))
+        what = self.what.varied(**changed)
         return _Way(self.shape, what, what.step_s)
 
 
@@ -105,17 +105,21 @@ def found(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cost
         if key in seen:
             continue
         seen.add(key)
-        done += [way.simulated() for way in islice(ways(shape, orders=False), 1)]
+        for way in ways(shape, orders=False):
+            done += [w.simulated() for w in (way, _early(way, options)) if w is not None]
         passes = sum(way.passes for way in done)
         clock.tell(f"planning: {len(done)} ways with stages of unequal widths simulated")
     done.sort(key=lambda w: w.seconds)
     better = list[_Way]()
-    for way in done[:max(1, min(IMPROVED, MORE // (TRIES * max((w.passes for w in done), default=1))))]:
+    for way in done[:IMPROVED]:
         if clock.is_over() or (better and way.seconds * 0.95 > better[0].seconds):
             break
-        tried = [way, *(w.simulated() for w in ways(way.shape, orders=True) if w.shape.stages != way.shape.stages)]
-        better.append(_improved(min(tried, key=lambda w: w.seconds), options))
+        others = [w for w in ways(way.shape, orders=True) if w.shape.stages != way.shape.stages]
+        tried = [way, *(e.simulated() for w in others for e in (w, _early(w, options)) if e is not None)]
+        better.append(_improved(min(tried, key=lambda w: w.seconds), options, MORE // (2 * IMPROVED)))
         better.sort(key=lambda w: w.seconds)
+    if better and not clock.is_over():
+        better[0] = _improved(better[0], options, MORE // 2)
     return sorted([*better, *done], key=lambda w: w.seconds)
 
 
@@ -148,26 +152,29 @@ def _laid_out(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
                        Widths(tuple(widths), sequence_parallel=any(w.tp > 1 for w in widths)), layers, depths,
                        shape.recompute, tuple(components), costs.on(site), costs, options.transport,
                        options.edge_dtype, options.edge_connections, options.bucket_bytes or BUCKET_BYTES)
-        what = what.varied(_balanced(what), depths)
+        what = what.varied(_balanced(what))
     except PlanError:
         return None
     if not _fits(what, options):
         return None
-    deep = least_in_flight(tuple(w.dp for w in widths), _hidden(what))
-    deeper = what.varied(what.layers, _possible(what, deep))
+    deeper = _deeper(what, 0)
     return _Way(shape, deeper if _fits(deeper, options) else what)
 
 
-def _possible(what: Unequal, depths: tuple[int, ...]) -> tuple[int, ...]:
-    """`depths`, where a replica computes so many micro-batches."""
-    order = what.order
-    most = [len(order.own(order.row(s, 0))) for s in range(what.widths.pp)]
-    return tuple(min(d, m) for d, m in zip(depths, most, strict=True))
+def _deeper(what: Unequal, more: int) -> Unequal:
+    """With as many passes in flight as hide the transfers, and `more`, where a replica computes so many."""
+    order, pp = what.order, what.widths.pp
+    depths = least_in_flight(tuple(w.dp for w in what.widths.stages),
+                             tuple(h + more * (s < pp - 1) for s, h in enumerate(_hidden(what))))
+    most = [len(order.own(order.row(s, 0))) for s in range(pp)]
+    return what.varied(in_flight=tuple(min(d, m) for d, m in zip(depths, most, strict=True)))
 
 
 def _fits(what: Unequal, options: PlanOptions) -> bool:
     rooms = [capacity(view.fabric(view.replicas[0][s]).gpu, options.max_memory_gib)
              for s, view in enumerate(what.views)]
+    if any(what.own_bytes(s) > room for s, room in enumerate(rooms)):  # quick, and often enough
+        return False
     return all(need <= room for need, room in zip(what.memory_bytes, rooms, strict=True))
 
 
@@ -179,55 +186,90 @@ def _hidden(what: Unequal) -> tuple[int, ...]:
     return (*(ceil(seconds / (longest * dps[s]) - 1e-3) for s, seconds in enumerate(both)), 0)
 
 
-def _shares(what: Unequal) -> list[tuple[float, float]]:
-    """(seconds of a step that are there without a layer, that each layer adds) of every stage: its replicas' largest
-    share of the micro-batches, its gradients' and parameters' traffic that nothing hides."""
-    order, pp = what.order, what.widths.pp
-    most = [len(order.own(order.row(s, 0))) for s in range(pp)]
-
-    def busy(layers: int) -> list[float]:
-        of = what.varied((layers,) * pp, what.in_flight)
-        parts = {name: of.of_stages(name) for name in ("forward", "backward", "ready", "tail")}
-        return [m * (parts["forward"][s] + parts["backward"][s]) + parts["ready"][s] + parts["tail"][s]
-                for s, m in enumerate(most)]
-
-    one, two = busy(2), busy(4)
-    each = [(b - a) / 2 for a, b in zip(one, two, strict=True)]
-    return [(a - 2 * e, e) for a, e in zip(one, each, strict=True)]
+def _busy(what: Unequal) -> np.ndarray:
+    """Seconds of a step that each stage is busy, by the number of its layers, (layers, S): its replicas' largest share
+    of the micro-batches, its gradients' and parameters' traffic that nothing hides."""
+    order = what.order
+    most = np.array([len(order.own(order.row(s, 0))) for s in range(what.widths.pp)])
+    return np.asarray(most * (what.by_layers("forward") + what.by_layers("backward"))
+                      + what.by_layers("ready") + what.by_layers("tail"))
 
 
 def _balanced(what: Unequal) -> tuple[int, ...]:
     """The layers with the least of the longest that a stage is busy: one by one where that is least."""
-    shares, made = _shares(what), [1] * what.widths.pp
+    busy, made = _busy(what), [1] * what.widths.pp
     for _ in range(what.model.layers - len(made)):
-        at = min(range(len(made)), key=lambda s: shares[s][0] + shares[s][1] * (made[s] + 1))
+        at = min(range(len(made)), key=lambda s: busy[made[s], s])
         made[at] += 1
     return tuple(made)
 
 
-def _improved(way: _Way, options: PlanOptions) -> _Way:
-    """With the depth, the layers and the bucket size that make its step shortest."""
-    for more in DEEPER:
-        pp = way.what.widths.pp
-        depths = least_in_flight(tuple(w.dp for w in way.what.widths.stages),
-                                 tuple(h + more * (s < pp - 1) for s, h in enumerate(_hidden(way.what))))
-        deep = way.what.varied(way.what.layers, _possible(way.what, depths))
-        if deep.in_flight != way.what.in_flight and _fits(deep, options):
-            other = _Way(way.shape, deep, deep.step_s)
-            way = other if other.seconds < way.seconds * (1 - 1e-3) else way
-    shares = _shares(way.what)
-    for _ in range(way.what.model.layers):
-        tried = [way.simulated(layers=moved) for moved in islice(_moves(way.what, shares, options), MOVES)]
-        best = min(tried, key=lambda w: w.seconds, default=way)
-        if best.seconds >= way.seconds * (1 - 1e-6):
-            break
-        way = best
-    for size in () if options.bucket_bytes else BUCKETS:
-        what = replace(way.what, bucket_bytes=size)
-        if _open_s(what) < _open_s(way.what):
-            other = _Way(way.shape, what, what.step_s)
-            way = other if other.seconds < way.seconds * (1 - 1e-4) else way
+def _early(way: _Way, options: PlanOptions) -> _Way | None:
+    """With layers for stages that run far ahead, as deep as memory allows; None where that is nothing else."""
+    layers = _dealt(way.what)
+    if layers == way.what.layers:
+        return None
+    deep = (_deeper(way.what, more).varied(layers=layers) for more in (*DEEPER[::-1], 0))
+    return next((_Way(way.shape, what) for what in deep if _fits(what, options)), None)
+
+
+def _dealt(what: Unequal) -> tuple[int, ...]:
+    """Layers as :meth:`layers.Stages.early` deals them out in a grid: the later a micro-batch comes to a stage, the
+    fewer it has. For a limit of the step, stage after stage gets as many as it can compute between the first
+    micro-batch's coming and the last gradients' way up."""
+    busy, pp, most = _busy(what), what.widths.pp, what.model.layers
+    late = what.by_layers("forward") + what.by_layers("backward") + what.by_layers("ready")
+    moved = [0.0, *(sum(down) + sum(up) for down, up in zip(what.durations.down, what.durations.up, strict=True))]
+
+    def within(limit: float) -> list[int]:
+        made, gone = list[int](), 0.0
+        for s in range(pp):
+            gone += moved[s]
+            made.append(max(1, int(np.searchsorted(busy[:, s], limit - gone, side="right"))))
+            gone += float(late[made[-1] - 1, s])
+        return made
+
+    low, high = 0.0, float(busy[-1].sum() + late[-1].sum() + sum(moved))
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(within(middle)) >= most else (middle, high)
+    made = within(high)
+    for s in reversed(range(pp)):  # where several stages had room for one more at the same limit
+        made[s] -= min(made[s] - 1, sum(made) - most)
+    return tuple(made)
+
+
+def _improved(way: _Way, options: PlanOptions, passes: int) -> _Way:
+    """With the bucket size, depth and layers that make its step shortest: a change at a time as long as one of
+    them does, `passes` simulated at most."""
+    left = passes // way.passes
+
+    def shorter(changes: Iterator[dict[str, Any]], by: float) -> bool:
+        """Take the first change that makes the step shorter."""
+        nonlocal way, left
+        for change in changes:
+            if left <= 0:
+                break
+            other, left = way.simulated(**change), left - 1
+            if other.seconds < way.seconds * (1 - by):
+                way = other
+                return True
+        return False
+
+    if not options.bucket_bytes:
+        shorter(({"bucket_bytes": size} for size in BUCKETS
+                 if _open_s(way.what.varied(bucket_bytes=size)) < _open_s(way.what)), 1e-4)
+    while shorter(_depths(way.what, options), 1e-3) or shorter(_moves(way.what, options), 1e-5):
+        pass
     return way
+
+
+def _depths(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Other numbers of passes in flight, with the layers as they are."""
+    for more in DEEPER:
+        deep = _deeper(what, more)
+        if deep.in_flight > what.in_flight and _fits(deep, options):
+            yield {"in_flight": deep.in_flight}
 
 
 def _open_s(what: Unequal) -> float:
@@ -235,17 +277,18 @@ def _open_s(what: Unequal) -> float:
     return sum(what.of_stages("ready")) + max(what.of_stages("tail"))
 
 
-def _moves(what: Unequal, shares: list[tuple[float, float]], options: PlanOptions) -> Iterator[tuple[int, ...]]:
+def _moves(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Ways to move one layer, those first after which the stages are busy for the least time at most."""
-    def longest(layers: tuple[int, ...]) -> list[float]:
-        return sorted((a + b * n for (a, b), n in zip(shares, layers, strict=True)), reverse=True)
+    busy, pp = _busy(what), what.widths.pp
 
-    pp = what.widths.pp
+    def longest(layers: tuple[int, ...]) -> list[float]:
+        return sorted((float(busy[n - 1, s]) for s, n in enumerate(layers)), reverse=True)
+
     moved = [tuple(n - (s == a) + (s == b) for s, n in enumerate(what.layers))
              for a in range(pp) for b in range(pp) if a != b and what.layers[a] > 1]
     for layers in sorted(moved, key=longest):
-        if _fits(what.varied(layers, what.in_flight), options):
-            yield layers
+        if _fits(what.varied(layers=layers), options):
+            yield {"layers": layers}
 
 
 def _plans(ways: list[_Way], site: Site) -> Iterator[Plan]:

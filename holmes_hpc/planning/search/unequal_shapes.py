@@ -27,7 +27,7 @@ from holmes_hpc.planning.search.one_size import OneSize
 FINE, WIDE = 1.006, 1.8  # taus: how much longer each is than the one before, and the last than the first
 MOST_STAGES = 12  # of one fabric
 COMBINATIONS = 8000  # of numbers of stages of all fabrics, at most
-FIRST, FAR = 6, 1.3  # shapes of one TP that are looked at first, and how much longer than the best they may seem
+FIRST, FAR = 12, 1.3  # shapes of one TP that are looked at first, and how much longer than the best they may seem
 KEPT = 24  # shapes of one micro-batch size, recomputation and choice of TPs
 
 
@@ -118,13 +118,18 @@ class _OneKind:
         return min(MOST_STAGES, self.model.layers, int(COMBINATIONS ** (1 / len(self.chosen))) - 1)
 
     @cached_property
+    def _needed(self) -> int:
+        """Layers that all stages have to compute, the output matrix's as many as it takes."""
+        return self.model.layers + int(min(size.head / min(size.seconds) for size in self.sizes.values()))
+
+    @cached_property
     def taus(self) -> np.ndarray:
         """From the time in which all nodes together would compute all layers if these could be cut at will."""
         rate = 0.0
         for offer in self.chosen:
             rate += max((offer.nodes * offer.per_node / tp / size.seconds[size.offers.index(offer)]
                          for tp, size in self.sizes.items() if offer in size.offers), default=0.0)
-        least = self.model.layers * self.micro_batches / rate
+        least = self._needed * self.micro_batches / rate
         return np.asarray(least * FINE ** np.arange(int(np.log(WIDE) / np.log(FINE))))
 
     def shapes(self) -> Iterator[Shape]:
@@ -155,16 +160,20 @@ class _OneKind:
         for f, offer in enumerate(self.chosen):
             kept &= counts[:, f] > 0 if offer.fixed else True
         counts, stages = counts[kept], stages[kept]
-        head = min(size.head / min(size.seconds) for size in self.sizes.values())
         layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (rows, taus)
-        enough = layers >= self.model.layers + np.floor(head)
+        enough = layers >= self._needed
         possible = enough.any(axis=1)
         counts, stages, first = counts[possible], stages[possible], np.argmax(enough[possible], axis=1)
         if not len(counts):
             return
         share = np.stack([t.reach[counts[:, f], first] for f, t in enumerate(tables)], axis=1)
         way = (share / share.sum(axis=1, keepdims=True)) @ np.array([t.each for t in tables]) * self.model.layers
-        seconds = tables[0].taus[first] + way * (1 - 1 / stages)
+        wire = np.zeros(len(counts))  # at least, of a fabric's stages that are as wide as can be beside each other
+        for f, table in enumerate(tables if len(tables) > 1 else ()):
+            least = min(self._moved(f, g, table.tps[0]) for g in range(len(tables)) if g != f)
+            crossed = (counts[:, f] > 0) & (counts[:, f] < stages)
+            wire = np.maximum(wire, np.where(crossed, least * counts[:, f] / table.offer.nodes, 0.0))
+        seconds = np.maximum(tables[0].taus[first], wire) + way * (1 - 1 / stages)
         for at in np.argsort(seconds, kind="stable")[:KEPT].tolist():
             tau = int(first[at])
             made = [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[at, f]), tau)]

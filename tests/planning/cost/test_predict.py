@@ -21,7 +21,7 @@ from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory, refuse
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
-from holmes_hpc.planning.cost.timing import timing
+from holmes_hpc.planning.cost.timing import Timing, timing
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.spec.plan import Plan
 
@@ -195,14 +195,18 @@ def test_instances_reduce_beside_computing_on_gpus_only() -> None:
 
 
 def test_traffic_that_nothing_hides_is_counted_whole() -> None:
-    def replicas(**software: bool) -> Any:
+    def times(**software: bool) -> Timing:
         costs = Costs(pace_layer_ms=10, software=Software(**software))
         made = pipeline(costs=costs, bucket_bytes=2_000_000)
-        return timing(Layout.of(made, costs), layer_array(made)).replicas[0]
+        return timing(Layout.of(made, costs), layer_array(made))
 
-    both, gather, neither = replicas(), replicas(overlap_gather=False), replicas(overlap=False)
-    assert (both.tail < both.reduce).all() and (gather.tail == both.tail).all() and (gather.ready > both.ready).all()
-    assert (neither.tail == both.reduce).all() and (neither.ready == gather.ready).all()
+    every = times(), times(overlap_gather=False), times(overlap=False)
+    both, gather, neither = (t.replicas[0] for t in every)
+    assert (both.tail < both.reduce).all() and (gather.tail == both.tail).all() and (neither.tail == both.reduce).all()
+    # the optimizer gathers for all stages at once, where not each before its first pass
+    assert both.ready.all() and not gather.ready.any() and not neither.ready.any() and not every[0].gather.any()
+    assert (every[1].gather > both.ready.sum(axis=2)).all() and (every[2].gather == every[1].gather).all()
+    assert every[1].after() - every[0].after() == pytest.approx(every[1].gather.max())
 
 
 def test_a_calibration_with_a_typing_error_says_so() -> None:

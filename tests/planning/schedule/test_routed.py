@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.launches import Post, check_launches, in_line, windowed
 from holmes_hpc.planning.schedule.orders import Order, Pass
 from holmes_hpc.planning.schedule.routed import RoutedOrder, least_in_flight
+from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, ends
 
 
 def in_turn(replicas: tuple[int, ...], micro_batches: int, in_flight: tuple[int, ...] = ()) -> RoutedOrder:
@@ -29,6 +32,8 @@ def test_the_least_depth_and_deeper_ones_do_not_lock_up(replicas: tuple[int, ...
 def test_too_little_in_flight_is_refused() -> None:
     with pytest.raises(PlanError, match=r"with in_flight \[2, 2\] stage \d would wait for ever for micro-batch"):
         check_launches(in_turn((1, 2), 6, (2, 2)))
+    takes = RoutedDurations([1, 1], [2, 2], [0, 0], [0, 0], [(0.5, 0)], [(0.5, 0)], [0, 1, 1], [0])
+    assert inf in ends(in_turn((1, 2), 6, (2, 2)), takes) and inf not in ends(in_turn((1, 2), 6, (5, 2)), takes)
 
 
 @settings(max_examples=40)

@@ -47,6 +47,11 @@ def test_what_the_user_forbids_is_not_the_sites_fault(told: dict[str, Any], keys
     assert best_plan(MODEL, BATCH, at, PlanOptions(**left), Costs()).predicted is not None
 
 
+def test_one_fabric_is_no_pipeline_across_fabrics() -> None:
+    said = refused(site(), strategy="pipeline")
+    assert "ib alone" in said.what and said.where == "plan.strategy"
+
+
 def test_what_no_key_forbids_comes_with_changes_that_were_tried() -> None:
     said = refused(site(1, memory_gib=12))
     assert said.where == "memory" and said.hint is not None and "leave" not in said.hint

@@ -1,0 +1,130 @@
+"""Plans whose stages may be unequally wide against everything that can be listed, on small sites drawn from seeds.
+
+    python benchmarks/planner_unequal.py OUT.jsonl [--sites 100] [--seed 0]
+
+Two fabrics of 1 to 3 nodes (4 together at most) of 1 or 2 GPUs, one or two kinds of GPU, Ethernet of 2.5 to 100 Gb/s
+between them; models of 4 or 5 layers. Listed are, under the planner's own simulator: every choice of fabrics and their
+order, every way to share out their nodes among up to three stages, every TP and division of the layers, two bucket
+sizes, and depths up to two micro-batches beyond the least. Regret is how much slower the plan is. One line a site is
+added to OUT.jsonl, and sites that are there are not planned again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise, permutations, product
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.unequal import Unequal
+from holmes_hpc.planning.schedule.routed import least_in_flight
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.spec.plan import Component
+from holmes_hpc.planning.spec.widths import Width, Widths
+
+A100 = Gpu("a100-80gb", 312, 80, 2400)
+H100 = Gpu("h100-80gb", 989, 80, 3600)
+BUCKETS = (160_000_000, 10_000_000)
+DEEPER = 3  # depths: the least, and up to so many less one micro-batches more at each stage above the last
+STAGES = 3  # at most
+
+
+def drawn(seed: int) -> tuple[ModelSpec, Batch, Site]:
+    """The model, batch and site of a seed: of nothing here is memory short."""
+    dice = random.Random(seed)
+    hidden = dice.choice((1024, 2048, 4096))
+    model = ModelSpec("small", layers=dice.randint(4, 5), hidden=hidden, heads=16, vocab=32000, ffn=4 * hidden,
+                      kv_heads=16, max_positions=2048)
+    nodes = dice.choice(((1, 2), (1, 3), (2, 1), (3, 1), (2, 2)))
+    kinds = dice.choice(((A100, A100), (A100, H100)))
+    ethernet = dice.choice((2.5, 10.0, 25.0, 100.0))
+    fabrics = tuple(Fabric(f"{nic}-{i}", nic, f"p{i}", count, dice.choice((1, 2)), ethernet, gpu, rdma_gbps=200.0)
+                    for i, (nic, count, gpu) in enumerate(zip((NicType.IB, NicType.ROCE), nodes, kinds, strict=True)))
+    return model, Batch(dice.choice((12, 15, 18)), 1, dice.choice((512, 2048))), Site(f"small-{seed}", fabrics)
+
+
+def least_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
+    """Seconds of the shortest step of everything that is listed."""
+    best = float("inf")
+    for fabrics, nodes in _stages(site):
+        components = tuple(
+            Component(f.partition, "", f.name, sum(n for g, n in zip(fabrics, nodes, strict=True) if g is f),
+                      f.gpus_per_node, tuple(s for s, g in enumerate(fabrics) if g is f))
+            for f in dict.fromkeys(fabrics))
+        for tps in product(*(_tps(f) for f in fabrics)):
+            widths = Widths(tuple(Width(n, tp, n * f.gpus_per_node // tp) for f, n, tp in
+                                  zip(fabrics, nodes, tps, strict=True)), sequence_parallel=max(tps) > 1)
+            dps = [w.dp for w in widths.stages]
+            if max(dps) > batch.micro_batches(1):
+                continue
+            one = Unequal(model, batch, widths, (1,) * len(dps), (1,) * len(dps), "none", components, site, costs)
+            depths = {tuple(min(d, -(-batch.micro_batches(1) // dp)) for d, dp in zip(
+                least_in_flight(tuple(dps), (*(more for _ in dps[1:]), 0)), dps, strict=True))
+                for more in range(DEEPER)}
+            for layers, depth, size in product(_splits(model.layers, len(dps)), depths, BUCKETS):
+                best = min(best, one.varied(layers, depth, size).step_s)
+    return best
+
+
+def _stages(site: Site) -> Iterator[tuple[list[Fabric], list[int]]]:
+    """The fabric and the nodes of each stage."""
+    for count in range(1, len(site.fabrics) + 1):
+        for chosen in permutations(site.fabrics, count):
+            for parts in product(*(list(_parts(f.nodes)) for f in chosen)):
+                if sum(map(len, parts)) <= STAGES:
+                    fabrics = [f for f, part in zip(chosen, parts, strict=True) for _ in part]
+                    yield fabrics, [n for part in parts for n in part]
+
+
+def _parts(nodes: int) -> Iterator[tuple[int, ...]]:
+    for used in range(1, nodes + 1):
+        for count in range(1, used + 1):
+            yield from _splits(used, count)
+
+
+def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
+
+
+def _tps(fabric: Fabric) -> list[int]:
+    return [t for t in (1, 2) if fabric.gpus_per_node % t == 0]
+
+
+def measured(seed: int) -> dict[str, Any]:
+    """One site: the planner's step, and the least of all that can be listed."""
+    model, batch, site = drawn(seed)
+    plan = best_plan(model, batch, site, PlanOptions(unequal=True), Costs())
+    assert plan.predicted is not None
+    least, found = least_s(model, batch, site, Costs()), plan.predicted.step_time_s
+    return {"seed": seed, "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name}" for f in site.fabrics],
+            "found_s": found, "least_s": least, "regret": found / least - 1, "plan": plan.parallel.words}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sites", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="the first")
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
+    for seed in range(arguments.seed, arguments.seed + arguments.sites):
+        if any(row["seed"] == seed for row in rows):
+            continue
+        rows.append(measured(seed))
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        print(f"{seed:4} {rows[-1]['regret']:+7.2%}  {' + '.join(rows[-1]['fabrics'])}: {rows[-1]['plan']}", flush=True)
+    regrets = [max(0.0, row["regret"]) for row in rows]
+    print(f"{len(rows)} sites: mean regret {sum(regrets) / len(regrets):.2%}, worst {max(regrets):.2%}")
+
+
+if __name__ == "__main__":
+    main()

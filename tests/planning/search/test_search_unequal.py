@@ -1,0 +1,37 @@
+"""The search of stages of unequal widths: nodes that a grid leaves out are used, and nothing listed is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import planner_unequal
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.spec.widths import Widths
+
+SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
+UNEVEN = Site("site", tuple(Fabric(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_unequal.A100, rdma_gbps=200)
+                            for nic, nodes in ((NicType.IB, 2), (NicType.ROCE, 3))))
+
+
+def test_no_listed_plan_is_a_percent_faster() -> None:
+    found = planner_unequal.measured(0)
+    assert found["regret"] <= 0.01, found
+
+
+def test_nodes_that_a_grid_leaves_out_are_used() -> None:
+    wide, grid = (best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal=u), Costs()) for u in (True, False))
+    assert isinstance(wide.parallel, Widths) and wide.version == 2 and not wide.unused
+    assert wide.predicted is not None and grid.predicted is not None
+    assert wide.predicted.step_time_s < 0.99 * grid.predicted.step_time_s
+    assert wide.alternatives[0]["parallel"]["dp"] == grid.parallel.dp
+
+
+def test_equal_widths_where_fabrics_are_alike() -> None:
+    alike = replace(UNEVEN, fabrics=UNEVEN.fabrics[:1])
+    plan = best_plan(SMALL, Batch(12, 1, 1024), alike, PlanOptions(unequal=True), Costs())
+    assert not isinstance(plan.parallel, Widths) and plan.version == 1
