@@ -117,7 +117,7 @@ def tracked(run: Any) -> tuple[Any, int]:
 
 def rank(path: str) -> None:
     """One rank: train, and write the most bytes beside the configuration."""
-    from holmes_hpc.train import run_rank
+    from holmes_hpc.rank import run_rank
 
     config = json.loads(Path(path).read_text())
     _, most = tracked(lambda: run_rank(config))

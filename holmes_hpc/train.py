@@ -8,16 +8,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,75 +22,20 @@ from omegaconf import DictConfig
 
 from holmes_hpc import console
 from holmes_hpc.config.by_hydra import explained, resolve, with_folders
-from holmes_hpc.config.configuration import Configuration, LauncherConfig, recorded
+from holmes_hpc.config.configuration import Configuration, LauncherConfig
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.extras import missing
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
+from holmes_hpc.rank import rank_and_size, run_rank
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import careful_umask
-from holmes_hpc.submission.lifecycle.engine import check_engine
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.sweeps.launcher import Planned
-from holmes_hpc.training.rank.log import one_line
-
-
-def run_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
-    the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
-    careful_umask()
-    with _end_recorded(RunDirectory(config["run_dir"])):
-        settings, unrecorded = recorded(config)
-        check_engine(settings.train.optimizer)
-        return _task(settings)(settings, unrecorded)
-
-
-def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:
-    """What a rank does, with torch and Megatron-Core loaded."""
-    # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
-    # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
-    # how many queues a GPU has (training/rank/cuda.py)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    try:
-        from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
-
-        with cpu.without_compiler():
-            if settings.train.measure:
-                from holmes_hpc.training.calibration.measure import measure as task
-            else:
-                from holmes_hpc.training.loop import train as task
-    except ModuleNotFoundError as e:
-        raise missing(e) from e
-    return task
-
-
-@contextlib.contextmanager
-def _end_recorded(run: RunDirectory) -> Iterator[None]:
-    """Record the end of a rank that fails where its own guard (training/rank/failure.py) is not up: a package that this
-    node lacks, for instance."""
-    began = time.time()
-    try:
-        yield
-    except Exception as e:
-        rank = _rank()[0]
-        if not any(own.get("rank") == rank and own["time"] >= began for own in run.read_exits()):
-            with contextlib.suppress(HolmesError, OSError):
-                run.write_exit(rank, "failed", one_line(e))
-        raise
-
-
-def _rank() -> tuple[int, int]:
-    """(rank, world size) of this process, as torchrun or Slurm say; (0, 1) alone."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def _local_plan(config: Configuration) -> Configuration:
     """Without a plan: plan for the processes of this machine; rank 0 makes the run directory."""
-    rank, size = _rank()
+    rank, size = rank_and_size()
     if not config.run_dir:
         raise HolmesError("several processes and no run_dir", where="train", hint="give run_dir=DIR")
     plan = make_plan(config, local_site(size, config.train.device))
@@ -113,7 +54,7 @@ def _run_and_record(config: Configuration) -> float | None:
         code = 0
         return loss
     finally:
-        if _rank()[0] == 0:
+        if rank_and_size()[0] == 0:
             run.write_result(judge(run, code), writer="follower")
 
 
@@ -123,7 +64,7 @@ def app(cfg: DictConfig) -> float | None:
         config = resolve(cfg, HydraConfig.get().overrides.task)
         if not config.plan_file:
             config = config.with_data()
-            if not config.run_dir and _rank()[1] == 1:
+            if not config.run_dir and rank_and_size()[1] == 1:
                 config = replace(config, run_dir=HydraConfig.get().runtime.output_dir)
             return _run_and_record(_local_plan(config))
         return run_rank(config.to_dict()).get("loss")
@@ -133,8 +74,6 @@ def app(cfg: DictConfig) -> float | None:
 
 def plan_job(cfg: DictConfig, where: str) -> Planned:
     """What the launchers holmes_slurm and holmes_local submit for one job of a sweep: its plan, run by every rank."""
-    from holmes_hpc.train import run_rank  # by its own name, so that the ranks find it
-
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     on = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, on)
@@ -150,7 +89,7 @@ app.plan_job = plan_job  # type: ignore[attr-defined]
 
 def main() -> None:
     careful_umask()
-    rank = _rank()[0]
+    rank = rank_and_size()[0]
     words = [a for a in sys.argv[1:] if "=" in a]
     run_dir = next((a.split("=", 1)[1] for a in words if a.startswith("run_dir=")), None)
     if run_dir and not any(a.startswith("hydra.run.dir=") for a in words):

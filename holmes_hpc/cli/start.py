@@ -131,10 +131,10 @@ def _make_room(record: RunDirectory) -> None:
 
 def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job:
     """Submit a run as its launcher says; its job comes back."""
+    from holmes_hpc.rank import run_rank
     from holmes_hpc.submission.lifecycle.status import job_of
     from holmes_hpc.submission.local import run_plan_here
     from holmes_hpc.submission.plan_job import submit_plan
-    from holmes_hpc.train import run_rank
 
     if config.local:
         return run_plan_here(chosen, record.path, run_rank, config.to_dict(), config.slurm)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +23,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.slurm.scontrol import minutes
+from holmes_hpc.submission import local_ranks
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine
 from holmes_hpc.submission.plan_job import RankTask
 
@@ -42,6 +45,18 @@ class LocalRankTask(RankTask):
         return super().__call__()
 
 
+class _LoadedOnce(LocalExecutor):
+    """Its one task forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        super().__init__(folder)
+        self.ranks = ranks
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join([sys.executable, "-u", "-m", local_ranks.__name__, str(self.folder), str(self.ranks)])
+
+
 @contextlib.contextmanager
 def deaf_to_ctrl_c() -> Iterator[None]:
     """Processes started inside do not hear this terminal's Ctrl-C: it is for who follows them, and they go on."""
@@ -59,11 +74,12 @@ def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str,
                   config: Mapping[str, Any], settings: SlurmSettings) -> Job:
     """Start `plan`'s ranks as processes of this machine; they survive this process. The job to follow comes back."""
     run = RunDirectory(Path(run_dir).absolute())
-    executor = LocalExecutor(run.path / "submission")
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
-    executor.update_parameters(tasks_per_node=ranks, timeout_min=int(minutes(settings.timeout_min) or 60),
-                               gpus_per_node=gpus, stderr_to_stdout=True)
+    folder, forked = run.path / "submission", not gpus and sys.platform == "linux"
+    executor = _LoadedOnce(folder, ranks) if forked else LocalExecutor(folder)
+    executor.update_parameters(tasks_per_node=1 if forked else ranks, gpus_per_node=gpus, stderr_to_stdout=True,
+                               timeout_min=int(minutes(settings.timeout_min) or 60))
     started = time.time()
     config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
     task = LocalRankTask(function, config, secrets.token_hex(8))

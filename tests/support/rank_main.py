@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def rank(config: str) -> None:
-    from holmes_hpc.train import run_rank
+    from holmes_hpc.rank import run_rank
 
     run_rank(json.loads(Path(config).read_text()))
 
@@ -43,7 +43,7 @@ def fork(order: dict[str, object]) -> int:
 
 
 def serve() -> None:
-    import holmes_hpc.train
+    import holmes_hpc.rank
     import holmes_hpc.training.calibration.measure  # noqa: F401 (what takes seconds to load)
 
     print("ready", flush=True)

@@ -1,0 +1,71 @@
+"""Ranks that are forked from the process that loaded what they need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import plans
+import psutil
+import pytest
+
+from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.local import run_plan_here
+from holmes_hpc.submission.local_ranks import loads_first
+
+pytestmark = pytest.mark.integration
+
+
+def load(config: dict[str, Any]) -> None:
+    with (Path(config["run_dir"]) / "loaded").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+@loads_first(load)
+def rank_here(config: dict[str, Any]) -> None:
+    run = Path(config["run_dir"])
+    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
+    (run / f"pids-{os.environ['RANK']}").write_text(f"{os.getpid()} {os.getppid()}")
+    while not (run / "go").exists():
+        time.sleep(0.05)
+
+
+def begin(tmp_path: Path) -> tuple[Any, RunDirectory, dict[int, int]]:
+    """The job, its directory, and each rank's (process: parent), when all ranks run."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    plan = plans.plan("local", nodes=1, site=site)
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
+    job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
+    while True:
+        words = [text.split() for path in run.path.glob("pids-*") if (text := path.read_text())]
+        if len(words) == 2:
+            return job, run, {int(pid): int(parent) for pid, parent in words}
+        time.sleep(0.05)
+
+
+def test_what_ranks_need_is_loaded_once_and_each_has_its_own_log(tmp_path: Path) -> None:
+    job, run, ranks = begin(tmp_path)
+    (run.path / "go").touch()
+    while not job.state().ended:
+        time.sleep(0.05)
+    assert set(ranks.values()) == {int((run.path / "loaded").read_text())}  # one process, once
+    assert job.state().state == "COMPLETED"
+    assert [run.log_path(rank).read_text() for rank in range(2)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
+
+
+def test_ranks_end_with_the_process_that_they_were_forked_from(tmp_path: Path) -> None:
+    job, _, ranks = begin(tmp_path)
+    processes = [psutil.Process(pid) for pid in ranks]
+    os.kill(next(iter(ranks.values())), signal.SIGKILL)
+    assert not psutil.wait_procs(processes, 10)[1]
+    while not job.state().ended:
+        time.sleep(0.05)
+    assert job.state().state == "FAILED"
