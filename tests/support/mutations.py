@@ -51,7 +51,7 @@ def changed(draw: st.DrawFn, document: Any) -> Any:
                 other = other[key] if isinstance(other, list) or (isinstance(other, dict) and key in other) else other
             holder[last] = copy.deepcopy(other)
         else:
-            holder[last] = draw(ODD)
+            holder[last] = copy.deepcopy(draw(ODD))  # what is drawn is shared by all examples
     return document
 
 
