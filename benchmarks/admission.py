@@ -69,8 +69,11 @@ def main() -> None:
     for ranks in asked.ranks:
         both = [measure(ranks) for _ in range(asked.repeat)]
         admitted, plain = ([pair[i] for pair in both] for i in (0, 1))
-        print(f"{ranks} ranks: admitted and connected after {statistics.median(admitted):.3f} s ({max(admitted):.3f}), "
-              f"connected without admission after {statistics.median(plain):.3f} s ({max(plain):.3f})", flush=True)
+        print(
+            f"{ranks} ranks: admitted and connected after {statistics.median(admitted):.3f} s ({max(admitted):.3f}), "
+            f"connected without admission after {statistics.median(plain):.3f} s ({max(plain):.3f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -30,16 +30,32 @@ from holmes_hpc.planning.spec.plan import Plan
 
 PP, DP = 8, 8
 V100 = Gpu("v100-16gb", 125, 16, 1200)
-XL = ModelSpec("gpt3_xl", 24, 2048, 16, 50257, ffn=8192, kv_heads=16, swiglu=False, rmsnorm=False, rope=False,
-               bias=True, max_positions=2048)
+XL = ModelSpec(
+    "gpt3_xl",
+    24,
+    2048,
+    16,
+    50257,
+    ffn=8192,
+    kv_heads=16,
+    swiglu=False,
+    rmsnorm=False,
+    rope=False,
+    bias=True,
+    max_positions=2048,
+)
 SEQUENCE_BYTES = 2048 * 2048 * 2  # of activations in half precision
 CITIES = ("oregon", "virginia", "ohio", "tokyo", "seoul", "london", "frankfurt", "ireland")
 # milliseconds one way, Gb/s; rows as CITIES, from the next city on
-WORLD = (((67, 0.79), (49, 1.10), (96, 0.523), (124, 0.46), (136, 0.42), (143, 0.404), (124, 0.482)),
-         ((11, 1.12), (143, 0.524), (172, 0.500), (76, 1.16), (90, 1.02), (67, 1.05)),
-         ((130, 0.694), (159, 0.529), (86, 1.05), (99, 0.799), (77, 1.14)),
-         ((34, 1.10), (210, 0.366), (223, 0.36), (199, 0.465)),
-         ((238, 0.342), (235, 0.358), (228, 0.335)), ((14, 1.14), (12, 1.09)), ((24, 1.08),))
+WORLD = (
+    ((67, 0.79), (49, 1.10), (96, 0.523), (124, 0.46), (136, 0.42), (143, 0.404), (124, 0.482)),
+    ((11, 1.12), (143, 0.524), (172, 0.500), (76, 1.16), (90, 1.02), (67, 1.05)),
+    ((130, 0.694), (159, 0.529), (86, 1.05), (99, 0.799), (77, 1.14)),
+    ((34, 1.10), (210, 0.366), (223, 0.36), (199, 0.465)),
+    ((238, 0.342), (235, 0.358), (228, 0.335)),
+    ((14, 1.14), (12, 1.09)),
+    ((24, 1.08),),
+)
 
 
 @dataclass(frozen=True)
@@ -74,17 +90,39 @@ class Scenario:
         return np.array(used)[plan.parallel.grid()[:, :, 0]]
 
 
-def scenario(name: str, fabrics: list[Fabric], activations: float, gradients: float, inside: tuple[float, float],
-             between: dict[tuple[str, str], tuple[float, float]] | None = None, node_gbps: float = 100.0) -> Scenario:
+def scenario(
+    name: str,
+    fabrics: list[Fabric],
+    activations: float,
+    gradients: float,
+    inside: tuple[float, float],
+    between: dict[tuple[str, str], tuple[float, float]] | None = None,
+    node_gbps: float = 100.0,
+) -> Scenario:
     """`inside`: (ms, Gb/s) between two nodes of a fabric, `between`: of two fabrics."""
     place = tuple((f.name, n) for f in fabrics for n in range(f.nodes) for _ in range(f.gpus_per_node))
     known = {frozenset(pair): value for pair, value in (between or {}).items()}
-    pairs = np.array([[(0.0, node_gbps) if a == b else inside if a[0] == b[0] or not known else known[
-        frozenset((a[0], b[0]))] for b in place] for a in place])
-    links = tuple(FabricLink(pair, gbps=rate, delay_ms=max(0.0, ms - inside[0])) for pair, (ms, rate) in
-                  (between or {}).items())
-    return Scenario(name, Site(name, tuple(fabrics), links=links), place, pairs[:, :, 0] / 1e3, pairs[:, :, 1],
-                    activations, gradients)
+    pairs = np.array(
+        [
+            [
+                (0.0, node_gbps) if a == b else inside if a[0] == b[0] or not known else known[frozenset((a[0], b[0]))]
+                for b in place
+            ]
+            for a in place
+        ]
+    )
+    links = tuple(
+        FabricLink(pair, gbps=rate, delay_ms=max(0.0, ms - inside[0])) for pair, (ms, rate) in (between or {}).items()
+    )
+    return Scenario(
+        name,
+        Site(name, tuple(fabrics), links=links),
+        place,
+        pairs[:, :, 0] / 1e3,
+        pairs[:, :, 1],
+        activations,
+        gradients,
+    )
 
 
 def ethernet(name: str, nodes: int, gbps: float, gpus: int = 1) -> Fabric:
@@ -93,17 +131,29 @@ def ethernet(name: str, nodes: int, gbps: float, gpus: int = 1) -> Fabric:
 
 def scenarios() -> list[Scenario]:
     four = ("virginia", "oregon", "california", "ohio")
-    region = {("virginia", "oregon"): (67, 1.15), ("virginia", "california"): (59, 1.05),
-              ("virginia", "ohio"): (11, 1.12), ("oregon", "california"): (12, 1.25), ("oregon", "ohio"): (49, 1.10),
-              ("california", "ohio"): (52, 1.02)}
+    region = {
+        ("virginia", "oregon"): (67, 1.15),
+        ("virginia", "california"): (59, 1.05),
+        ("virginia", "ohio"): (11, 1.12),
+        ("oregon", "california"): (12, 1.25),
+        ("oregon", "ohio"): (49, 1.10),
+        ("california", "ohio"): (52, 1.02),
+    }
     world = {(CITIES[i], CITIES[i + 1 + j]): pair for i, row in enumerate(WORLD) for j, pair in enumerate(row)}
     return [
         scenario("0 datacenter", [ethernet("dc", 8, 8 * 3.125, 8)], 288 / 1024, 1, (0, 3.125)),
         scenario("1 spot", [ethernet("spot", 8, 4 * 1.25, 4), ethernet("single", 32, 1.25)], 288 / 1024, 1, (0, 1.25)),
-        scenario("2 universities", [ethernet("ohio", 32, 5), ethernet("virginia", 32, 5)], 288 / 1024, 1, (1, 5),
-                 {("ohio", "virginia"): (11, 1.12)}),
+        scenario(
+            "2 universities",
+            [ethernet("ohio", 32, 5), ethernet("virginia", 32, 5)],
+            288 / 1024,
+            1,
+            (1, 5),
+            {("ohio", "virginia"): (11, 1.12)},
+        ),
         scenario("3 regions", [ethernet(n, 16, 2) for n in four], 0.4, 0.7, (5, 2), region),
-        scenario("4 world", [ethernet(n, 8, 2) for n in CITIES], 0.5, 0.9, (5, 2), world)]
+        scenario("4 world", [ethernet(n, 8, 2) for n in CITIES], 0.5, 0.9, (5, 2), world),
+    ]
 
 
 def searched(at: Scenario, tries: int) -> float:
@@ -111,8 +161,11 @@ def searched(at: Scenario, tries: int) -> float:
     dice, least = random.Random(0), np.inf
     regular = np.arange(PP * DP).reshape(PP, DP)
     for number in range(tries + 2):
-        grid = [regular, regular.T][number].copy() if number < 2 else np.array(
-            dice.sample(range(PP * DP), PP * DP)).reshape(PP, DP)
+        grid = (
+            [regular, regular.T][number].copy()
+            if number < 2
+            else np.array(dice.sample(range(PP * DP), PP * DP)).reshape(PP, DP)
+        )
         cost, better = at.cost(grid), True
         while better:
             better = False
@@ -147,8 +200,10 @@ def main() -> None:
                 cells.append(f"none: {e.what}")
                 continue
             assert plan.predicted is not None
-            cells.append(f"{at.cost(at.grid(plan)):.2f}, {plan.predicted.step_time_s:.2f} s"
-                         + (f" ({plan.strategy})" if strategy == "auto" else ""))
+            cells.append(
+                f"{at.cost(at.grid(plan)):.2f}, {plan.predicted.step_time_s:.2f} s"
+                + (f" ({plan.strategy})" if strategy == "auto" else "")
+            )
         print("| " + " | ".join([*cells, f"{searched(at, arguments.tries):.2f}"]) + " |", flush=True)
 
 

@@ -84,8 +84,14 @@ def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
         subprocess.run([HOLMES, "cancel", str(there.path)], capture_output=True, check=False)
         shutil.rmtree(there.path)
     began = time.monotonic()
-    words = [HOLMES, "run", f"name={name}", *cell.overrides, f'+labels.system="{cell.system}"',
-             f"+labels.session={repeat}"]
+    words = [
+        HOLMES,
+        "run",
+        f"name={name}",
+        *cell.overrides,
+        f'+labels.system="{cell.system}"',
+        f"+labels.session={repeat}",
+    ]
     env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
     with waiting(f"{at} {name}", after_s=9.0):
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
@@ -104,10 +110,18 @@ def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
             row = frame.loc[cell.run_name(repeat)]
             plan, hidden = Plan.read(runs / cell.run_name(repeat) / "plan.yaml"), bool(row["overlap"])
             predicted = predict(plan, Costs(pace_layer_ms=plan.pace_layer_ms, software=Software(overlap=hidden)))
-            rows.append({**row.to_dict(), "regime": cell.regime, "where": cell.environment, "nodes": cell.nodes,
-                         "system": cell.system, "session": unpacked(row.to_dict(), "labels").get("session"),
-                         "predicted_step_time_s": predicted.step_time_s,
-                         "predicted_samples_per_s": predicted.samples_per_s})
+            rows.append(
+                {
+                    **row.to_dict(),
+                    "regime": cell.regime,
+                    "where": cell.environment,
+                    "nodes": cell.nodes,
+                    "system": cell.system,
+                    "session": unpacked(row.to_dict(), "labels").get("session"),
+                    "predicted_step_time_s": predicted.step_time_s,
+                    "predicted_samples_per_s": predicted.samples_per_s,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -120,24 +134,40 @@ def tables(found: pd.DataFrame) -> list[Table]:
     for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
         at = rate[regime][nodes]
         of_mean, over = TARGETS.get(regime, (None, None))
-        best = {where: max(at[where].get(system, 0) for system in BOTH)
-                for where in ("IB", "RoCE") if where in at.index}
+        best = {
+            where: max(at[where].get(system, 0) for system in BOTH) for where in ("IB", "RoCE") if where in at.index
+        }
         for where in at.index.get_level_values("where").unique():
             ours, overlap = at[where].get("holmes"), at[where].get("Megatron-LM, overlap")
             pairs = paired_ratios(group[group["where"] == where], "system", "Megatron-LM, overlap", "holmes")
             ratio = repeats_interval(pairs["ratio"])
             whole = ours and len(best) == 2 and where == "hybrid"
             share = fraction_of_homogeneous(ours, best.values()) if whole else np.nan
-            answers.append([f"{regime}, {nodes}", where, number(ours), number(at[where].get("proportional layers")),
-                            number(overlap), number(ratio.median), interval(ratio.low, ratio.high),
-                            f"{share:.1%}" if whole else ""])
-            goals += [_goal(what, f"{regime}, {nodes}, {where}", wanted, got) for what, wanted, got in (
-                ("of the mean of IB and RoCE", of_mean if where == "hybrid" else None, share),
-                ("over Megatron-LM, overlap", over if where == "hybrid" else None, ratio.median),
-                ("over it, the lower end of 95%",
-                 NOT_SLOWER if (regime, nodes) == PAIRED and where in ENVIRONMENTS else None,
-                 ratio.low if ratio.count >= PAIRS else np.nan),
-            ) if wanted]
+            answers.append(
+                [
+                    f"{regime}, {nodes}",
+                    where,
+                    number(ours),
+                    number(at[where].get("proportional layers")),
+                    number(overlap),
+                    number(ratio.median),
+                    interval(ratio.low, ratio.high),
+                    f"{share:.1%}" if whole else "",
+                ]
+            )
+            goals += [
+                _goal(what, f"{regime}, {nodes}, {where}", wanted, got)
+                for what, wanted, got in (
+                    ("of the mean of IB and RoCE", of_mean if where == "hybrid" else None, share),
+                    ("over Megatron-LM, overlap", over if where == "hybrid" else None, ratio.median),
+                    (
+                        "over it, the lower end of 95%",
+                        NOT_SLOWER if (regime, nodes) == PAIRED and where in ENVIRONMENTS else None,
+                        ratio.low if ratio.count >= PAIRS else np.nan,
+                    ),
+                )
+                if wanted
+            ]
             if ours and "proportional layers" in at[where]:
                 rule[f"{regime}, {nodes}, {where}"] = ours / at[where]["proportional layers"]
             if overlap and "Megatron-LM, overlap" in at.get("IB", {}):
@@ -145,31 +175,72 @@ def tables(found: pd.DataFrame) -> list[Table]:
         for (where, system), one in group.groupby(["where", "system"], sort=False):
             error = float(np.median(percentage_errors(one["predicted_samples_per_s"], one["samples_per_s"])))
             cell = [f"{regime}, {nodes}", where, system]
-            cells.append([*cell, one["layers_per_stage"].iloc[0], str(len(one)), number(one["samples_per_s"].median()),
-                          number(one["predicted_samples_per_s"].median()), f"{error:+.1f}%"])
+            cells.append(
+                [
+                    *cell,
+                    one["layers_per_stage"].iloc[0],
+                    str(len(one)),
+                    number(one["samples_per_s"].median()),
+                    number(one["predicted_samples_per_s"].median()),
+                    f"{error:+.1f}%",
+                ]
+            )
             breakdowns.append([*cell, *(number(one[part].median()) for part in PARTS)])
     goals.sort(key=lambda row: row[0])
     if rule:
         least = min(rule, key=lambda at: rule[at])
         goals.append(_goal(f"over the paper's rule, the least of {len(rule)} cells", least, 1, rule[least]))
     return [
-        Table("What is to be shown", ["what", "regime, nodes, where", "at least", "measured", ""], goals,
-              "ratios of samples/s; the paper's rule: layers in proportion to speed, 1F1B"),
-        Table("Samples/s by NIC environment", ["regime, nodes", "where", "holmes", "proportional layers",
-                                               "Megatron-LM, overlap", "holmes over it", "95%", "of mean(IB, RoCE)"],
-              answers, f"medians; {PACED}; the mean is of the faster schedule of either fabric; 95%: of the pairs' "
-                       "ratios, by order statistics from six pairs on, of fewer by Student's t"),
-        Table("What the environments are to plain Megatron-LM with overlap", ["regime, nodes", "where", "of IB"],
-              plain, "throughput; the paper's at 4 nodes: Ethernet 0.62, RoCE 0.81"),
-        Table("Every cell and its prediction", ["regime, nodes", "where", "system", "layers", "runs", "samples/s",
-                                                "predicted", "error"], cells, f"medians; {PACED}"),
-        Table("Where a step goes: seconds", ["regime, nodes", "where", "system", *(PART_NAMES[p] for p in PARTS)],
-              breakdowns, f"medians, mean over stages; {PACED}")]
+        Table(
+            "What is to be shown",
+            ["what", "regime, nodes, where", "at least", "measured", ""],
+            goals,
+            "ratios of samples/s; the paper's rule: layers in proportion to speed, 1F1B",
+        ),
+        Table(
+            "Samples/s by NIC environment",
+            [
+                "regime, nodes",
+                "where",
+                "holmes",
+                "proportional layers",
+                "Megatron-LM, overlap",
+                "holmes over it",
+                "95%",
+                "of mean(IB, RoCE)",
+            ],
+            answers,
+            f"medians; {PACED}; the mean is of the faster schedule of either fabric; 95%: of the pairs' "
+            "ratios, by order statistics from six pairs on, of fewer by Student's t",
+        ),
+        Table(
+            "What the environments are to plain Megatron-LM with overlap",
+            ["regime, nodes", "where", "of IB"],
+            plain,
+            "throughput; the paper's at 4 nodes: Ethernet 0.62, RoCE 0.81",
+        ),
+        Table(
+            "Every cell and its prediction",
+            ["regime, nodes", "where", "system", "layers", "runs", "samples/s", "predicted", "error"],
+            cells,
+            f"medians; {PACED}",
+        ),
+        Table(
+            "Where a step goes: seconds",
+            ["regime, nodes", "where", "system", *(PART_NAMES[p] for p in PARTS)],
+            breakdowns,
+            f"medians, mean over stages; {PACED}",
+        ),
+    ]
 
 
 def _goal(what: str, at: str, wanted: float, got: float) -> list[str]:
-    return [what, at, f"{wanted:g}", *([f"{got:.3f}", "met" if got >= wanted else "missed"] if not np.isnan(got)
-                                       else ["", "not measured"])]
+    return [
+        what,
+        at,
+        f"{wanted:g}",
+        *([f"{got:.3f}", "met" if got >= wanted else "missed"] if not np.isnan(got) else ["", "not measured"]),
+    ]
 
 
 def drawn(found: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
@@ -183,30 +254,47 @@ def drawn(found: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
         parts_left = compare(group[group["system"] != FREE].drop(columns=["regime", "where"])).cells
         if parts_left["system"].str.startswith("without").any() and (parts_left["system"] == "holmes").any():
             complete = parts_left.index[parts_left["system"] == "holmes"][0]
-            yield f"ablation-{nodes}", f"What each part is worth, paper-like, hybrid, {nodes} nodes", \
-                ablation(parts_left, complete)
+            yield (
+                f"ablation-{nodes}",
+                f"What each part is worth, paper-like, hybrid, {nodes} nodes",
+                ablation(parts_left, complete),
+            )
     for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
         cells = compare(group.drop(columns=["regime", "where"])).cells
         yield f"{regime}-{nodes}", f"Throughput, {regime}, {nodes} nodes", throughput(cells)
 
 
 def _section(t: Table) -> list[str]:
-    return ["", f"## {t.title}", "", "| " + " | ".join(t.columns) + " |", "|---" * len(t.columns) + "|",
-            *("| " + " | ".join(row) + " |" for row in t.rows), "", t.caption]
+    return [
+        "",
+        f"## {t.title}",
+        "",
+        "| " + " | ".join(t.columns) + " |",
+        "|---" * len(t.columns) + "|",
+        *("| " + " | ".join(row) + " |" for row in t.rows),
+        "",
+        t.caption,
+    ]
 
 
 def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) -> None:
     """The tables and a figure for each regime and number of nodes, as a page."""
     commits = ", ".join(sorted({str(c)[:12] for c in found["git_commit"].dropna()}))
-    lines = ["# The paper's evaluation, on shaped NICs", "",
-             "Made by `make evaluation` (`benchmarks/evaluation.py` says how); the numbers are of network namespaces "
-             "and veth pairs on one machine, not of InfiniBand or RoCE hardware.", "",
-             f"{machine()}; commit {commits}; part: {part}, their raw records in "
-             f"[runs.tar.xz]({path.stem}/runs.tar.xz); `{' '.join((*COMMON, *LAYOUT))}`.", ""]
+    lines = [
+        "# The paper's evaluation, on shaped NICs",
+        "",
+        "Made by `make evaluation` (`benchmarks/evaluation.py` says how); the numbers are of network namespaces "
+        "and veth pairs on one machine, not of InfiniBand or RoCE hardware.",
+        "",
+        f"{machine()}; commit {commits}; part: {part}, their raw records in "
+        f"[runs.tar.xz]({path.stem}/runs.tar.xz); `{' '.join((*COMMON, *LAYOUT))}`.",
+        "",
+    ]
     for regime in found["regime"].unique():
         hop = f"hop ratio {Cell(regime, 'hybrid', 4, 'holmes').hop_ratio:.3f}; " if REGIMES[regime].pace_ms else ""
-        lines.append(f"- *{regime}*: {hop}micro-batches of {REGIMES[regime].micro_size}; "
-                     f"`{' '.join(REGIMES[regime].overrides)}`")
+        lines.append(
+            f"- *{regime}*: {hop}micro-batches of {REGIMES[regime].micro_size}; `{' '.join(REGIMES[regime].overrides)}`"
+        )
     lines += ["", READING]
     for t in made[:2]:
         lines += _section(t)
@@ -235,8 +323,14 @@ def pack(found: pd.DataFrame, runs: Path, path: Path) -> None:
 
 def machine() -> str:
     """What the runs were made on."""
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{platform.system()} {platform.release()}, {os.cpu_count()} cores of {cpu}, {gib:.0f} GiB"
 

@@ -18,9 +18,18 @@ from holmes_hpc.testbed.topology import read
 MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
 LAYERS, SEQUENCE, ETHERNET_MBIT = 18, 16, read("evaluation").ethernet_mbit
 LAYOUT = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none")
-COMMON = (f"batch.sequence_length={SEQUENCE}", f"model.max_positions={SEQUENCE}", f"model.layers={LAYERS}",
-          "model.heads=2", "model.kv_heads=2", "model.swiglu=false", "model.vocab=128", f"train.steps={STEPS}",
-          "slurm.exclusive=true", "data=synthetic")
+COMMON = (
+    f"batch.sequence_length={SEQUENCE}",
+    f"model.max_positions={SEQUENCE}",
+    f"model.layers={LAYERS}",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.swiglu=false",
+    "model.vocab=128",
+    f"train.steps={STEPS}",
+    "slurm.exclusive=true",
+    "data=synthetic",
+)
 PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forward, twice that backward"
 
 # Regime -> at least what hybrid is to be of the mean of InfiniBand and RoCE, and over Megatron-LM with overlap: 1.4
@@ -44,18 +53,34 @@ class Regime:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return (f"model.hidden={self.hidden}", f"model.ffn={4 * self.hidden}", f"model.name={self.name}",
-                f"train.pace_layer_ms={self.pace_ms or 'null'}")
+        return (
+            f"model.hidden={self.hidden}",
+            f"model.ffn={4 * self.hidden}",
+            f"model.name={self.name}",
+            f"train.pace_layer_ms={self.pace_ms or 'null'}",
+        )
 
 
-REGIMES = {r.name: r for r in (
-    Regime("paper-like", 48, 11), Regime("light", 24, 5), Regime("heavy", 60, 18),
-    Regime("paper-like-12", 48, 11, micro_batches=12), Regime("paper-like-6", 48, 11, micro_batches=6),
-    Regime("unpaced", 48, 11, pace_ms=None))}
+REGIMES = {
+    r.name: r
+    for r in (
+        Regime("paper-like", 48, 11),
+        Regime("light", 24, 5),
+        Regime("heavy", 60, 18),
+        Regime("paper-like-12", 48, 11, micro_batches=12),
+        Regime("paper-like-6", 48, 11, micro_batches=6),
+        Regime("unpaced", 48, 11, pace_ms=None),
+    )
+}
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "holmes": (),
-    "Megatron-LM": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b",
-                    "train.overlap_grad_reduce=false", "train.overlap_param_gather=false"),
+    "Megatron-LM": (
+        "plan.transport=single",
+        "plan.partition=uniform",
+        "plan.schedule=1f1b",
+        "train.overlap_grad_reduce=false",
+        "train.overlap_param_gather=false",
+    ),
     "Megatron-LM, overlap": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b"),
     "proportional layers": ("plan.partition=proportional", "plan.schedule=1f1b"),
     "without running ahead": ("plan.schedule=1f1b",),
@@ -69,8 +94,13 @@ def nodes_of(environment: str, nodes: int) -> str:
     """`plan.nodes` of an environment."""
     if environment == "three":
         return f"{{ib-a: {nodes // 3}, roce-a: {nodes // 3}, eth-a: {nodes // 3}}}"
-    fabrics = {"IB": ["ib-a"], "RoCE": ["roce-a"], "Ethernet": ["eth-a"], "hybrid": ["ib-a", "roce-a"],
-               "two IB": ["ib-a", "ib-b"]}[environment]
+    fabrics = {
+        "IB": ["ib-a"],
+        "RoCE": ["roce-a"],
+        "Ethernet": ["eth-a"],
+        "hybrid": ["ib-a", "roce-a"],
+        "two IB": ["ib-a", "ib-b"],
+    }[environment]
     return "{" + ", ".join(f"{fabric}: {nodes // len(fabrics)}" for fabric in fabrics) + "}"
 
 
@@ -98,9 +128,15 @@ class Cell:
         regime = REGIMES[self.regime]
         batch = regime.micro_batches * self.micro_size * self.nodes // self.stages
         layout = (f"plan.pp={self.stages}", f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", *LAYOUT)
-        return [*COMMON, *regime.overrides, f"batch.micro_size={self.micro_size}", f"batch.global_size={batch}",
-                f"plan.nodes={nodes_of(self.environment, self.nodes)}", *(layout if self.system != FREE else ()),
-                *SYSTEMS.get(self.system, ())]
+        return [
+            *COMMON,
+            *regime.overrides,
+            f"batch.micro_size={self.micro_size}",
+            f"batch.global_size={batch}",
+            f"plan.nodes={nodes_of(self.environment, self.nodes)}",
+            *(layout if self.system != FREE else ()),
+            *SYSTEMS.get(self.system, ()),
+        ]
 
     @property
     def hop_ratio(self) -> float:
@@ -135,14 +171,19 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
     wanted = [c for at in settings for c in grid(*at)]
     targets = [c for c in wanted if c.environment != "Ethernet" or c.regime == "heavy"]  # what a target speaks of
     targets += [Cell(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
-    others = [Cell("paper-like", where, nodes, system) for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
-              for system in MIXED]
+    others = [
+        Cell("paper-like", where, nodes, system)
+        for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
+        for system in MIXED
+    ]
     others += [c for c in wanted if c not in targets]
     others += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
     others += grid(DEMO, 4)
     for nodes in (4, 8):
-        others += [Cell("paper-like", "hybrid", nodes, system)
-                   for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))]
+        others += [
+            Cell("paper-like", "hybrid", nodes, system)
+            for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))
+        ]
     beside = [c for regime in ("paper-like-6", "unpaced") for c in grid(regime, 4)]
     demo = [Cell(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [Cell(DEMO, "hybrid", 4, BOTH[1])]
     made = {"headline": _repeated(headline, REPEATS), "pairs": _repeated(pairs, PAIRS), "demo": _repeated(demo, 2)}

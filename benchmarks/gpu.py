@@ -31,8 +31,14 @@ from holmes_hpc.planning.request import local_site, make_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
-DEFAULTS = ["model=gpt_small", "batch.global_size=32", "batch.micro_size=8", "batch.sequence_length=1024",
-            "train.dtype=bf16", "data=synthetic"]
+DEFAULTS = [
+    "model=gpt_small",
+    "batch.global_size=32",
+    "batch.micro_size=8",
+    "batch.sequence_length=1024",
+    "train.dtype=bf16",
+    "data=synthetic",
+]
 WARM_UP = 5  # steps
 Figures = tuple[float, int, float]  # seconds of a step, peak bytes, loss of step 1
 
@@ -40,13 +46,20 @@ Figures = tuple[float, int, float]  # seconds of a step, peak bytes, loss of ste
 def holmes(overrides: list[str], folder: Path) -> Figures:
     """A run as users start it."""
     run = RunDirectory(folder)
-    done = subprocess.run([sys.executable, "-m", "holmes_hpc.train", f"run_dir={folder}", *overrides],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "holmes_hpc.train", f"run_dir={folder}", *overrides],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         sys.exit(f"holmes_hpc.train: {(done.stdout + done.stderr)[-2000:]}")
     lines = run.metrics()
-    return (statistics.median(line["step_time_s"] for line in lines[WARM_UP:]),
-            max(max(line["peak_memory_bytes"]) for line in lines), lines[0]["loss"])
+    return (
+        statistics.median(line["step_time_s"] for line in lines[WARM_UP:]),
+        max(max(line["peak_memory_bytes"]) for line in lines),
+        lines[0]["loss"],
+    )
 
 
 def minimal(overrides: list[str]) -> Figures:
@@ -54,11 +67,7 @@ def minimal(overrides: list[str]) -> Figures:
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -76,8 +85,9 @@ def minimal(overrides: list[str]) -> Figures:
         cpu.install()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     with tempfile.NamedTemporaryFile() as store:
-        torch.distributed.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store.name}-store",
-                                             rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "nccl" if cuda else "gloo", init_method=f"file://{store.name}-store", rank=0, world_size=1
+        )
     parallel_state.initialize_model_parallel(create_gloo_process_groups=not cuda)
     torch.manual_seed(train.seed)
     model_parallel_cuda_manual_seed(train.seed)
@@ -85,28 +95,57 @@ def minimal(overrides: list[str]) -> Figures:
     m, half = plan.model, train.dtype == "bf16"
     fused = cuda and importlib.util.find_spec("transformer_engine") is not None
     settings = TransformerConfig(
-        num_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, num_query_groups=m.kv_heads,
-        ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=F.silu if m.swiglu else F.gelu,
-        normalization="RMSNorm" if m.rmsnorm else "LayerNorm", add_bias_linear=m.bias, hidden_dropout=m.dropout,
-        attention_dropout=m.dropout, bf16=half, params_dtype=torch.bfloat16 if half else torch.float32,
-        pipeline_dtype=torch.bfloat16 if half else torch.float32, bias_activation_fusion=cuda and (m.swiglu or m.bias),
-        bias_dropout_fusion=cuda, apply_rope_fusion=fused and m.rope, gradient_accumulation_fusion=False)
-    chunk: Any = GPTModel(settings, layers(fused, m.rmsnorm), m.padded_vocab(1), m.max_positions,
-                          share_embeddings_and_output_weights=m.tied,
-                          position_embedding_type="rope" if m.rope else "learned_absolute").to(device)
+        num_layers=m.layers,
+        hidden_size=m.hidden,
+        num_attention_heads=m.heads,
+        num_query_groups=m.kv_heads,
+        ffn_hidden_size=m.ffn,
+        gated_linear_unit=m.swiglu,
+        activation_func=F.silu if m.swiglu else F.gelu,
+        normalization="RMSNorm" if m.rmsnorm else "LayerNorm",
+        add_bias_linear=m.bias,
+        hidden_dropout=m.dropout,
+        attention_dropout=m.dropout,
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
+        pipeline_dtype=torch.bfloat16 if half else torch.float32,
+        bias_activation_fusion=cuda and (m.swiglu or m.bias),
+        bias_dropout_fusion=cuda,
+        apply_rope_fusion=fused and m.rope,
+        gradient_accumulation_fusion=False,
+    )
+    chunk: Any = GPTModel(
+        settings,
+        layers(fused, m.rmsnorm),
+        m.padded_vocab(1),
+        m.max_positions,
+        share_embeddings_and_output_weights=m.tied,
+        position_embedding_type="rope" if m.rope else "learned_absolute",
+    ).to(device)
     if half:
         chunk = Float16Module(settings, chunk)
     wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=train.lr, weight_decay=train.weight_decay, adam_beta1=train.beta1,
-        adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad, bf16=half,
-        params_dtype=settings.params_dtype), [wrapped])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=train.lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.beta1,
+            adam_beta2=train.beta2,
+            adam_eps=train.eps,
+            clip_grad=train.clip_grad,
+            bf16=half,
+            params_dtype=settings.params_dtype,
+        ),
+        [wrapped],
+    )
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss
 
     batch = plan.batch
-    tokens = torch.randint(plan.model.vocab, (plan.micro_batches, batch.micro_size, batch.sequence_length + 1),
-                           device=device)
+    tokens = torch.randint(
+        plan.model.vocab, (plan.micro_batches, batch.micro_size, batch.sequence_length + 1), device=device
+    )
     positions = torch.arange(batch.sequence_length, device=device).repeat(batch.micro_size, 1)
 
     def forward(batches: Any, module: Any) -> tuple[Any, Any]:
@@ -125,8 +164,14 @@ def minimal(overrides: list[str]) -> Figures:
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         stored = forward_backward(
-            forward_step_func=forward, data_iterator=iter(tokens), model=wrapped, num_microbatches=plan.micro_batches,
-            seq_length=batch.sequence_length, micro_batch_size=batch.micro_size, forward_only=False)
+            forward_step_func=forward,
+            data_iterator=iter(tokens),
+            model=wrapped,
+            num_microbatches=plan.micro_batches,
+            seq_length=batch.sequence_length,
+            micro_batch_size=batch.micro_size,
+            forward_only=False,
+        )
         optimizer.step()
         loss = statistics.mean(float(entry["loss"]) for entry in stored)  # waits for the device, as a log line does
         if cuda:
@@ -153,8 +198,10 @@ def layers(fused: bool, rmsnorm: bool) -> Any:
 
         def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
             heads = query.size(2) // key.size(2)
-            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key.repeat_interleave(heads, 2),
-                                                       value.repeat_interleave(heads, 2)))
+            q, k, v = (
+                t.permute(1, 2, 0, 3)
+                for t in (query, key.repeat_interleave(heads, 2), value.repeat_interleave(heads, 2))
+            )
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
             return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -165,8 +212,9 @@ def layers(fused: bool, rmsnorm: bool) -> Any:
 
 def megatron(overrides: list[str]) -> Figures:
     """:func:`minimal` in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--minimal", *overrides], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, "--minimal", *overrides], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"Megatron-Core's loop: {(done.stdout + done.stderr)[-2000:]}")
     seconds, held, loss = json.loads(done.stdout.splitlines()[-1])
@@ -201,22 +249,41 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="holmes-gpu-") as made:
                 figures = holmes(overrides, Path(made) / "run") if name == "holmes_hpc" else megatron(overrides)
             found[name].append(figures)
-        print(f"pair {pair + 1}: " + "; ".join(
-            f"{name}: {flops / runs[-1][0] / 1e12:.4g} TFLOP/s, {runs[-1][1] / 2**30:.2f} GiB, first loss "
-            f"{runs[-1][2]:.3f}" for name, runs in found.items()), flush=True)
+        print(
+            f"pair {pair + 1}: "
+            + "; ".join(
+                f"{name}: {flops / runs[-1][0] / 1e12:.4g} TFLOP/s, {runs[-1][1] / 2**30:.2f} GiB, first loss "
+                f"{runs[-1][2]:.3f}"
+                for name, runs in found.items()
+            ),
+            flush=True,
+        )
     (ours, our_bytes, _), (theirs, their_bytes, _) = (
-        tuple(map(statistics.median, zip(*runs, strict=True))) for runs in found.values())
+        tuple(map(statistics.median, zip(*runs, strict=True))) for runs in found.values()
+    )
     assert plan.predicted is not None
     predicted = max(plan.predicted.memory_bytes_per_gpu)
     print(f"log(vocabulary) is {math.log(plan.model.vocab):.3f}; the planner predicts {predicted / 2**30:.2f} GiB")
-    print(f"medians: holmes_hpc {flops / ours / 1e12:.4g} TFLOP/s and {our_bytes / 2**30:.2f} GiB, Megatron-Core's "
-          f"loop {flops / theirs / 1e12:.4g} TFLOP/s and {their_bytes / 2**30:.2f} GiB: {theirs / ours:.3f} times its "
-          "speed")
+    print(
+        f"medians: holmes_hpc {flops / ours / 1e12:.4g} TFLOP/s and {our_bytes / 2**30:.2f} GiB, Megatron-Core's "
+        f"loop {flops / theirs / 1e12:.4g} TFLOP/s and {their_bytes / 2**30:.2f} GiB: {theirs / ours:.3f} times its "
+        "speed"
+    )
     if given.json:
-        print(json.dumps({
-            "holmes_tflops": flops / ours / 1e12, "loop_tflops": flops / theirs / 1e12, "speed_ratio": theirs / ours,
-            "holmes_gib": our_bytes / 2**30, "loop_gib": their_bytes / 2**30, "predicted_gib": predicted / 2**30,
-            "pairs": given.pairs, "steps": given.steps}))
+        print(
+            json.dumps(
+                {
+                    "holmes_tflops": flops / ours / 1e12,
+                    "loop_tflops": flops / theirs / 1e12,
+                    "speed_ratio": theirs / ours,
+                    "holmes_gib": our_bytes / 2**30,
+                    "loop_gib": their_bytes / 2**30,
+                    "predicted_gib": predicted / 2**30,
+                    "pairs": given.pairs,
+                    "steps": given.steps,
+                }
+            )
+        )
     return 0
 
 

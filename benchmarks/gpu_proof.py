@@ -40,8 +40,9 @@ class Part:
 PARTS = {
     "start": Part("two processes run ahead as the very first thing they do, with lazy and with eager loading", 85),
     "tests": Part("the tests that want a GPU", 100, cpu=False),
-    "network": Part("NCCL uses sockets where it is told to; InfiniBand without an adapter ends in one line", 40,
-                    cpu=False),
+    "network": Part(
+        "NCCL uses sockets where it is told to; InfiniBand without an adapter ends in one line", 40, cpu=False
+    ),
     "speed": Part("TFLOP/s and memory beside a minimal Megatron-Core loop of its own configuration", 150),
     "profile": Part("synchronisations and pageable copies of a micro-batch", 40, cpu=False),
     "resume": Part("a run that was saved and resumed has the losses of one that was not", 60),
@@ -69,8 +70,14 @@ def run_part(name: str, device: str, out: Path) -> dict[str, Any]:
     wrong = [said] if said else []
     wrong += [] if found.exists() else [_last_line(out / f"{name}.log")]
     wrong += figures.pop("wrong", [])
-    return {"part": name, "shows": part.shows, "ok": not wrong, "wrong": wrong, "s": round(time.monotonic() - began, 1),
-            "figures": figures}
+    return {
+        "part": name,
+        "shows": part.shows,
+        "ok": not wrong,
+        "wrong": wrong,
+        "s": round(time.monotonic() - began, 1),
+        "figures": figures,
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -108,12 +115,15 @@ def page(proof: dict[str, Any]) -> str:
         f"<td>{r['s']:.0f} s</td><td>{html.escape(r['shows'])}"
         + "".join(f"<br><b>{html.escape(w)}</b>" for w in r["wrong"])
         + f"<pre>{html.escape(json.dumps(r['figures'], indent=1)) if r['figures'] else ''}</pre></td></tr>"
-        for r in proof["parts"])
-    return ("<!doctype html><meta charset=utf-8><title>What one GPU shows</title><style>body{font:15px/1.5 sans-serif;"
-            "max-width:70em;margin:2em auto;padding:0 1em}td{vertical-align:top;padding:.4em .8em;border-top:1px solid "
-            "#ccc}pre{margin:.3em 0;font-size:12px;white-space:pre-wrap}.ok td:nth-child(2){color:#060}"
-            ".bad td:nth-child(2){color:#a00}</style><h1>What one GPU shows</h1>"
-            f"<p>{html.escape(json.dumps(proof['machine']))}<p>{html.escape(proof['says'])}<table>{rows}</table>\n")
+        for r in proof["parts"]
+    )
+    return (
+        "<!doctype html><meta charset=utf-8><title>What one GPU shows</title><style>body{font:15px/1.5 sans-serif;"
+        "max-width:70em;margin:2em auto;padding:0 1em}td{vertical-align:top;padding:.4em .8em;border-top:1px solid "
+        "#ccc}pre{margin:.3em 0;font-size:12px;white-space:pre-wrap}.ok td:nth-child(2){color:#060}"
+        ".bad td:nth-child(2){color:#a00}</style><h1>What one GPU shows</h1>"
+        f"<p>{html.escape(json.dumps(proof['machine']))}<p>{html.escape(proof['says'])}<table>{rows}</table>\n"
+    )
 
 
 def main() -> int:
@@ -146,9 +156,12 @@ def main() -> int:
         proof["parts"].append(row)
         (given.out / "proof.json").write_text(json.dumps(proof, indent=1) + "\n")
         (given.out / "proof.html").write_text(page(proof))
-        print(f"{name:10} {'shown' if row['ok'] else 'NOT SHOWN'} in {row['s']:.0f} s"
-              + "".join(f"; {w}" for w in row["wrong"]) + (f"  {json.dumps(row['figures'])}" if row["figures"] else ""),
-              flush=True)
+        print(
+            f"{name:10} {'shown' if row['ok'] else 'NOT SHOWN'} in {row['s']:.0f} s"
+            + "".join(f"; {w}" for w in row["wrong"])
+            + (f"  {json.dumps(row['figures'])}" if row["figures"] else ""),
+            flush=True,
+        )
     print(f"{given.out}/proof.json, proof.html")
     return 0 if all(r["ok"] for r in proof["parts"]) else 1
 

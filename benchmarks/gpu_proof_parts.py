@@ -22,14 +22,42 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-TINY = ["model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128",
-        "model.vocab=500", "batch.global_size=4", "batch.micro_size=1", "batch.sequence_length=64",
-        "data.learnable=false"]
-SMALL = ["model=gpt_small", "data=synthetic", "batch.global_size=32", "batch.micro_size=8",
-         "batch.sequence_length=1024", "train.dtype=bf16"]
-BILLION = ["model=gpt_small", "data=synthetic", "model.name=gpt_1b", "model.layers=20", "model.hidden=2048",
-           "model.heads=16", "model.kv_heads=16", "model.ffn=8192", "model.max_positions=2048", "batch.global_size=16",
-           "batch.micro_size=4", "batch.sequence_length=2048", "train.dtype=bf16"]
+TINY = [
+    "model=gpt_tiny",
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.ffn=128",
+    "model.vocab=500",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "batch.sequence_length=64",
+    "data.learnable=false",
+]
+SMALL = [
+    "model=gpt_small",
+    "data=synthetic",
+    "batch.global_size=32",
+    "batch.micro_size=8",
+    "batch.sequence_length=1024",
+    "train.dtype=bf16",
+]
+BILLION = [
+    "model=gpt_small",
+    "data=synthetic",
+    "model.name=gpt_1b",
+    "model.layers=20",
+    "model.hidden=2048",
+    "model.heads=16",
+    "model.kv_heads=16",
+    "model.ffn=8192",
+    "model.max_positions=2048",
+    "batch.global_size=16",
+    "batch.micro_size=4",
+    "batch.sequence_length=2048",
+    "train.dtype=bf16",
+]
 Figures = dict[str, Any]
 
 
@@ -37,12 +65,18 @@ def start(device: str) -> Figures:
     """Fresh pairs of processes whose first step runs ahead, over host-staged edges and over NCCL. Two ranks share a
     GPU: NCCL takes them for two hosts, and goes through sockets."""
     found: Figures = {"seconds": {}, "wrong": []}
-    ways = [("gloo", "LAZY"), ("gloo", "EAGER"), ("nccl", "LAZY"), ("nccl", "EAGER")] if device == "cuda" else [
-        ("gloo", "LAZY")]
+    ways = (
+        [("gloo", "LAZY"), ("gloo", "EAGER"), ("nccl", "LAZY"), ("nccl", "EAGER")]
+        if device == "cuda"
+        else [("gloo", "LAZY")]
+    )
     for backend, loading in ways:
         began = time.monotonic()
-        done = _python(_START.format(device=device, backend=backend), 40 if device == "cuda" else 300,
-                       {"CUDA_MODULE_LOADING": loading})
+        done = _python(
+            _START.format(device=device, backend=backend),
+            40 if device == "cuda" else 300,
+            {"CUDA_MODULE_LOADING": loading},
+        )
         found["seconds"][f"{backend} {loading.lower()}"] = round(time.monotonic() - began, 1)
         if done.returncode:
             found["wrong"].append(f"{backend}, {loading.lower()} loading: {_last(done)}")
@@ -62,14 +96,34 @@ def tests(device: str) -> Figures:
     """`pytest -m gpu`: counts, and the names of what failed or did not run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "60",
-                        f"--junitxml={report}", str(ROOT / "tests" / "training")], cwd=ROOT, check=False)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-m",
+                "gpu",
+                "-p",
+                "no:cacheprovider",
+                "--timeout",
+                "60",
+                f"--junitxml={report}",
+                str(ROOT / "tests" / "training"),
+            ],
+            cwd=ROOT,
+            check=False,
+        )
         cases = list(ElementTree.parse(report).iter("testcase"))  # pytest's own file
-    ended = {kind: [c.get("name") for c in cases if c.find(kind) is not None]
-             for kind in ("failure", "error", "skipped")}
+    ended = {
+        kind: [c.get("name") for c in cases if c.find(kind) is not None] for kind in ("failure", "error", "skipped")
+    }
     passed = len(cases) - sum(map(len, ended.values()))
-    return {"passed": passed, "wrong": [f"{kind}: {name}" for kind, names in ended.items() for name in names]
-            + ([] if passed else ["no test ran"])}
+    return {
+        "passed": passed,
+        "wrong": [f"{kind}: {name}" for kind, names in ended.items() for name in names]
+        + ([] if passed else ["no test ran"]),
+    }
 
 
 def network(device: str) -> Figures:
@@ -109,8 +163,9 @@ def speed(device: str) -> Figures:
     found: Figures = {"wrong": []}
     for name, (overrides, pairs, steps) in sizes.items():
         words = ["--device", device, "--pairs", str(pairs), "--steps", str(steps), "--json", *overrides]
-        done = subprocess.run([sys.executable, str(HERE / "gpu.py"), *words], capture_output=True, text=True,
-                              check=False)
+        done = subprocess.run(
+            [sys.executable, str(HERE / "gpu.py"), *words], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             found["wrong"].append(f"{name}: {_last(done)}")
             continue
@@ -128,11 +183,19 @@ def profile(device: str) -> Figures:
     counts = {}
     for micro_batches in (4, 12):
         with tempfile.TemporaryDirectory() as folder:
-            counts[micro_batches] = _profiled([*TINY, f"batch.global_size={micro_batches}", f"run_dir={folder}/run",
-                                               f"train.device={device}", "train.steps=4"])
+            counts[micro_batches] = _profiled(
+                [
+                    *TINY,
+                    f"batch.global_size={micro_batches}",
+                    f"run_dir={folder}/run",
+                    f"train.device={device}",
+                    "train.steps=4",
+                ]
+            )
     steps = 4 * (12 - 4)
-    found: Figures = {name: round((counts[12][name] - counts[4][name]) / steps, 3)
-                      for name in sorted(counts[12] | counts[4])}
+    found: Figures = {
+        name: round((counts[12][name] - counts[4][name]) / steps, 3) for name in sorted(counts[12] | counts[4])
+    }
     return {**found, "wrong": [f"{rate:g} {name} a micro-batch" for name, rate in found.items() if rate > 0.01]}
 
 
@@ -172,8 +235,15 @@ def resume(device: str) -> Figures:
 def calibrate(device: str) -> Figures:
     """What `holmes calibrate` measures with one rank, and the step time that it predicts from that."""
     with tempfile.TemporaryDirectory() as folder:
-        _train([*(SMALL if device == "cuda" else TINY), f"run_dir={folder}/run", f"train.device={device}",
-                "train.steps=8", "train.measure=true"])
+        _train(
+            [
+                *(SMALL if device == "cuda" else TINY),
+                f"run_dir={folder}/run",
+                f"train.device={device}",
+                "train.steps=8",
+                "train.measure=true",
+            ]
+        )
         run = (Path(folder, "run", "run.yaml")).read_text()
     figures = {name: float(value) for name, value in re.findall(r"(\w*step_time_s): ([\d.e-]+)", run)}
     ratio = figures["predicted_step_time_s"] / figures["step_time_s"]
@@ -218,16 +288,18 @@ def _train(overrides: list[str]) -> list[dict[str, Any]]:
     """A run as users start it: its lines of metrics."""
     from holmes_hpc.records.run import RunDirectory
 
-    done = subprocess.run([sys.executable, "-m", "holmes_hpc.train", *overrides], capture_output=True, text=True,
-                          cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "holmes_hpc.train", *overrides], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     if done.returncode:
         raise SystemExit(f"holmes_hpc.train: {_last(done)}")
     folder = next(o.partition("=")[2] for o in overrides if o.startswith("run_dir="))
     return RunDirectory(folder).metrics()
 
 
-PARTS: dict[str, Callable[[str], Figures]] = {f.__name__: f for f in (
-    start, tests, network, speed, profile, resume, calibrate, weights)}
+PARTS: dict[str, Callable[[str], Figures]] = {
+    f.__name__: f for f in (start, tests, network, speed, profile, resume, calibrate, weights)
+}
 
 if __name__ == "__main__":
     part, on, out = sys.argv[1:]

@@ -40,8 +40,11 @@ def measure(root: Path) -> None:
     del tensors
     import megatron.core
 
-    print(f"{size / 1e9:.2f} GB of weights, Megatron-Core {megatron.core.__version__}, torch {torch.__version__}, load "
-          f"{os.getloadavg()[0]:.2f}", flush=True)
+    print(
+        f"{size / 1e9:.2f} GB of weights, Megatron-Core {megatron.core.__version__}, torch {torch.__version__}, load "
+        f"{os.getloadavg()[0]:.2f}",
+        flush=True,
+    )
     fork = torch.multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_load, args=(rank, root)) for rank in range(4)]
     for process in ranks:
@@ -75,9 +78,12 @@ def _load(rank: int, root: Path) -> None:
     for turn in range(4):
         dist.barrier()
         if turn == rank:
-            print(f"rank {rank}: {above / 2**20:.0f} MiB above before; its slice {sum(own) / 2**20:.0f} MiB, its "
-                  f"largest tensor {max(own) / 2**20:.0f} MiB: {'within' if within else 'ABOVE'} both and 100 MiB; "
-                  f"{took:.1f} s", flush=True)
+            print(
+                f"rank {rank}: {above / 2**20:.0f} MiB above before; its slice {sum(own) / 2**20:.0f} MiB, its "
+                f"largest tensor {max(own) / 2**20:.0f} MiB: {'within' if within else 'ABOVE'} both and 100 MiB; "
+                f"{took:.1f} s",
+                flush=True,
+            )
     dist.destroy_process_group()
     sys.exit(not within)
 

@@ -3,7 +3,7 @@
 Allowed: 5 s at 10 nodes and 20 ms for each further node; counters 0.5% of a step. One node's own work is run for real:
 reading what all nodes publish, choosing and reaching its peers (over loopback, so without their own delays), the rounds
 of samples with their fixed time, and the verdict over all reports. The nodes are made up: three fabrics, eight GPUs
-each. """
+each."""
 
 from __future__ import annotations
 
@@ -45,10 +45,17 @@ def job(count: int) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
             nics["rdma"] = Endpoint("rdma0", f"10.{i // 250}.2.{i % 250}", 2, 200.0)
         infos.append(NodeInformation(f"n{i}", fabric, tuple(range(i * GPUS, (i + 1) * GPUS)), nics))
     parts = [[c for c in infos if c.fabric == f] for f in ("ib-a", "roce-a", "eth-a")]
-    groups = [CommunicationGroup(f"dp {g}", kind, tuple(c.ranks[g] for c in part))
-             for kind, part in zip(("rdma", "rdma", "tcp"), parts, strict=True) for g in range(GPUS)]
-    groups += [CommunicationGroup("edge", "tcp", (a.ranks[g], b.ranks[g])) for one, two in pairwise(parts)
-              for a, b in zip(one, two, strict=False) for g in range(GPUS)]
+    groups = [
+        CommunicationGroup(f"dp {g}", kind, tuple(c.ranks[g] for c in part))
+        for kind, part in zip(("rdma", "rdma", "tcp"), parts, strict=True)
+        for g in range(GPUS)
+    ]
+    groups += [
+        CommunicationGroup("edge", "tcp", (a.ranks[g], b.ranks[g]))
+        for one, two in pairwise(parts)
+        for a, b in zip(one, two, strict=False)
+        for g in range(GPUS)
+    ]
     return infos, [*groups, CommunicationGroup("world", "tcp", tuple(range(count * GPUS)), sampled=False)]
 
 
@@ -90,8 +97,10 @@ def main() -> int:
             log.add(step, {name: (step + 1, step + 1) for name in counters})
             log.write()  # in a run once a second at most
         each = (time.perf_counter() - start) / tries
-    print(f"counters of {len(counters)} NICs, read and written: {each * 1e6:.0f} us, {each / STEP_S:.3%} of a step of "
-          f"{STEP_S:g} s (allowed 0.5%)")
+    print(
+        f"counters of {len(counters)} NICs, read and written: {each * 1e6:.0f} us, {each / STEP_S:.3%} of a step of "
+        f"{STEP_S:g} s (allowed 0.5%)"
+    )
     return int(worst > 1 or each / STEP_S > 0.005)
 
 

@@ -44,11 +44,15 @@ def main() -> None:
     rank, where = int(os.environ["SLURM_PROCID"]), {"interface": sys.argv[1]}
     meeting = str(Path.cwd() / f".connections-{os.environ['SLURM_JOB_ID']}")
     process_groups.register()
-    dist.init_process_group(process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2,
-                            pg_options=where)
+    dist.init_process_group(
+        process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where
+    )
     one, other = (dist.new_group([0, 1], backend=process_groups.GLOO, pg_options=where) for _ in range(2))
-    cases = {"one way": {0: one}, "both ways, one connection": {0: one, 1: one},
-             "both ways, one each": {0: one, 1: other}}
+    cases = {
+        "one way": {0: one},
+        "both ways, one connection": {0: one, 1: one},
+        "both ways, one each": {0: one, 1: other},
+    }
     rows = []
     for size in SIZES:
         seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -56,8 +60,13 @@ def main() -> None:
             for name, ways in cases.items():
                 seconds[name].append(exchange(rank, torch.zeros(size // 4), ways))
         took = {name: statistics.median(s[1:]) for name, s in seconds.items()}
-        rows.append([f"{size / 1e3:g} kB", *(f"{1000 * took[name]:.1f} ms" for name in cases),
-                     *(f"{took[name] / took['one way']:.2f}" for name in list(cases)[1:])])
+        rows.append(
+            [
+                f"{size / 1e3:g} kB",
+                *(f"{1000 * took[name]:.1f} ms" for name in cases),
+                *(f"{took[name] / took['one way']:.2f}" for name in list(cases)[1:]),
+            ]
+        )
     if rank == 0:
         table(f"over {where['interface']}", ["message", *cases, "one connection", "one each"], rows)
         Path(meeting).unlink()

@@ -46,8 +46,13 @@ class Case:
     def plan(self) -> Plan:
         ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
         fabric = Fabric("here", NicType.ETHERNET, "here", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
-        made = given_plan(replace(MODEL, **self.model), replace(BATCH, **self.batch), Site("here", (fabric,)),
-                          PlanOptions(**self.options), Costs())
+        made = given_plan(
+            replace(MODEL, **self.model),
+            replace(BATCH, **self.batch),
+            Site("here", (fabric,)),
+            PlanOptions(**self.options),
+            Costs(),
+        )
         if self.in_flight is None:
             return made
         deeper = replace(made, schedule=Schedule("ahead", self.in_flight))
@@ -57,18 +62,24 @@ class Case:
 CASES = {
     "pp2": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}),
     "pp2 ahead": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [6, 6], "schedule": "ahead"}),
-    "pp2 ahead, deeper": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [6, 6], "schedule": "ahead"},
-                              in_flight=(5, 1)),
-    "pp3 ahead, deeper": Case({"tp": 1, "pp": 3, "dp": 1, "layers_per_stage": [4, 4, 4], "schedule": "ahead"},
-                              in_flight=(7, 4, 1)),
-    "pp2 full recomputation": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "recompute": "full"},
-                                   batch={"micro_size": 8, "global_size": 32}),
+    "pp2 ahead, deeper": Case(
+        {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [6, 6], "schedule": "ahead"}, in_flight=(5, 1)
+    ),
+    "pp3 ahead, deeper": Case(
+        {"tp": 1, "pp": 3, "dp": 1, "layers_per_stage": [4, 4, 4], "schedule": "ahead"}, in_flight=(7, 4, 1)
+    ),
+    "pp2 full recomputation": Case(
+        {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "recompute": "full"},
+        batch={"micro_size": 8, "global_size": 32},
+    ),
     "pp2 selective": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "recompute": "selective"}),
     "dp2 pp2": Case({"tp": 1, "pp": 2, "dp": 2, "layers_per_stage": [8, 4]}),
     "tp2 pp2": Case({"tp": 2, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "sequence_parallel": True}),
     "interleaved": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4], "virtual_stages": 2}),
-    "gpt2": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]},
-                 model={"swiglu": False, "rmsnorm": False, "rope": False, "bias": True, "tied": True, "ffn": 2048}),
+    "gpt2": Case(
+        {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]},
+        model={"swiglu": False, "rmsnorm": False, "rope": False, "bias": True, "tied": True, "ffn": 2048},
+    ),
     "gqa": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"kv_heads": 2}),
     "dropout": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"dropout": 0.1}),
 }
@@ -136,10 +147,20 @@ def measure(plan: Plan, directory: Path) -> list[int]:
     ranks = []
     for index in range(plan.world_size):
         place = {"RANK": index, "WORLD_SIZE": plan.world_size, "LOCAL_RANK": index, "LOCAL_WORLD_SIZE": plan.world_size}
-        environment = {**os.environ, **{k: str(v) for k, v in place.items()}, "TORCHELASTIC_RUN_ID": directory.name,
-                       "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen([sys.executable, __file__, "--member", str(path)], env=environment,
-                                      stdout=subprocess.DEVNULL, start_new_session=True))
+        environment = {
+            **os.environ,
+            **{k: str(v) for k, v in place.items()},
+            "TORCHELASTIC_RUN_ID": directory.name,
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, __file__, "--member", str(path)],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
     codes = [r.wait() for r in ranks]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}; their logs are in {run.logs}")
@@ -147,8 +168,10 @@ def measure(plan: Plan, directory: Path) -> list[int]:
 
 
 def main(names: list[str]) -> None:
-    print(f"{MODEL.layers} layers x {MODEL.hidden}, vocabulary {MODEL.vocab}, {BATCH.sequence_length} tokens,"
-          f" micro-batches of {BATCH.micro_size}; bytes per stage, predicted and measured")
+    print(
+        f"{MODEL.layers} layers x {MODEL.hidden}, vocabulary {MODEL.vocab}, {BATCH.sequence_length} tokens,"
+        f" micro-batches of {BATCH.micro_size}; bytes per stage, predicted and measured"
+    )
     worst = 0.0
     for name in names or list(CASES):
         plan = CASES[name].plan()
@@ -157,10 +180,13 @@ def main(names: list[str]) -> None:
         assert plan.predicted is not None
         per_stage = plan.world_size // plan.parallel.pp
         for stage, predicted in enumerate(plan.predicted.memory_bytes_per_gpu):
-            found = max(measured[stage * per_stage:(stage + 1) * per_stage])
+            found = max(measured[stage * per_stage : (stage + 1) * per_stage])
             worst = max(worst, abs(predicted / found - 1))
-            print(f"{name:24} stage {stage}: {predicted / 1e6:7.1f} MB predicted, {found / 1e6:7.1f} MB measured,"
-                  f" {predicted / found - 1:+.1%}", flush=True)
+            print(
+                f"{name:24} stage {stage}: {predicted / 1e6:7.1f} MB predicted, {found / 1e6:7.1f} MB measured,"
+                f" {predicted / found - 1:+.1%}",
+                flush=True,
+            )
     print(f"largest error {worst:.1%} (at most 8%)")
 
 

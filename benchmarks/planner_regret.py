@@ -31,8 +31,15 @@ A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)
 RDMA_GBPS = (100.0, 200.0, 400.0, 800.0, 1600.0)
 ETHERNET_GBPS = (1.0, 2.5, 10.0, 25.0, 100.0)
-MODELS = (("gpt_3_6b", 768, 2048), ("gpt_7_5b", 1536, 2048), ("llama2_7b", 1024, 4096), ("llama3_8b", 512, 8192),
-          ("gpt_39b", 1536, 2048), ("llama2_70b", 1024, 4096), ("gpt3_175b", 1536, 2048))
+MODELS = (
+    ("gpt_3_6b", 768, 2048),
+    ("gpt_7_5b", 1536, 2048),
+    ("llama2_7b", 1024, 4096),
+    ("llama3_8b", 512, 8192),
+    ("gpt_39b", 1536, 2048),
+    ("llama2_70b", 1024, 4096),
+    ("gpt3_175b", 1536, 2048),
+)
 THOROUGH, MORE = 10, 20  # sites that are told more combinations, and how many times as many
 DRAWS = 400  # combinations drawn at most until enough have a plan
 
@@ -46,8 +53,18 @@ def drawn(seed: int) -> tuple[ModelSpec, Batch, Site]:
     fabrics = []
     for i in range(dice.randint(2, 4)):
         nic = dice.choice((NicType.IB, NicType.ROCE, NicType.IB, NicType.ROCE, NicType.ETHERNET))
-        fabrics.append(Fabric(f"{nic}-{i}", nic, f"p{i}", dice.choice((4, 5, 6, 8, 12, 16, 24, 32)), 8, ethernet,
-                              dice.choice(kinds), rdma_gbps=dice.choice(RDMA_GBPS) if nic.rdma else None))
+        fabrics.append(
+            Fabric(
+                f"{nic}-{i}",
+                nic,
+                f"p{i}",
+                dice.choice((4, 5, 6, 8, 12, 16, 24, 32)),
+                8,
+                ethernet,
+                dice.choice(kinds),
+                rdma_gbps=dice.choice(RDMA_GBPS) if nic.rdma else None,
+            )
+        )
     return named(model), Batch(size, dice.choice((1, 2, 4)), sequence), Site(f"site-{seed}", tuple(fabrics))
 
 
@@ -55,8 +72,13 @@ def combinations(seed: int, model: ModelSpec, batch: Batch, site: Site) -> list[
     """(TP, PP, DP) of this site in an order drawn from the seed: TP and DP that divide, as many GPUs as there are."""
     gpus = sum(f.gpus for f in site.fabrics)
     tensor = [t for t in (1, 2, 4, 8) if model.heads % t == 0 and model.kv_heads % t == 0]
-    every = [(tp, pp, dp) for tp in tensor for dp in divisors(batch.global_size // batch.micro_size)
-             for pp in range(1, model.layers + 1) if gpus // 8 <= tp * pp * dp <= gpus]
+    every = [
+        (tp, pp, dp)
+        for tp in tensor
+        for dp in divisors(batch.global_size // batch.micro_size)
+        for pp in range(1, model.layers + 1)
+        if gpus // 8 <= tp * pp * dp <= gpus
+    ]
     return random.Random(seed).sample(every, len(every))
 
 
@@ -84,10 +106,18 @@ def measured(seed: int, told: int, draws: int = DRAWS) -> dict[str, Any]:
             others[f"TP{tp} PP{pp} DP{dp}"] = found
     best = min(others, key=lambda name: others[name], default=None)
     regret = 0.0 if best is None else float("inf") if free is None else max(0.0, free / others[best] - 1)
-    return {"seed": seed, "model": model.name, "ethernet_gbps": site.fabrics[0].ethernet_gbps,
-            "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name} {f.nic} {f.data_gbps:g}" for f in site.fabrics],
-            "free_s": free, "told": len(others), "best_told": best, "best_told_s": others[best] if best else None,
-            "regret": regret, "search_cpu_s": used}
+    return {
+        "seed": seed,
+        "model": model.name,
+        "ethernet_gbps": site.fabrics[0].ethernet_gbps,
+        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name} {f.nic} {f.data_gbps:g}" for f in site.fabrics],
+        "free_s": free,
+        "told": len(others),
+        "best_told": best,
+        "best_told_s": others[best] if best else None,
+        "regret": regret,
+        "search_cpu_s": used,
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
@@ -97,9 +127,11 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         some = [r for r in rows if rate in (None, r["ethernet_gbps"])]
         if some:
             regrets = [r["regret"] for r in some]
-            lines.append(f"| {'all' if rate is None else f'{rate:g}'} | {len(some)} | {sum(r['told'] for r in some)} |"
-                         f" {sum(regrets) / len(regrets):.2%} | {max(regrets):.1%} |"
-                         f" {sum(x > 0.005 for x in regrets)} |")
+            lines.append(
+                f"| {'all' if rate is None else f'{rate:g}'} | {len(some)} | {sum(r['told'] for r in some)} |"
+                f" {sum(regrets) / len(regrets):.2%} | {max(regrets):.1%} |"
+                f" {sum(x > 0.005 for x in regrets)} |"
+            )
     return lines
 
 
@@ -119,9 +151,12 @@ def main() -> None:
         with arguments.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(rows[-1]) + "\n")
         r = rows[-1]
-        print(f"{seed:4} {r['model']:11} {r['ethernet_gbps']:5g} Gb/s, {len(r['fabrics'])} fabrics:"
-              f" {r['free_s'] or float('nan'):8.3f} s in {r['search_cpu_s']:5.1f} s, regret {r['regret']:6.2%}"
-              f" against {r['told']} ({r['best_told']})", flush=True)
+        print(
+            f"{seed:4} {r['model']:11} {r['ethernet_gbps']:5g} Gb/s, {len(r['fabrics'])} fabrics:"
+            f" {r['free_s'] or float('nan'):8.3f} s in {r['search_cpu_s']:5.1f} s, regret {r['regret']:6.2%}"
+            f" against {r['told']} ({r['best_told']})",
+            flush=True,
+        )
     print("\n".join(summary(rows)))
 
 

@@ -27,8 +27,9 @@ def site(nodes: list[int], gpus: int = 8, mixed: bool = True) -> Site:
     fabrics = []
     for i, count in enumerate(nodes):
         nic, gpu, gbps = KINDS[i % len(KINDS)]
-        fabrics.append(Fabric(f"{nic}-{i}", NicType(nic), f"p{i}", count, gpus, 100.0, gpu if mixed else A100,
-                              rdma_gbps=gbps))
+        fabrics.append(
+            Fabric(f"{nic}-{i}", NicType(nic), f"p{i}", count, gpus, 100.0, gpu if mixed else A100, rdma_gbps=gbps)
+        )
     return Site("speed", tuple(fabrics))
 
 
@@ -40,10 +41,12 @@ def measure(name: str, at: Site, model: ModelSpec, batch: Batch, limit_s: float 
     p = plan.parallel
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     limit = f" (limit {limit_s:g})" if limit_s else ""
-    print(f"{name:22} CPU {used:6.2f} s, clock {seconds:6.2f} s{limit:12}  peak {peak:.2f} GiB so far  "
-          f"{plan.strategy} TP {p.tp} PP {p.pp} DP {p.dp} V {p.virtual_stages} micro {plan.batch.micro_size}"
-          f" {plan.schedule.kind} {plan.recompute}; step {plan.predicted.step_time_s if plan.predicted else 0:.2f} s",
-          flush=True)
+    print(
+        f"{name:22} CPU {used:6.2f} s, clock {seconds:6.2f} s{limit:12}  peak {peak:.2f} GiB so far  "
+        f"{plan.strategy} TP {p.tp} PP {p.pp} DP {p.dp} V {p.virtual_stages} micro {plan.batch.micro_size}"
+        f" {plan.schedule.kind} {plan.recompute}; step {plan.predicted.step_time_s if plan.predicted else 0:.2f} s",
+        flush=True,
+    )
     return seconds
 
 

@@ -40,13 +40,23 @@ def drawn(seed: int) -> tuple[ModelSpec, Batch, Site]:
     """The model, batch and site of a seed: of nothing here is memory short."""
     dice = random.Random(seed)
     hidden = dice.choice((1024, 2048, 4096))
-    model = ModelSpec("small", layers=dice.randint(4, 5), hidden=hidden, heads=16, vocab=32000, ffn=4 * hidden,
-                      kv_heads=16, max_positions=2048)
+    model = ModelSpec(
+        "small",
+        layers=dice.randint(4, 5),
+        hidden=hidden,
+        heads=16,
+        vocab=32000,
+        ffn=4 * hidden,
+        kv_heads=16,
+        max_positions=2048,
+    )
     nodes = dice.choice(((1, 2), (1, 3), (2, 1), (3, 1), (2, 2)))
     kinds = dice.choice(((A100, A100), (A100, H100)))
     ethernet = dice.choice((2.5, 10.0, 25.0, 100.0))
-    fabrics = tuple(Fabric(f"{nic}-{i}", nic, f"p{i}", count, dice.choice((1, 2)), ethernet, gpu, rdma_gbps=200.0)
-                    for i, (nic, count, gpu) in enumerate(zip((NicType.IB, NicType.ROCE), nodes, kinds, strict=True)))
+    fabrics = tuple(
+        Fabric(f"{nic}-{i}", nic, f"p{i}", count, dice.choice((1, 2)), ethernet, gpu, rdma_gbps=200.0)
+        for i, (nic, count, gpu) in enumerate(zip((NicType.IB, NicType.ROCE), nodes, kinds, strict=True))
+    )
     return model, Batch(dice.choice((12, 15, 18)), 1, dice.choice((512, 2048))), Site(f"small-{seed}", fabrics)
 
 
@@ -55,19 +65,32 @@ def least_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
     best = float("inf")
     for fabrics, nodes in _stages(site):
         components = tuple(
-            Component(f.partition, "", f.name, sum(n for g, n in zip(fabrics, nodes, strict=True) if g is f),
-                      f.gpus_per_node, tuple(s for s, g in enumerate(fabrics) if g is f))
-            for f in dict.fromkeys(fabrics))
+            Component(
+                f.partition,
+                "",
+                f.name,
+                sum(n for g, n in zip(fabrics, nodes, strict=True) if g is f),
+                f.gpus_per_node,
+                tuple(s for s, g in enumerate(fabrics) if g is f),
+            )
+            for f in dict.fromkeys(fabrics)
+        )
         for tps in product(*(_tps(f) for f in fabrics)):
-            widths = Widths(tuple(Width(n, tp, n * f.gpus_per_node // tp) for f, n, tp in
-                                  zip(fabrics, nodes, tps, strict=True)), sequence_parallel=max(tps) > 1)
+            widths = Widths(
+                tuple(Width(n, tp, n * f.gpus_per_node // tp) for f, n, tp in zip(fabrics, nodes, tps, strict=True)),
+                sequence_parallel=max(tps) > 1,
+            )
             dps = [w.dp for w in widths.stages]
             if max(dps) > batch.micro_batches(1):
                 continue
             one = Unequal(model, batch, widths, (1,) * len(dps), (1,) * len(dps), "none", components, site, costs)
-            depths = {tuple(min(d, -(-batch.micro_batches(1) // dp)) for d, dp in zip(
-                least_in_flight(tuple(dps), (*(more for _ in dps[1:]), 0)), dps, strict=True))
-                for more in range(DEEPER)}
+            depths = {
+                tuple(
+                    min(d, -(-batch.micro_batches(1) // dp))
+                    for d, dp in zip(least_in_flight(tuple(dps), (*(more for _ in dps[1:]), 0)), dps, strict=True)
+                )
+                for more in range(DEEPER)
+            }
             for layers, depth, size in product(_splits(model.layers, len(dps)), depths, BUCKETS):
                 best = min(best, one.varied(layers, depth, size).step_s)
     return best
@@ -104,8 +127,14 @@ def measured(seed: int) -> dict[str, Any]:
     plan = best_plan(model, batch, site, PlanOptions(unequal=True), Costs())
     assert plan.predicted is not None
     least, found = least_s(model, batch, site, Costs()), plan.predicted.step_time_s
-    return {"seed": seed, "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name}" for f in site.fabrics],
-            "found_s": found, "least_s": least, "regret": found / least - 1, "plan": plan.parallel.words}
+    return {
+        "seed": seed,
+        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name}" for f in site.fabrics],
+        "found_s": found,
+        "least_s": least,
+        "regret": found / least - 1,
+        "plan": plan.parallel.words,
+    }
 
 
 def main() -> None:

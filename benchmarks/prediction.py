@@ -27,8 +27,14 @@ from holmes_hpc.records.run import RunDirectory
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 WARM_UP, STEPS = 3, 10
 PACE_MS = 40.0
-COMMON = (f"train.pace_layer_ms={PACE_MS}", "plan.strategy=auto", "plan.recompute=none", "plan.tp=1",
-          "plan.virtual_stages=1", "model=gpt_tiny")
+COMMON = (
+    f"train.pace_layer_ms={PACE_MS}",
+    "plan.strategy=auto",
+    "plan.recompute=none",
+    "plan.tp=1",
+    "plan.virtual_stages=1",
+    "model=gpt_tiny",
+)
 # Of other layouts than the cells: its own default, a stage on two nodes of each fabric, and six layers.
 CALIBRATION = ("model=gpt_tiny", "model.layers=6", "batch.micro_size=2", f"train.pace_layer_ms={PACE_MS}")
 COMMUNICATING = 0.25  # share of the step that makes a cell one with much communication
@@ -56,23 +62,41 @@ ENVIRONMENTS = {
 _PIPELINE = "plan.strategy=pipeline"
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     # one fabric: stages and data parallelism are free
-    **{environment: {
-        "pp2-1f1b": ("plan.pp=2", "plan.dp=2", "plan.schedule=1f1b"),
-        "pp2-ahead": ("plan.pp=2", "plan.dp=2", "plan.schedule=ahead", "plan.layers_per_stage=[5,3]"),
-        "pp1-dp4": ("plan.pp=1", "plan.dp=4", "plan.schedule=1f1b"),
-        "pp4-ahead-micro1": ("plan.pp=4", "plan.dp=1", "plan.schedule=ahead", "batch.micro_size=1"),
-    } for environment in ("ib", "roce")},
+    **{
+        environment: {
+            "pp2-1f1b": ("plan.pp=2", "plan.dp=2", "plan.schedule=1f1b"),
+            "pp2-ahead": ("plan.pp=2", "plan.dp=2", "plan.schedule=ahead", "plan.layers_per_stage=[5,3]"),
+            "pp1-dp4": ("plan.pp=1", "plan.dp=4", "plan.schedule=1f1b"),
+            "pp4-ahead-micro1": ("plan.pp=4", "plan.dp=1", "plan.schedule=ahead", "batch.micro_size=1"),
+        }
+        for environment in ("ib", "roce")
+    },
     # two fabrics: the transfer between them is Ethernet's
-    **{environment: {
-        "4-4-1f1b": (_PIPELINE, "plan.pp=2", "plan.schedule=1f1b", "plan.layers_per_stage=[4,4]"),
-        "5-3-ahead": (_PIPELINE, "plan.pp=2", "plan.schedule=ahead", "plan.layers_per_stage=[5,3]"),
-        "4-4-1f1b-micro4": (_PIPELINE, "plan.pp=2", "plan.schedule=1f1b", "plan.layers_per_stage=[4,4]",
-                            "batch.micro_size=4"),
-        "pp4-ahead": (_PIPELINE, "plan.pp=4", "plan.dp=1", "plan.schedule=ahead", "plan.layers_per_stage=[2,2,2,2]"),
-    } for environment in ("ib-roce", "ib-ethernet")},
+    **{
+        environment: {
+            "4-4-1f1b": (_PIPELINE, "plan.pp=2", "plan.schedule=1f1b", "plan.layers_per_stage=[4,4]"),
+            "5-3-ahead": (_PIPELINE, "plan.pp=2", "plan.schedule=ahead", "plan.layers_per_stage=[5,3]"),
+            "4-4-1f1b-micro4": (
+                _PIPELINE,
+                "plan.pp=2",
+                "plan.schedule=1f1b",
+                "plan.layers_per_stage=[4,4]",
+                "batch.micro_size=4",
+            ),
+            "pp4-ahead": (
+                _PIPELINE,
+                "plan.pp=4",
+                "plan.dp=1",
+                "plan.schedule=ahead",
+                "plan.layers_per_stage=[2,2,2,2]",
+            ),
+        }
+        for environment in ("ib-roce", "ib-ethernet")
+    },
 }
-CELLS = tuple(Cell(e, name, (nodes, *layout)) for e, nodes in ENVIRONMENTS.items()
-              for name, layout in LAYOUTS[e].items())
+CELLS = tuple(
+    Cell(e, name, (nodes, *layout)) for e, nodes in ENVIRONMENTS.items() for name, layout in LAYOUTS[e].items()
+)
 
 
 def root() -> Path:
@@ -105,8 +129,11 @@ def run(cell: Cell, path: Path) -> RunDirectory | None:
     """The cell's run, complete; None where it did not complete."""
     directory = RunDirectory(root() / cell.name)
     if not directory.exists():
-        subprocess.run([HOLMES, "run", f"name={cell.name}", f"plan_file={path}", f"train.steps={STEPS}"],
-                       capture_output=True, check=False)
+        subprocess.run(
+            [HOLMES, "run", f"name={cell.name}", f"plan_file={path}", f"train.steps={STEPS}"],
+            capture_output=True,
+            check=False,
+        )
     result = directory.read_result() if directory.exists() else None
     return directory if result and result["state"] == "completed" else None
 
@@ -142,15 +169,19 @@ def summary(done: list[Outcome]) -> list[str]:
     for kind in sorted({o.schedule for o in done}):
         errors = [abs(o.error) for o in done if o.schedule == kind]
         lines.append(f"{kind}: mean absolute error {statistics.mean(errors):.1%} over {len(errors)} cells")
-    lines.append(f"all: mean absolute error {statistics.mean(abs(o.error) for o in done):.1%}; "
-                 f"{sum(o.waiting >= COMMUNICATING for o in done)} of {len(done)} cells spend at least "
-                 f"{COMMUNICATING:.0%} of the step on other things than computing")
+    lines.append(
+        f"all: mean absolute error {statistics.mean(abs(o.error) for o in done):.1%}; "
+        f"{sum(o.waiting >= COMMUNICATING for o in done)} of {len(done)} cells spend at least "
+        f"{COMMUNICATING:.0%} of the step on other things than computing"
+    )
     for environment in ENVIRONMENTS:
         own = [o for o in done if o.cell.environment == environment]
         if len(own) == len(LAYOUTS[environment]):
             chosen, best = min(own, key=lambda o: o.predicted_s), min(own, key=lambda o: o.measured_s)
-            lines.append(f"{environment}: predicted best {chosen.cell.layout}, best {best.cell.layout}: "
-                         f"regret {chosen.measured_s / best.measured_s - 1:.1%}")
+            lines.append(
+                f"{environment}: predicted best {chosen.cell.layout}, best {best.cell.layout}: "
+                f"regret {chosen.measured_s / best.measured_s - 1:.1%}"
+            )
     return lines
 
 
@@ -171,17 +202,35 @@ def main() -> None:
         left -= not there
         directory = run(cell, plans[cell])
         if directory is None:
-            print(f"{cell.environment:12} {cell.layout:18} not complete: see {root() / cell.name}, "
-                  "remove it to run it again", flush=True)
+            print(
+                f"{cell.environment:12} {cell.layout:18} not complete: see {root() / cell.name}, "
+                "remove it to run it again",
+                flush=True,
+            )
             continue
         done.append(outcome(cell, directory))
         o = done[-1]
-        print(f"{cell.environment:12} {cell.layout:18} predicted {o.predicted_s:.3f} s, measured {o.measured_s:.3f} s,"
-              f" error {o.error:+.1%}, not computing {o.waiting:.0%}", flush=True)
-    (root() / "prediction.json").write_text(json.dumps([
-        {"environment": o.cell.environment, "layout": o.cell.layout, "schedule": o.schedule,
-         "predicted_s": o.predicted_s, "measured_s": o.measured_s, "not_computing": o.waiting} for o in done],
-        indent=1))
+        print(
+            f"{cell.environment:12} {cell.layout:18} predicted {o.predicted_s:.3f} s, measured {o.measured_s:.3f} s,"
+            f" error {o.error:+.1%}, not computing {o.waiting:.0%}",
+            flush=True,
+        )
+    (root() / "prediction.json").write_text(
+        json.dumps(
+            [
+                {
+                    "environment": o.cell.environment,
+                    "layout": o.cell.layout,
+                    "schedule": o.schedule,
+                    "predicted_s": o.predicted_s,
+                    "measured_s": o.measured_s,
+                    "not_computing": o.waiting,
+                }
+                for o in done
+            ],
+            indent=1,
+        )
+    )
     for line in summary(done) if done else []:
         print(line)
 

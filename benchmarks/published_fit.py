@@ -22,9 +22,25 @@ from holmes_hpc.planning.schedule.simulation import ROUGH, Durations, step_secon
 NAMES = tuple(f.name for f in fields(Stack))
 FREE = tuple(n for n in NAMES if n not in ("ring_s", "hop_s", "memory", "flash", "transfer"))  # those are measured
 # Where a fit starts, and stays where no row says otherwise: round figures from before any fit.
-START = Stack(product=1.0, memory=0.85, stream=0.85, flash=1.0, flash1=0.6, unfused=1.0, loose=1.5, loss_bytes=12.0,
-              launch_s=2.5e-5, gap_s=4e-6, pass_s=1e-3, step_s=5e-3, ring_s=2e-5, hop_s=7e-6, local=0.77, ib=0.6,
-              transfer=0.9)
+START = Stack(
+    product=1.0,
+    memory=0.85,
+    stream=0.85,
+    flash=1.0,
+    flash1=0.6,
+    unfused=1.0,
+    loose=1.5,
+    loss_bytes=12.0,
+    launch_s=2.5e-5,
+    gap_s=4e-6,
+    pass_s=1e-3,
+    step_s=5e-3,
+    ring_s=2e-5,
+    hop_s=7e-6,
+    local=0.77,
+    ib=0.6,
+    transfer=0.9,
+)
 # Shares of a rate are at most what benchmarks of nothing else reach of it: of InfiniBand nccl-tests (hardware.py).
 MOST = {"product": 1.0, "stream": 1.0, "flash1": 1.0, "local": 0.92, "ib": 0.92}
 STEP, HELD = 0.02, 0.03  # of a constant's logarithm: its difference quotient; how firmly it stays where it starts
@@ -43,8 +59,9 @@ def steps_s(run: Run, stacks: Sequence[Stack]) -> np.ndarray:
     return step_seconds(made.order, together, times.shared[0], ROUGH) + np.array(after)
 
 
-def fit(runs: Sequence[Run], start: Stack = START, rounds: int = 6, names: Sequence[str] = FREE,
-        near: Stack | None = None) -> Stack:
+def fit(
+    runs: Sequence[Run], start: Stack = START, rounds: int = 6, names: Sequence[str] = FREE, near: Stack | None = None
+) -> Stack:
     """The constants `names` that fit `runs` best, sets of equal weight; `near`: where it is looked for first."""
     counts = {r.set: sum(o.set == r.set for o in runs) for r in runs}
     equal = np.array([1 / counts[r.set] for r in runs])

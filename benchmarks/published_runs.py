@@ -98,9 +98,22 @@ class Run:
 
     @property
     def model(self) -> ModelSpec:
-        return ModelSpec(self.group, self.layers, self.hidden, self.heads, self.vocab, ffn=self.ffn or 4 * self.hidden,
-                         kv_heads=self.heads, swiglu=self.swiglu, rmsnorm=self.rmsnorm, rope=self.rope, tied=self.tied,
-                         bias=self.bias, dropout=self.dropout, max_positions=self.sequence)
+        return ModelSpec(
+            self.group,
+            self.layers,
+            self.hidden,
+            self.heads,
+            self.vocab,
+            ffn=self.ffn or 4 * self.hidden,
+            kv_heads=self.heads,
+            swiglu=self.swiglu,
+            rmsnorm=self.rmsnorm,
+            rope=self.rope,
+            tied=self.tied,
+            bias=self.bias,
+            dropout=self.dropout,
+            max_positions=self.sequence,
+        )
 
     @property
     def batch(self) -> Batch:
@@ -137,15 +150,31 @@ def layout(run: Run, costs: Costs) -> Layout:
     per_node = min(run.gpus_per_node, run.gpus)
     nodes = run.gpus // per_node
     rdma = None if run.nic == "ethernet" else run.gbps
-    fabric = Fabric("published", NicType(run.nic), "p", nodes, per_node, run.gbps if rdma is None else 25.0,
-                    gpu(run.gpu), rdma_gbps=rdma)
-    parallel = Parallel(run.tp, run.pp, run.dp, virtual_stages=run.chunks, sequence_parallel=run.sequence_parallel
-                        and run.tp > 1, distributed_optimizer=run.sharding != "none")
-    schedule = Schedule("interleaved" if run.chunks > 1 else "1f1b",
-                        in_flight(run.pp, run.batch.micro_batches(run.dp), run.chunks))
+    fabric = Fabric(
+        "published",
+        NicType(run.nic),
+        "p",
+        nodes,
+        per_node,
+        run.gbps if rdma is None else 25.0,
+        gpu(run.gpu),
+        rdma_gbps=rdma,
+    )
+    parallel = Parallel(
+        run.tp,
+        run.pp,
+        run.dp,
+        virtual_stages=run.chunks,
+        sequence_parallel=run.sequence_parallel and run.tp > 1,
+        distributed_optimizer=run.sharding != "none",
+    )
+    schedule = Schedule(
+        "interleaved" if run.chunks > 1 else "1f1b", in_flight(run.pp, run.batch.micro_batches(run.dp), run.chunks)
+    )
     component = Component("p", "", "published", nodes, per_node, tuple(range(run.pp)))
-    return Layout(run.model, run.batch, parallel, run.recompute, schedule, (component,),
-                  Site("published", (fabric,)), costs)
+    return Layout(
+        run.model, run.batch, parallel, run.recompute, schedule, (component,), Site("published", (fabric,)), costs
+    )
 
 
 def layers(run: Run, made: Layout) -> np.ndarray:
@@ -155,11 +184,19 @@ def layers(run: Run, made: Layout) -> np.ndarray:
 
 def software(run: Run) -> Software:
     attention = {"flash2": "flash", "torch": "unfused"}.get(run.attention, run.attention)
-    return Software(attention=attention, fused_norm=run.fused_norm, fused_elementwise=run.fused_elementwise,
-                    backward_reductions=run.backward_reductions, gathered_logits=run.gathered_logits,
-                    all_reduced=run.all_reduced, wire_bytes=run.wire_bytes,
-                    overlap=run.overlap, overlap_transfers=run.overlap_transfers,
-                    scatter_transfers=run.scatter_transfers, sharding=run.sharding)
+    return Software(
+        attention=attention,
+        fused_norm=run.fused_norm,
+        fused_elementwise=run.fused_elementwise,
+        backward_reductions=run.backward_reductions,
+        gathered_logits=run.gathered_logits,
+        all_reduced=run.all_reduced,
+        wire_bytes=run.wire_bytes,
+        overlap=run.overlap,
+        overlap_transfers=run.overlap_transfers,
+        scatter_transfers=run.scatter_transfers,
+        sharding=run.sharding,
+    )
 
 
 def costs(run: Run, stack: Stack = STACK) -> Costs:

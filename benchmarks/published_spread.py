@@ -49,8 +49,10 @@ def main() -> None:
         low, high = spread([ratios[r] for r in classes[class_of(run)] if fold[r] != fold[run]])
         inside.append(low <= ratios[run] <= high)
         widths.append((high - low) / 2)
-    print(f"{np.mean(inside):.1%} of {len(runs)} left-out rows inside, median half width {np.median(widths):.1%}",
-          file=sys.stderr)
+    print(
+        f"{np.mean(inside):.1%} of {len(runs)} left-out rows inside, median half width {np.median(widths):.1%}",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -84,14 +84,18 @@ def main() -> None:
         share = best_constant(other for key, other in sets.items() if key != name)
         constant = error(np.array([ideal_s(r) / share for r in group]), was)
         errors.append(error(said, was))
-        print(f"{name:14} {len(group):5} {errors[-1]:7.1%} {(said / was - 1).mean():+7.1%}"
-              f" {np.abs(said / was - 1).max():7.1%} {constant:9.1%}")
+        print(
+            f"{name:14} {len(group):5} {errors[-1]:7.1%} {(said / was - 1).mean():+7.1%}"
+            f" {np.abs(said / was - 1).max():7.1%} {constant:9.1%}"
+        )
     print(f"mean over sets {np.mean(errors):.1%}")
     group = [r for r in sets["sailor"] if profiled(r)]
     said, was = np.array([predicted_s(r, profile=True) for r in group]), np.array([seconds(r) for r in group])
-    print(f"sailor's OPT-350 by its layer profile: {len(group)} rows, {error(said, was):.1%}, bias"
-          f" {(said / was - 1).mean():+.1%}, worst {np.abs(said / was - 1).max():.1%}; by the tables"
-          f" {error(np.array([predicted[r] for r in group]), was):.1%}")
+    print(
+        f"sailor's OPT-350 by its layer profile: {len(group)} rows, {error(said, was):.1%}, bias"
+        f" {(said / was - 1).mean():+.1%}, worst {np.abs(said / was - 1).max():.1%}; by the tables"
+        f" {error(np.array([predicted[r] for r in group]), was):.1%}"
+    )
     print("\norder of layouts")
     total = []
     for name, group in sets.items():
@@ -99,8 +103,10 @@ def main() -> None:
         if found:
             regret, right, pairs = zip(*found, strict=True)
             total += found
-            print(f"{name:14} {len(found):4} choices, regret {np.mean(regret):.1%} (worst {max(regret):.1%}),"
-                  f" {sum(right)} of {sum(pairs)} pairs right ({sum(right) / max(1, sum(pairs)):.0%})")
+            print(
+                f"{name:14} {len(found):4} choices, regret {np.mean(regret):.1%} (worst {max(regret):.1%}),"
+                f" {sum(right)} of {sum(pairs)} pairs right ({sum(right) / max(1, sum(pairs)):.0%})"
+            )
     regret, right, pairs = zip(*total, strict=True)
     print(f"all: regret {np.mean(regret):.1%}, {sum(right) / sum(pairs):.0%} of pairs right")
     print("\nmemory")
@@ -108,8 +114,10 @@ def main() -> None:
         if any(not r.fits for r in group):
             refused = sum(not accepted(r) for r in group if r.fits)
             taken = sum(accepted(r) for r in group if not r.fits)
-            print(f"{name:14} {refused} of {sum(r.fits for r in group)} that ran refused,"
-                  f" {taken} of {sum(not r.fits for r in group)} that did not fit accepted")
+            print(
+                f"{name:14} {refused} of {sum(r.fits for r in group)} that ran refused,"
+                f" {taken} of {sum(not r.fits for r in group)} that did not fit accepted"
+            )
 
 
 if __name__ == "__main__":

@@ -93,16 +93,21 @@ def main() -> None:
             begun = time.perf_counter()
             make(folder, args.runs, args.steps)
             size = (folder / "0" / "metrics.jsonl").stat().st_size
-            print(f"made {args.runs} runs of {args.steps} steps, {size / args.steps:.0f} bytes a line, in "
-                  f"{time.perf_counter() - begun:.0f} s", flush=True)
+            print(
+                f"made {args.runs} runs of {args.steps} steps, {size / args.steps:.0f} bytes a line, in "
+                f"{time.perf_counter() - begun:.0f} s",
+                flush=True,
+            )
         shutil.rmtree(folder / ".holmes-cache", ignore_errors=True)
         print(f"{len(os.sched_getaffinity(0))} CPUs; load average {os.getloadavg()[0]:.1f}", flush=True)
         for what, when in (("runs", "first"), ("runs", "second"), ("steps", "second")):
             os.sync()
             r = timed(what, folder)
-            print(f"load_{what:5} {when:6} time: {r['seconds']:6.2f} s, {r['rows']:,} rows, {r['gib']:.2f} GiB, "
-                  f"{r['cpu']:.1f} s of CPU",
-                  flush=True)
+            print(
+                f"load_{what:5} {when:6} time: {r['seconds']:6.2f} s, {r['rows']:,} rows, {r['gib']:.2f} GiB, "
+                f"{r['cpu']:.1f} s of CPU",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -42,19 +42,36 @@ def main() -> None:
     a = parser.parse_args()
     rows, last = [], max(1, a.steps // 10)
     with tempfile.TemporaryDirectory() as folder:
-        runs = {(name, seed): losses(Path(folder, f"{name}-{seed}"), name, seed, a.steps, a.data)
-                for seed in range(a.seeds) for name in ("same", "bf16", "fp16", "fp8")}
+        runs = {
+            (name, seed): losses(Path(folder, f"{name}-{seed}"), name, seed, a.steps, a.data)
+            for seed in range(a.seeds)
+            for name in ("same", "bf16", "fp16", "fp8")
+        }
     size = BATCH.micro_size * BATCH.sequence_length * MODEL.hidden
     for name, nbytes in (("same", 4.0), ("bf16", 2.0), ("fp16", 2 + 4 / MODEL.hidden), ("fp8", 1 + 4 / MODEL.hidden)):
         ends = [statistics.mean(runs[name, seed][-last:]) for seed in range(a.seeds)]
-        off = [statistics.mean(runs[name, seed][-last:]) - statistics.mean(runs["same", seed][-last:])
-               for seed in range(a.seeds)]
-        most = max(abs(x - y) for seed in range(a.seeds)
-                   for x, y in zip(runs[name, seed], runs["same", seed], strict=True))
-        rows.append([name, f"{size * nbytes / 1000:.1f} kB", f"{statistics.mean(ends):.4f}",
-                     f"{min(ends):.4f} to {max(ends):.4f}", f"{statistics.mean(off):+.5f}", f"{most:.5f}"])
-    table(f"mean loss of the last {last} of {a.steps} steps, {a.seeds} seeds",
-          ["edge_dtype", "a transfer", "mean", "seeds", "off exact", "furthest off in any step"], rows)
+        off = [
+            statistics.mean(runs[name, seed][-last:]) - statistics.mean(runs["same", seed][-last:])
+            for seed in range(a.seeds)
+        ]
+        most = max(
+            abs(x - y) for seed in range(a.seeds) for x, y in zip(runs[name, seed], runs["same", seed], strict=True)
+        )
+        rows.append(
+            [
+                name,
+                f"{size * nbytes / 1000:.1f} kB",
+                f"{statistics.mean(ends):.4f}",
+                f"{min(ends):.4f} to {max(ends):.4f}",
+                f"{statistics.mean(off):+.5f}",
+                f"{most:.5f}",
+            ]
+        )
+    table(
+        f"mean loss of the last {last} of {a.steps} steps, {a.seeds} seeds",
+        ["edge_dtype", "a transfer", "mean", "seeds", "off exact", "furthest off in any step"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

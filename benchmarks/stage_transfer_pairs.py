@@ -59,24 +59,44 @@ def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
     """Name -> (fabric, stages it holds), in order."""
     ib = [f.name for f in site.fabrics if str(f.nic) == "ib"]
     roce = [f.name for f in site.fabrics if str(f.nic) == "roce"]
-    found = {"hybrid": [(ib[0], 1), (roce[0], 1)], "ib": [(ib[0], 2)], "roce": [(roce[0], 2)],
-             "three": [(ib[0], 1), (roce[0], 1), (ib[-1], 1)], "ib-3": [(ib[0], 3)], "roce-3": [(roce[0], 3)]}
+    found = {
+        "hybrid": [(ib[0], 1), (roce[0], 1)],
+        "ib": [(ib[0], 2)],
+        "roce": [(roce[0], 2)],
+        "three": [(ib[0], 1), (roce[0], 1), (ib[-1], 1)],
+        "ib-3": [(ib[0], 3)],
+        "roce-3": [(roce[0], 3)],
+    }
     sizes = {f.name: f.nodes for f in site.fabrics}
-    return {name: parts for name, parts in found.items()
-            if all(sizes[fabric] >= held * dp for fabric, held in parts)
-            and len({fabric for fabric, _ in parts}) == len(parts)}
+    return {
+        name: parts
+        for name, parts in found.items()
+        if all(sizes[fabric] >= held * dp for fabric, held in parts)
+        and len({fabric for fabric, _ in parts}) == len(parts)
+    }
 
 
-def make_plan(site: Site, parts: list[tuple[str, int]], dp: int, micro_batches: int, micro_size: int, costs: Costs,
-              ) -> Plan:
+def make_plan(
+    site: Site, parts: list[tuple[str, int]], dp: int, micro_batches: int, micro_size: int, costs: Costs
+) -> Plan:
     """The planner's own: it chooses the depth."""
     stages = sum(held for _, held in parts)
-    model = ModelSpec("transfer", layers=stages, hidden=HIDDEN, heads=1, vocab=VOCABULARY, ffn=64, kv_heads=1,
-                      max_positions=SEQUENCE)
-    options = PlanOptions(nodes={fabric: held * dp for fabric, held in parts}, gpus_per_node=1, tp=1, pp=stages, dp=dp,
-                          layers_per_stage=(1,) * stages, virtual_stages=1, recompute="none", schedule="ahead",
-                          fabric_order=tuple(fabric for fabric, _ in parts),
-                          strategy="pipeline" if len(parts) > 1 else "one-fabric")
+    model = ModelSpec(
+        "transfer", layers=stages, hidden=HIDDEN, heads=1, vocab=VOCABULARY, ffn=64, kv_heads=1, max_positions=SEQUENCE
+    )
+    options = PlanOptions(
+        nodes={fabric: held * dp for fabric, held in parts},
+        gpus_per_node=1,
+        tp=1,
+        pp=stages,
+        dp=dp,
+        layers_per_stage=(1,) * stages,
+        virtual_stages=1,
+        recompute="none",
+        schedule="ahead",
+        fabric_order=tuple(fabric for fabric, _ in parts),
+        strategy="pipeline" if len(parts) > 1 else "one-fabric",
+    )
     return best_plan(model, Batch(micro_batches * dp * micro_size, micro_size, SEQUENCE), site, options, costs)
 
 
@@ -85,8 +105,10 @@ def predicted_s(cell: dict[str, Any], costs: Costs) -> tuple[float, float]:
     plan = Plan.read(cell["plan"])
     plan = replace(plan, batch=replace(plan.batch, global_size=cell["samples"]), predicted=None)
     depths = in_flight(plan.parallel.pp, cell["micro_batches"])
-    return (predict(replace(plan, schedule=Schedule("1f1b", depths)), costs).step_time_s,
-            predict(replace(plan, schedule=Schedule("ahead", cell["in_flight"])), costs).step_time_s)
+    return (
+        predict(replace(plan, schedule=Schedule("1f1b", depths)), costs).step_time_s,
+        predict(replace(plan, schedule=Schedule("ahead", cell["in_flight"])), costs).step_time_s,
+    )
 
 
 def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
@@ -94,8 +116,14 @@ def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
     run = RunDirectory.create(folder, plan.to_yaml(), {"benchmark": "stage_transfer_pairs"})
     path = folder / "given.json"
     path.write_text(json.dumps({**given, "plan": str(run.plan_path), "run_dir": str(folder)}))
-    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("stage_transfer_rank.py")), str(path),
-               str(folder / "times")]
+    program = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("stage_transfer_rank.py")),
+        str(path),
+        str(folder / "times"),
+    ]
     words = ["srun"]
     for index, c in enumerate(plan.components):
         words += [":"] * bool(index) + ["-p", c.partition, f"-N{c.nodes}", f"-n{c.ranks}", "--ntasks-per-node=1"]
@@ -107,8 +135,16 @@ def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
-def begin(a: argparse.Namespace, site: Site, costs: Costs, where: str, ratio: float, micro_batches: list[int],
-          rounds: int, until: float) -> None:
+def begin(
+    a: argparse.Namespace,
+    site: Site,
+    costs: Costs,
+    where: str,
+    ratio: float,
+    micro_batches: list[int],
+    rounds: int,
+    until: float,
+) -> None:
     """Plan one environment at one ratio, and run it up to the time `until`."""
     parts = environments(site, a.dp)[where]
     stage_s = 3 * a.pace_ms / 1000
@@ -120,13 +156,30 @@ def begin(a: argparse.Namespace, site: Site, costs: Costs, where: str, ratio: fl
         cells.append({"micro_batches": count, "in_flight": plan.schedule.in_flight, "samples": plan.batch.global_size})
     plan = make_plan(site, parts, a.dp, max(micro_batches), micro_size, costs)
     own = SAMPLE_BYTES * micro_size / rate / stage_s  # after rounding
-    note(f"{where}, transfer ratio {own:.3f}: micro-batches of {micro_size} samples; "
-         + ", ".join(f"{c['micro_batches']} with {c['in_flight']} in flight" for c in cells))
+    note(
+        f"{where}, transfer ratio {own:.3f}: micro-batches of {micro_size} samples; "
+        + ", ".join(f"{c['micro_batches']} with {c['in_flight']} in flight" for c in cells)
+    )
     folder = a.out / f"{where}-{ratio}-{time.strftime('%H%M%S')}"
-    play(folder, plan, {"where": where, "ratio": ratio, "own": own, "stage_s": stage_s, "dp": a.dp, "cells": cells,
-                        "stages": len(plan.stages), "edges_tcp": len(parts) - 1, "rounds": rounds, "until": until,
-                        "micro_size": micro_size, "load": os.getloadavg()[0],
-                        "train": {"pace_layer_ms": a.pace_ms, "device": "cpu", "steps": 10_000}})
+    play(
+        folder,
+        plan,
+        {
+            "where": where,
+            "ratio": ratio,
+            "own": own,
+            "stage_s": stage_s,
+            "dp": a.dp,
+            "cells": cells,
+            "stages": len(plan.stages),
+            "edges_tcp": len(parts) - 1,
+            "rounds": rounds,
+            "until": until,
+            "micro_size": micro_size,
+            "load": os.getloadavg()[0],
+            "train": {"pace_layer_ms": a.pace_ms, "device": "cpu", "steps": 10_000},
+        },
+    )
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -156,8 +209,9 @@ def cells_of(out: Path) -> dict[tuple[str, float, int], dict[str, Any]]:
             rounds = [r for r, n, kind in whole if n == count and kind == "ahead" and (r, n, "megatron") in whole]
             known = cells.setdefault(key, {"pairs": [], "ahead": [], "megatron": []})
             known.update({k: v for k, v in {**given, **cell}.items() if k != "cells"})
-            known["pairs"] += [tuple(whole[r, count, kind][0]["step_s"] for kind in ("megatron", "ahead"))
-                               for r in rounds]
+            known["pairs"] += [
+                tuple(whole[r, count, kind][0]["step_s"] for kind in ("megatron", "ahead")) for r in rounds
+            ]
             for kind in ("megatron", "ahead"):
                 known[kind] += [whole[r, count, kind] for r in rounds]
     return {key: cell for key, cell in cells.items() if cell["pairs"]}
@@ -166,8 +220,10 @@ def cells_of(out: Path) -> dict[tuple[str, float, int], dict[str, Any]]:
 def bound_s(cell: dict[str, Any]) -> float:
     """Seconds of a step in which nothing is waited for but filling and draining: the slowest stage's computing, as it
     was measured, one micro-batch of each other stage, and one round trip over the slow edges."""
-    computing = [statistics.median(step[stage * cell["dp"]]["parts"]["compute_s"] for step in cell["ahead"])
-                 for stage in range(cell["stages"])]
+    computing = [
+        statistics.median(step[stage * cell["dp"]]["parts"]["compute_s"] for step in cell["ahead"])
+        for stage in range(cell["stages"])
+    ]
     rest = (sum(computing) - max(computing)) / cell["micro_batches"]
     return max(computing) + rest + 2 * cell["own"] * cell["stage_s"] * cell["edges_tcp"]
 
@@ -181,19 +237,43 @@ def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) ->
         ratios = [x / y for x, y in cell["pairs"]]
         low, high = interval(ratios)
         wrong = [said / took - 1 for said, took in zip(predicted_s(cell, costs), (waits, ahead), strict=True)]
-        busy = statistics.median(sum(r["cpu_s"] for r in step) / step[0]["step_s"] / (os.cpu_count() or 1)
-                                 for step in cell["ahead"])
+        busy = statistics.median(
+            sum(r["cpu_s"] for r in step) / step[0]["step_s"] / (os.cpu_count() or 1) for step in cell["ahead"]
+        )
         computing = statistics.median(step[-1]["parts"]["compute_s"] for step in cell["ahead"]) / count
         name = [where, f"{cell['own']:.3f}", count]
-        rows.append([*name, len(ratios), "+".join(map(str, cell["in_flight"])), f"{waits:.3f}", f"{ahead:.3f}",
-                     f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"])
-        how.append([*name, f"{bound_s(cell) / ahead:.1%}", f"{wrong[0]:+.1%}", f"{wrong[1]:+.1%}",
-                    f"{1000 * computing:.1f}", f"{busy:.0%}"])
-    table("seconds of a step, medians", ["where", "transfer", "micro-batches", "pairs", "in flight", "megatron",
-                                         "ahead", "faster by", "95% interval"], rows)
-    table("running ahead, of the bound; the predictions' errors; ms that the last stage computes for a micro-batch; "
-          "these ranks' share of the cores",
-          ["where", "transfer", "micro-batches", "of the bound", "megatron", "ahead", "computing", "busy"], how)
+        rows.append(
+            [
+                *name,
+                len(ratios),
+                "+".join(map(str, cell["in_flight"])),
+                f"{waits:.3f}",
+                f"{ahead:.3f}",
+                f"{statistics.median(ratios):.3f}",
+                f"{low:.3f} to {high:.3f}",
+            ]
+        )
+        how.append(
+            [
+                *name,
+                f"{bound_s(cell) / ahead:.1%}",
+                f"{wrong[0]:+.1%}",
+                f"{wrong[1]:+.1%}",
+                f"{1000 * computing:.1f}",
+                f"{busy:.0%}",
+            ]
+        )
+    table(
+        "seconds of a step, medians",
+        ["where", "transfer", "micro-batches", "pairs", "in flight", "megatron", "ahead", "faster by", "95% interval"],
+        rows,
+    )
+    table(
+        "running ahead, of the bound; the predictions' errors; ms that the last stage computes for a micro-batch; "
+        "these ranks' share of the cores",
+        ["where", "transfer", "micro-batches", "of the bound", "megatron", "ahead", "computing", "busy"],
+        how,
+    )
     rows = []
     for where, ratio, count in best:
         others = [(name, ratio, count) for name in HOMOGENEOUS.get(where, ("",))]
@@ -201,13 +281,27 @@ def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) ->
             cell, stages = cells[where, ratio, count], cells[where, ratio, count]["stages"]
             fill = count + stages - 1
             share = best[where, ratio, count] / statistics.mean(best[name] for name in others)
-            without = statistics.mean(best[name] for name in others) * statistics.median(
-                x for x, _ in cell["pairs"]) / cell["samples"]
-            rows.append([where, f"{cell['own']:.3f}", count, f"{1 / without:.1%}", f"{share:.1%}",
-                         f"{fill / (fill + 2 * cell['own'] * cell['edges_tcp']):.1%}"])
+            without = (
+                statistics.mean(best[name] for name in others)
+                * statistics.median(x for x, _ in cell["pairs"])
+                / cell["samples"]
+            )
+            rows.append(
+                [
+                    where,
+                    f"{cell['own']:.3f}",
+                    count,
+                    f"{1 / without:.1%}",
+                    f"{share:.1%}",
+                    f"{fill / (fill + 2 * cell['own'] * cell['edges_tcp']):.1%}",
+                ]
+            )
     if rows:
-        table("throughput over several fabrics, of the mean of the homogeneous environments with their faster schedule",
-              ["where", "transfer", "micro-batches", "megatron", "ahead", "fill and drain leave"], rows)
+        table(
+            "throughput over several fabrics, of the mean of the homogeneous environments with their faster schedule",
+            ["where", "transfer", "micro-batches", "megatron", "ahead", "fill and drain leave"],
+            rows,
+        )
 
 
 def main() -> None:

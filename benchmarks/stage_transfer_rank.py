@@ -43,8 +43,15 @@ from holmes_hpc.training.rank.log import RankLog
 def launch() -> Launch:
     """srun itself, without a batch script, does not tell a task the other components' nodes: they are not looked at."""
     e = os.environ
-    return Launch(int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"]), int(e["SLURM_LOCALID"]), "srun",
-                  e["SLURMD_NODENAME"], f"transfer-{e.get('SLURM_HET_JOB_ID') or e['SLURM_JOB_ID']}", False)
+    return Launch(
+        int(e["SLURM_PROCID"]),
+        int(e["SLURM_NTASKS"]),
+        int(e["SLURM_LOCALID"]),
+        "srun",
+        e["SLURMD_NODENAME"],
+        f"transfer-{e.get('SLURM_HET_JOB_ID') or e['SLURM_JOB_ID']}",
+        False,
+    )
 
 
 class Rank:
@@ -56,16 +63,23 @@ class Rank:
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
         model_parallel_cuda_manual_seed(train.seed)
-        self.config = gpt.transformer_config(plan, gpt.dtype_of(train.dtype, here.cuda), cuda=here.cuda,
-                                               timers=self.breakdown)
+        self.config = gpt.transformer_config(
+            plan, gpt.dtype_of(train.dtype, here.cuda), cuda=here.cuda, timers=self.breakdown
+        )
         chunks = gpt.build(plan, self.config, train.seed, here.device)
         paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = point_to_point.build(plan, here.groups.edge, rank=here.launch.rank, pp_group=self.groups.pp,
-                                 config=self.config, device=here.device)
+        self.edges = point_to_point.build(
+            plan,
+            here.groups.edge,
+            rank=here.launch.rank,
+            pp_group=self.groups.pp,
+            config=self.config,
+            device=here.device,
+        )
         training, _ = build_datasets(config.data, train, plan, None)
         self.batches = batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
 
@@ -78,10 +92,16 @@ class Rank:
         self.models[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.breakdown.part("pipeline_wait_s"):  # what is not another part
-            schedule(forward_step_func=functools.partial(forward_step, self.device), data_iterator=self.batches,
-                     model=self.models[0], num_microbatches=micro_batches,
-                     seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
-                     p2p_communicator=self.edges, pg_collection=self.groups)
+            schedule(
+                forward_step_func=functools.partial(forward_step, self.device),
+                data_iterator=self.batches,
+                model=self.models[0],
+                num_microbatches=micro_batches,
+                seq_length=self.plan.batch.sequence_length,
+                micro_batch_size=self.plan.batch.micro_size,
+                p2p_communicator=self.edges,
+                pg_collection=self.groups,
+            )
         with self.breakdown.part("optimizer_s"):
             _, norm, _ = self.optimizer.step()
         return float(norm)
@@ -110,9 +130,15 @@ def main() -> None:
                     began, cpu = time.perf_counter(), time.process_time()
                     norm = rank.step(rank.schedule(kind, cell["in_flight"]), cell["micro_batches"])
                     torch.distributed.barrier()
-                    line = {"round": turn, "kind": kind, "micro_batches": cell["micro_batches"], "norm": norm,
-                            "step_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu,
-                            "parts": rank.breakdown.take()}
+                    line = {
+                        "round": turn,
+                        "kind": kind,
+                        "micro_batches": cell["micro_batches"],
+                        "norm": norm,
+                        "step_s": time.perf_counter() - began,
+                        "cpu_s": time.process_time() - cpu,
+                        "parts": rank.breakdown.take(),
+                    }
                     if turn:
                         print(json.dumps(line), file=out, flush=True)
         rank.edges.close()

@@ -31,11 +31,13 @@ def rank_main(rank: int, meeting: str, interface: str) -> None:
     torch.set_num_threads(1)
     process_groups.register()
     where = {"interface": interface}
-    dist.init_process_group(process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2,
-                            pg_options=where)
+    dist.init_process_group(
+        process_groups.GLOO, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, pg_options=where
+    )
 
     def connection() -> dist.ProcessGroup:
         return dist.new_group([0, 1], backend=process_groups.GLOO, pg_options=where)
+
     answer = Channel("backward", [connection()], 1 - rank)
     rows = []
     for stripes in STRIPES:

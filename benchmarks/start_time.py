@@ -33,8 +33,9 @@ def import_s() -> float:
 def first_step_s() -> float:
     """From Slurm's start of a job to the end of its first step."""
     name = f"start-{time.time_ns()}"
-    subprocess.run([str(Path(sys.executable).with_name("holmes")), "run", f"name={name}", *LAYOUT], check=True,
-                   capture_output=True)
+    subprocess.run(
+        [str(Path(sys.executable).with_name("holmes")), "run", f"name={name}", *LAYOUT], check=True, capture_output=True
+    )
     run = RunDirectory(Path(os.environ.get("HOLMES_RUNS", "runs")) / name)
     job = str(run.read_run()["slurm"]["job_id"])
     shown = subprocess.run(["sacct", "-nXPj", job, "-o", "Start"], capture_output=True, text=True, check=True).stdout

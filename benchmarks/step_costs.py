@@ -76,28 +76,46 @@ def main() -> None:
     given = options.parse_args()
     if given.rank:
         return rank(*given.rank)
-    plan = spawn.plan(dp=given.ranks, model=replace(spawn.MODEL, layers=LAYERS),
-                      batch=replace(spawn.BATCH, global_size=MICRO_BATCHES * given.ranks))
-    print(f"inputs: {given.ranks} local ranks, {LAYERS} layers, {MICRO_BATCHES} micro-batches, {given.steps} steps of "
-          f"which {WARM_UP} are warm-up, a log line every step, load {os.getloadavg()[0]:.2f}")
+    plan = spawn.plan(
+        dp=given.ranks,
+        model=replace(spawn.MODEL, layers=LAYERS),
+        batch=replace(spawn.BATCH, global_size=MICRO_BATCHES * given.ranks),
+    )
+    print(
+        f"inputs: {given.ranks} local ranks, {LAYERS} layers, {MICRO_BATCHES} micro-batches, {given.steps} steps of "
+        f"which {WARM_UP} are warm-up, a log line every step, load {os.getloadavg()[0]:.2f}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         values = spawn.configuration(Path(folder) / "run", None, {"train": {"steps": given.steps}}).to_dict()
         RunDirectory.create(Path(folder) / "run", plan.to_yaml(), values)
         config, out = Path(folder) / "config.json", Path(folder) / "out.json"
         config.write_text(json.dumps(values))
-        own = {"WORLD_SIZE": str(given.ranks), "LOCAL_WORLD_SIZE": str(given.ranks), "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(spawn.free_port()), "OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, __file__, "--rank", str(config), str(out)],
-                                  stdout=subprocess.DEVNULL,
-                                  env={**os.environ, **own, "RANK": str(r), "LOCAL_RANK": str(r)})
-                 for r in range(given.ranks)]
+        own = {
+            "WORLD_SIZE": str(given.ranks),
+            "LOCAL_WORLD_SIZE": str(given.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(spawn.free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--rank", str(config), str(out)],
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **own, "RANK": str(r), "LOCAL_RANK": str(r)},
+            )
+            for r in range(given.ranks)
+        ]
         assert [r.wait() for r in ranks] == [0] * given.ranks
         records, parts, one = json.loads(out.read_text())
     record, breakdown = statistics.median(records), parts * one
-    print(f"medians: the record {1000 * record:.3f} ms a step; the breakdown {parts:.0f} parts of {1e6 * one:.2f} us, "
-          f"{1000 * breakdown:.3f} ms a step")
-    print(f"together {1000 * (record + breakdown):.3f} ms, {(record + breakdown) / STEP_S:.2%} of a step of "
-          f"{1000 * STEP_S:.0f} ms (at most {LIMIT:.0%})")
+    print(
+        f"medians: the record {1000 * record:.3f} ms a step; the breakdown {parts:.0f} parts of {1e6 * one:.2f} us, "
+        f"{1000 * breakdown:.3f} ms a step"
+    )
+    print(
+        f"together {1000 * (record + breakdown):.3f} ms, {(record + breakdown) / STEP_S:.2%} of a step of "
+        f"{1000 * STEP_S:.0f} ms (at most {LIMIT:.0%})"
+    )
 
 
 if __name__ == "__main__":

@@ -29,12 +29,24 @@ from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.sweeps import status_table as sweep
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
-SITE = Site("bench", (Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
-                      Fabric("roce-a", NicType.ROCE, "roce", 4, 8, 25, CPU, 200, "nic_roce")))
-PLAN = Plan("pipeline", ModelSpec("m", 8, 64, 8, 256, 128, 8), Batch(64, 1, 32), Parallel(pp=2, dp=32), "none",
-            Schedule("1f1b", (2, 1)), (Component("ib", "nic_ib", "ib-a", 4, 8, (0,)),
-                                       Component("roce", "nic_roce", "roce-a", 4, 8, (1,))),
-            (Stage("ib-a", 4), Stage("roce-a", 4)), SITE)
+SITE = Site(
+    "bench",
+    (
+        Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
+        Fabric("roce-a", NicType.ROCE, "roce", 4, 8, 25, CPU, 200, "nic_roce"),
+    ),
+)
+PLAN = Plan(
+    "pipeline",
+    ModelSpec("m", 8, 64, 8, 256, 128, 8),
+    Batch(64, 1, 32),
+    Parallel(pp=2, dp=32),
+    "none",
+    Schedule("1f1b", (2, 1)),
+    (Component("ib", "nic_ib", "ib-a", 4, 8, (0,)), Component("roce", "nic_roce", "roce-a", 4, 8, (1,))),
+    (Stage("ib-a", 4), Stage("roce-a", 4)),
+    SITE,
+)
 SACCT = SEPARATOR.join(("{id}+{k}", "RUNNING", "0:0", "{now}", "None", "n1", "holmes-{name}"))
 
 
@@ -57,8 +69,12 @@ class StandIns:
             out = str(len(self.jobs))
         elif arguments[0] == "sacct":
             now = int(time.time())
-            out = "\n".join(SACCT.format(id=i, k=k, now=now, name=name)
-                            for i, name in enumerate(self.jobs, 1) for k in (0, 1)) + "\n"
+            out = (
+                "\n".join(
+                    SACCT.format(id=i, k=k, now=now, name=name) for i, name in enumerate(self.jobs, 1) for k in (0, 1)
+                )
+                + "\n"
+            )
         self.seconds += time.perf_counter() - began
         return commands.Answer(0, out, err)
 
@@ -70,10 +86,18 @@ def work(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     fake = StandIns()
-    targets = ("holmes_hpc.slurm.commands.slurm", "holmes_hpc.submission.executor.submit.slurm",
-               "holmes_hpc.submission.executor.watcher.slurm")
-    with tempfile.TemporaryDirectory() as folder, mock.patch(targets[0], fake), mock.patch(targets[1], fake), \
-            mock.patch(targets[2], fake), mock.patch("holmes_hpc.slurm.scontrol.output", lambda *_: ""):
+    targets = (
+        "holmes_hpc.slurm.commands.slurm",
+        "holmes_hpc.submission.executor.submit.slurm",
+        "holmes_hpc.submission.executor.watcher.slurm",
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch(targets[0], fake),
+        mock.patch(targets[1], fake),
+        mock.patch(targets[2], fake),
+        mock.patch("holmes_hpc.slurm.scontrol.output", lambda *_: ""),
+    ):
         root = Path(folder)
         manifest = open_manifest(root, time.time())
         each = []
@@ -82,8 +106,20 @@ def main() -> int:
             config = {"train": {"steps": 100}, "run_dir": str(root / str(num))}
             run = RunDirectory.create(root / str(num), plan_text=PLAN.to_yaml(), config=config)
             job = submit_plan(PLAN, run.path, work, config, SlurmSettings(timeout_min=60))
-            manifest.put(SweepJob(num, (f"seed={num}",), str(num), "plan", "slurm", job.job_id, f"{num}/submission",
-                                  64, f"holmes-{num}", time.time()))
+            manifest.put(
+                SweepJob(
+                    num,
+                    (f"seed={num}",),
+                    str(num),
+                    "plan",
+                    "slurm",
+                    job.job_id,
+                    f"{num}/submission",
+                    64,
+                    f"holmes-{num}",
+                    time.time(),
+                )
+            )
             each.append(time.perf_counter() - began - (fake.seconds - inside))
             run.start_attempt({})
             for step in range(100):
@@ -102,8 +138,10 @@ def main() -> int:
     drawn = sorted(seconds for seconds, _ in polls)[len(polls) // 2]
     queries = max(calls for _, calls in polls)
     print(f"{count} jobs of two components, 64 ranks each; {os.cpu_count()} cores")
-    print(f"submission beyond Slurm's commands: median {1e3 * each[len(each) // 2]:.1f} ms, "
-          f"slowest {1e3 * each[-1]:.1f} ms (limit 150)")
+    print(
+        f"submission beyond Slurm's commands: median {1e3 * each[len(each) // 2]:.1f} ms, "
+        f"slowest {1e3 * each[-1]:.1f} ms (limit 150)"
+    )
     print(f"Slurm queries per poll: {queries} (limit 1)")
     print(f"status of all jobs: {drawn:.3f} s (limit 1)")
     return 0 if each[len(each) // 2] < 0.15 and queries <= 1 and drawn < 1 else 1

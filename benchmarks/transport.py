@@ -18,8 +18,15 @@ from pathlib import Path
 
 from holmes_hpc.records.run import RunDirectory
 
-LAYOUT = ["plan.nodes={ib-a: 2, roce-a: 2}", "plan.strategy=pipeline", "plan.pp=2", "plan.tp=1",
-          "plan.layers_per_stage=[4,4]", "plan.schedule=1f1b", "train.pace_layer_ms=10"]
+LAYOUT = [
+    "plan.nodes={ib-a: 2, roce-a: 2}",
+    "plan.strategy=pipeline",
+    "plan.pp=2",
+    "plan.tp=1",
+    "plan.layers_per_stage=[4,4]",
+    "plan.schedule=1f1b",
+    "train.pace_layer_ms=10",
+]
 WARM_UP = 2  # steps
 
 
@@ -27,8 +34,18 @@ def step_s(transport: str, steps: int) -> float:
     """The median step time of one run, in seconds, after warm-up."""
     name = f"transport-{transport}-{time.time_ns()}"
     root = Path(os.environ.get("HOLMES_RUNS", "runs"))
-    subprocess.run([str(Path(sys.executable).with_name("holmes")), "run", f"name={name}", f"train.steps={steps}",
-                    f"plan.transport={transport}", *LAYOUT], check=True, capture_output=True)
+    subprocess.run(
+        [
+            str(Path(sys.executable).with_name("holmes")),
+            "run",
+            f"name={name}",
+            f"train.steps={steps}",
+            f"plan.transport={transport}",
+            *LAYOUT,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return statistics.median(line["step_time_s"] for line in RunDirectory(root / name).metrics()[WARM_UP:])
 
 

@@ -35,8 +35,14 @@ def step_s(holmes: str, job: str, steps: int, place: Path) -> float:
     """Run a job; the median of its step times but the first's, in seconds."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "HOLMES_RUNS": str(place.parent), "PATH": path}
-    done = subprocess.run([holmes, "run", f"run_dir={place}", *overrides(job), f"train.steps={steps}"], env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(holmes).parents[2])
+    done = subprocess.run(
+        [holmes, "run", f"run_dir={place}", *overrides(job), f"train.steps={steps}"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(holmes).parents[2],
+    )
     if done.returncode:
         raise SystemExit(f"{holmes}: {job} failed:\n{done.stdout[-2000:]}")
     lines = (place / "metrics.jsonl").read_text().splitlines()
@@ -51,8 +57,11 @@ def main() -> None:
     options.add_argument("--jobs", default=",".join(REGIMES))
     options.add_argument("--steps", type=int, default=8)
     given = options.parse_args()
-    print(f"inputs: old {given.old}, new {given.new}, {given.pairs} pairs, {given.steps} steps; hybrid, 4 nodes; "
-          "shaped NICs, paced compute but in unpaced", flush=True)
+    print(
+        f"inputs: old {given.old}, new {given.new}, {given.pairs} pairs, {given.steps} steps; hybrid, 4 nodes; "
+        "shaped NICs, paced compute but in unpaced",
+        flush=True,
+    )
     for job in given.jobs.split(","):
         ratios = []
         for pair in range(given.pairs):
@@ -63,8 +72,10 @@ def main() -> None:
             ratios.append(found[given.old] / found[given.new])
             print(f"{job} pair {pair + 1}: old {found[given.old]:.4f} s, new {found[given.new]:.4f} s", flush=True)
         found_ratio = repeats_interval(ratios)
-        print(f"{job}: old/new {found_ratio.median:.3f}, 95% interval {found_ratio.low:.3f} to {found_ratio.high:.3f}",
-              flush=True)
+        print(
+            f"{job}: old/new {found_ratio.median:.3f}, 95% interval {found_ratio.low:.3f} to {found_ratio.high:.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

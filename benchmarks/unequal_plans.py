@@ -25,8 +25,13 @@ LARGE = {"512": (12, 20, 14, 18), "4096": (96, 160, 112, 144)}  # nodes of each 
 def site(*fabrics: tuple[int, Gpu]) -> Site:
     """Nodes and GPUs of each fabric, InfiniBand and RoCE in turn."""
     kinds = [("ib", "roce")[i % 2] for i in range(len(fabrics))]
-    return Site("site", tuple(Fabric(f"{kind}-{i}", NicType(kind), f"p{i}", nodes, 8, 25, gpu, rdma_gbps=200)
-                              for i, (kind, (nodes, gpu)) in enumerate(zip(kinds, fabrics, strict=True))))
+    return Site(
+        "site",
+        tuple(
+            Fabric(f"{kind}-{i}", NicType(kind), f"p{i}", nodes, 8, 25, gpu, rdma_gbps=200)
+            for i, (kind, (nodes, gpu)) in enumerate(zip(kinds, fabrics, strict=True))
+        ),
+    )
 
 
 def shown(name: str, at: Site, unequal: bool = True) -> float:
@@ -35,8 +40,10 @@ def shown(name: str, at: Site, unequal: bool = True) -> float:
     plan: Plan = best_plan(named("gpt_7_5b"), Batch(1536, 4, 2048), at, PlanOptions(unequal=unequal), Costs())
     assert plan.predicted is not None
     widths = "unequal" if unequal else "equal"
-    print(f"{name:24} {widths:8} {plan.predicted.samples_per_s:7.1f} samples/s  left out {sum(plan.unused.values())}  "
-          f"{time.process_time() - began:5.1f} s of CPU  {plan.parallel.words}")
+    print(
+        f"{name:24} {widths:8} {plan.predicted.samples_per_s:7.1f} samples/s  left out {sum(plan.unused.values())}  "
+        f"{time.process_time() - began:5.1f} s of CPU  {plan.parallel.words}"
+    )
     return plan.predicted.samples_per_s
 
 

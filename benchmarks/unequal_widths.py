@@ -69,12 +69,18 @@ class Case:
     def plan(self, side: int, site: Site) -> Plan:
         """The planner's choice of layers, depth and order of fabrics, for one stage a fabric (two on one alone)."""
         nodes = self.sides[side]
-        model = ModelSpec("gpt", self.layers, HIDDEN, 2, 128, ffn=4 * HIDDEN, kv_heads=2, swiglu=False,
-                          max_positions=SEQUENCE)
+        model = ModelSpec(
+            "gpt", self.layers, HIDDEN, 2, 128, ffn=4 * HIDDEN, kv_heads=2, swiglu=False, max_positions=SEQUENCE
+        )
         batch = Batch(self.micro_batches * self.micro_size, self.micro_size, SEQUENCE)
-        options = PlanOptions(nodes=nodes, tp=1, pp=max(2, len(nodes)), recompute="none",
-                              strategy="pipeline" if len(nodes) > 1 else "one-fabric",
-                              virtual_stages=1 if side else None)
+        options = PlanOptions(
+            nodes=nodes,
+            tp=1,
+            pp=max(2, len(nodes)),
+            recompute="none",
+            strategy="pipeline" if len(nodes) > 1 else "one-fabric",
+            virtual_stages=1 if side else None,
+        )
         costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else self.factors)
         if side:
             return best_plan(model, batch, site, options, costs)
@@ -85,21 +91,47 @@ class Case:
         assert isinstance(plan.parallel, Widths)
         *others, last = plan.parallel.stages
         half = self.layers // len(plan.stages)
-        return replace(plan, parallel=Widths((*others, replace(last, weights=self.weights))),
-                       stages=tuple(replace(s, layers=half, chunks=(half,)) for s in plan.stages),
-                       schedule=Schedule("ahead", (plan.schedule.in_flight[0] + 4, 2)), predicted=None)
+        return replace(
+            plan,
+            parallel=Widths((*others, replace(last, weights=self.weights))),
+            stages=tuple(replace(s, layers=half, chunks=(half,)) for s in plan.stages),
+            schedule=Schedule("ahead", (plan.schedule.in_flight[0] + 4, 2)),
+            predicted=None,
+        )
 
 
-CASES = {case.name: case for case in (
-    Case("3+5", 16, 40, 120, 72, {"ib-a": 3, "roce-a": 5}, ({"ib-a": 4, "roce-a": 4},), 0.97),
-    Case("2+3", 20, 24, 120, 36, {"ib-a": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95),
-    Case("1+4", 20, 24, 60, 36, {"ib-a": 1, "roce-a": 4}, ({"ib-a": 2, "roce-a": 2},), 0.95),
-    Case("3+2+4", 18, 30, 120, 72, {"ib-a": 3, "roce-a": 2, "eth-a": 4}, ({"ib-a": 3, "roce-a": 3, "eth-a": 3},), 0.95),
-    Case("pace", 16, 30, 120, 36, {"ib-a": 4, "roce-a": 4}, ({"ib-a": 4}, {"roce-a": 4}), 0.95, {"roce-a": 3}),
-    Case("weights", 16, 40, 120, 72, {"ib-a": 3, "roce-a": 4}, ({"ib-a": 3, "roce-a": 3},), 0.95, {"roce[3-4]": 2},
-         (2, 2, 1, 1)),
-    Case("ranks", 14, 40, 120, 72, {"ib-b": 2, "roce-a": 3}, ({"ib-b": 2, "roce-a": 4},), 0.95),
-)}
+CASES = {
+    case.name: case
+    for case in (
+        Case("3+5", 16, 40, 120, 72, {"ib-a": 3, "roce-a": 5}, ({"ib-a": 4, "roce-a": 4},), 0.97),
+        Case("2+3", 20, 24, 120, 36, {"ib-a": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95),
+        Case("1+4", 20, 24, 60, 36, {"ib-a": 1, "roce-a": 4}, ({"ib-a": 2, "roce-a": 2},), 0.95),
+        Case(
+            "3+2+4",
+            18,
+            30,
+            120,
+            72,
+            {"ib-a": 3, "roce-a": 2, "eth-a": 4},
+            ({"ib-a": 3, "roce-a": 3, "eth-a": 3},),
+            0.95,
+        ),
+        Case("pace", 16, 30, 120, 36, {"ib-a": 4, "roce-a": 4}, ({"ib-a": 4}, {"roce-a": 4}), 0.95, {"roce-a": 3}),
+        Case(
+            "weights",
+            16,
+            40,
+            120,
+            72,
+            {"ib-a": 3, "roce-a": 4},
+            ({"ib-a": 3, "roce-a": 3},),
+            0.95,
+            {"roce[3-4]": 2},
+            (2, 2, 1, 1),
+        ),
+        Case("ranks", 14, 40, 120, 72, {"ib-b": 2, "roce-a": 3}, ({"ib-b": 2, "roce-a": 4},), 0.95),
+    )
+}
 
 
 def completed(record: RunDirectory) -> bool:
@@ -116,9 +148,22 @@ def run(case: Case, side: int, repeat: int, runs: Path, plan: Plan, steps: int) 
         shutil.rmtree(there.path)
     file = runs / f"{case.name}-{side}.yaml"
     plan.write(file)
-    done = subprocess.run([HOLMES, "run", f"plan_file={file}", f"run_dir={there.path}", f"train.steps={steps}",
-                           "slurm.exclusive=true", "data=synthetic"], check=False, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [
+            HOLMES,
+            "run",
+            f"plan_file={file}",
+            f"run_dir={there.path}",
+            f"train.steps={steps}",
+            "slurm.exclusive=true",
+            "data=synthetic",
+        ],
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     if done.returncode:
         print(f"{there.name}: exit {done.returncode}\n{done.stdout[-1500:]}", flush=True)
 
@@ -175,13 +220,19 @@ def shown(case: Case, repeats: int, runs: Path) -> None:
         at_pace = [r * o for r, o in zip(rates, over, strict=True)]
         ratios.append([one[0] / (sum(one[1:]) * scale) for one in (rates, at_pace)])
         off, nic = bytes_off(records[0])
-        print(f"{case.name} {repeat}: {rates[0]:.3f} samples/s against {' + '.join(f'{r:.3f}' for r in rates[1:])}"
-              f" x {scale:g}: {ratios[-1][0]:.4f}; layers over their pace {', '.join(f'{o:.3f}' for o in over)}, "
-              f"without that {ratios[-1][1]:.4f}; bytes at most {off:+.1%} off ({nic})", flush=True)
+        print(
+            f"{case.name} {repeat}: {rates[0]:.3f} samples/s against {' + '.join(f'{r:.3f}' for r in rates[1:])}"
+            f" x {scale:g}: {ratios[-1][0]:.4f}; layers over their pace {', '.join(f'{o:.3f}' for o in over)}, "
+            f"without that {ratios[-1][1]:.4f}; bytes at most {off:+.1%} off ({nic})",
+            flush=True,
+        )
     if ratios:
         raw, at_pace_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
-        print(f"{case.name}: {raw:.4f} of {len(ratios)} (wanted {case.wanted:g}: "
-              f"{'met' if raw >= case.wanted else 'missed'}); at their pace {at_pace_ratio:.4f}", flush=True)
+        print(
+            f"{case.name}: {raw:.4f} of {len(ratios)} (wanted {case.wanted:g}: "
+            f"{'met' if raw >= case.wanted else 'missed'}); at their pace {at_pace_ratio:.4f}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -200,12 +251,14 @@ def main() -> None:
         for side in range(len(case.sides)):
             plans[case.name, side] = plan = case.plan(side, site)
             says = f"{plan.predicted.samples_per_s:.3f} samples/s" if plan.predicted else "nothing"
-            print(f"  {plan.parallel.words}: {', '.join(f'{s.layers} on {s.fabric}' for s in plan.stages)}, "
-                  f"{plan.schedule.in_flight} in flight, {says} predicted")
+            print(
+                f"  {plan.parallel.words}: {', '.join(f'{s.layers} on {s.fabric}' for s in plan.stages)}, "
+                f"{plan.schedule.in_flight} in flight, {says} predicted"
+            )
     until = time.monotonic() + 60 * given.minutes
     for repeat in range(given.repeats):
         for case in chosen:
-            for side in list(range(len(case.sides)))[::1 if repeat % 2 == 0 else -1]:
+            for side in list(range(len(case.sides)))[:: 1 if repeat % 2 == 0 else -1]:
                 if time.monotonic() < until:
                     run(case, side, repeat, given.runs, plans[case.name, side], given.steps)
     for case in chosen:

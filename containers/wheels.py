@@ -41,8 +41,18 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "pip", *words], cwd=ROOT, check=True)
 
     def fetch(*words: str) -> None:
-        pip("download", "-q", "-d", str(WHEELS), "--find-links", str(WHEELS), "--python-version", given.python,
-            "--only-binary=:all:", *words)
+        pip(
+            "download",
+            "-q",
+            "-d",
+            str(WHEELS),
+            "--find-links",
+            str(WHEELS),
+            "--python-version",
+            given.python,
+            "--only-binary=:all:",
+            *words,
+        )
 
     shutil.rmtree(WHEELS, ignore_errors=True)
     pip("wheel", "-q", "--no-deps", "-w", str(WHEELS), ".")

@@ -20,9 +20,11 @@ def git_commit() -> str | None:
 
 def checkout_commit(root: Path) -> str | None:
     """The commit of the checkout whose top is `root`; None where it is none, or lies in somebody else's."""
+
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10,
-                              check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():

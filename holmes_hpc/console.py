@@ -51,7 +51,7 @@ def speak_plainly() -> None:
 def _like(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_LIKE.get(c, "?") for c in error.object[error.start:error.end]), error.end
+    return "".join(_LIKE.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
 
 _LIKE = {"–": "-", "—": "-", "…": "...", "×": "x", "µ": "u", "’": "'", "→": "->", "±": "+-"}
@@ -73,8 +73,9 @@ def _console(stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width(stderr), highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "",
-          *, stderr: bool = False) -> None:
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", *, stderr: bool = False
+) -> None:
     """Print rows as a table; numbers are right-aligned, long cells fold between words. Columns for which there is no
     room come below, each row again named by the first."""
     rows = [["" if cell is None else visible(str(cell)) for cell in row] for row in rows]
@@ -87,8 +88,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], cap
         widths = _widths([[row[i] for i in block] for row in [columns, *rows]], console.width - 2 * (len(block) - 1))
         for index, room in zip(block, widths, strict=True):
             cells = [row[index] for row in rows if row[index] not in ("", NONE)]
-            numeric = bool(cells) and all(c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x")
-                                          .isdigit() for c in cells if c.strip())
+            numeric = bool(cells) and all(
+                c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdigit()
+                for c in cells
+                if c.strip()
+            )
             out.add_column(columns[index], justify="right" if numeric else "left", overflow="fold", width=room)
         for row in rows:
             out.add_row(*(row[i] for i in block))

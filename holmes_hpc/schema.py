@@ -127,8 +127,10 @@ def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> 
         if isinstance(value, list):
             return tuple(make(inner, v, f"{where}[{i}]", error) for i, v in enumerate(value))  # type: ignore[arg-type]
         if isinstance(value, Mapping):
-            return {k: v if v is None or dataclasses.is_dataclass(v) else
-                    make(inner, v, f"{where}.{k}", error) for k, v in value.items()}  # type: ignore[arg-type]
+            return {
+                k: v if v is None or dataclasses.is_dataclass(v) else make(inner, v, f"{where}.{k}", error)  # type: ignore[arg-type]
+                for k, v in value.items()
+            }
     return value
 
 
@@ -185,8 +187,11 @@ def _classes(cls: Any, name: str) -> tuple[tuple[type, ...], bool, bool]:
     """(the classes that a key's value may have, whether all are dataclasses, whether it may be null)."""
     every = _all_members(keys(cls)[name].type)
     members = [m for m in every if m is not type(None)]
-    return (tuple(m for m in members if isinstance(m, type)), all(dataclasses.is_dataclass(m) for m in members),
-            type(None) in every)
+    return (
+        tuple(m for m in members if isinstance(m, type)),
+        all(dataclasses.is_dataclass(m) for m in members),
+        type(None) in every,
+    )
 
 
 @cache

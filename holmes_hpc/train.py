@@ -1,9 +1,9 @@
 """The Hydra application: one rank under srun or torchrun, one process alone, or a sweep with a launcher.
 
-    srun python -m holmes_hpc.train plan_file=runs/a/plan.yaml run_dir=runs/a
-    torchrun --nproc-per-node 4 -m holmes_hpc.train plan.pp=2 run_dir=runs/b
-    python -m holmes_hpc.train model=gpt_tiny train.steps=20
-    python -m holmes_hpc.train -m --config-dir sweeps +sweep=nic_environments hydra/launcher=holmes_slurm
+srun python -m holmes_hpc.train plan_file=runs/a/plan.yaml run_dir=runs/a
+torchrun --nproc-per-node 4 -m holmes_hpc.train plan.pp=2 run_dir=runs/b
+python -m holmes_hpc.train model=gpt_tiny train.steps=20
+python -m holmes_hpc.train -m --config-dir sweeps +sweep=nic_environments hydra/launcher=holmes_slurm
 """
 
 from __future__ import annotations

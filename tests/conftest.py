@@ -46,8 +46,9 @@ class Bed:
 
     def run(self, *argv: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command (a Slurm client, for instance) on this machine; its output is captured."""
-        return subprocess.run(argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=timeout_s,
-                              check=False)
+        return subprocess.run(
+            argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
 
 
 def why_no_testbed() -> str:
@@ -57,8 +58,17 @@ def why_no_testbed() -> str:
     return "the testbed needs root" if os.geteuid() != 0 else ""
 
 
-LONGEST = ("test_main_job.py", "test_how_jobs_end.py", "test_readme.py", "test_hugging_face.py", "test_run_ahead.py",
-           "test_save_and_load.py", "test_layouts.py", "test_launcher_local.py", "test_failure.py")
+LONGEST = (
+    "test_main_job.py",
+    "test_how_jobs_end.py",
+    "test_readme.py",
+    "test_hugging_face.py",
+    "test_run_ahead.py",
+    "test_save_and_load.py",
+    "test_layouts.py",
+    "test_launcher_local.py",
+    "test_failure.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,40 +48,67 @@ def test_json_of_a_plan_is_one_document(holmes, site):
     code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "--json")
     assert code == 0
     found = json.loads(out)
-    for key in ("version", "strategy", "model", "batch", "parallel", "recompute", "schedule", "bucket_bytes",
-                "edge_dtype", "components", "stages", "transports", "predicted", "assumptions", "alternatives"):
+    for key in (
+        "version",
+        "strategy",
+        "model",
+        "batch",
+        "parallel",
+        "recompute",
+        "schedule",
+        "bucket_bytes",
+        "edge_dtype",
+        "components",
+        "stages",
+        "transports",
+        "predicted",
+        "assumptions",
+        "alternatives",
+    ):
         assert key in found, key
-    for key in ("step_time_s", "samples_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu",
-                "memory_bytes_per_gpu", "nic_bytes_per_step", "breakdown"):
+    for key in (
+        "step_time_s",
+        "samples_per_s",
+        "model_tflops_per_gpu",
+        "hardware_tflops_per_gpu",
+        "memory_bytes_per_gpu",
+        "nic_bytes_per_step",
+        "breakdown",
+    ):
         assert key in found["predicted"], key
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    (["plan.tp=3"], ["TP 3"]),
-    (["plan.pp=64", "plan.dp=1", "plan.tp=1"], ["30"]),
-    (["plan.nodes={ib-a: 40}"], ["ib-a", "4"]),
-    (["plan.nodes={ib-z: 2}"], ["ib-z"]),
-    (["batch.global_size=7"], ["7"]),
-    (["model.hidden=3071"], ["3071", "heads"]),
-    (["plan.strategy=fastest"], ["fastest"]),
-    (["plan.stratgy=auto"], ["plan.stratgy", "plan.strategy"]),
-    (["model=gpt_4"], ["gpt_4", "gpt_39b"]),
-    (["train.steps=0"], ["train.steps"]),
-    (["train.lr=abc"], ["train.lr", "abc"]),
-    (["train.overlap_grad_reduce=maybe"], ["train.overlap_grad_reduce", "maybe"]),
-    (["plan.edge_connections=0"], ["edge_connections"]),
-    (["model.heads=1024", "model.kv_heads=1024"], ["3072", "1024", "odd"]),
-    (["nonsense"], ["nonsense"]),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["plan.tp=3"], ["TP 3"]),
+        (["plan.pp=64", "plan.dp=1", "plan.tp=1"], ["30"]),
+        (["plan.nodes={ib-a: 40}"], ["ib-a", "4"]),
+        (["plan.nodes={ib-z: 2}"], ["ib-z"]),
+        (["batch.global_size=7"], ["7"]),
+        (["model.hidden=3071"], ["3071", "heads"]),
+        (["plan.strategy=fastest"], ["fastest"]),
+        (["plan.stratgy=auto"], ["plan.stratgy", "plan.strategy"]),
+        (["model=gpt_4"], ["gpt_4", "gpt_39b"]),
+        (["train.steps=0"], ["train.steps"]),
+        (["train.lr=abc"], ["train.lr", "abc"]),
+        (["train.overlap_grad_reduce=maybe"], ["train.overlap_grad_reduce", "maybe"]),
+        (["plan.edge_connections=0"], ["edge_connections"]),
+        (["model.heads=1024", "model.kv_heads=1024"], ["3072", "1024", "odd"]),
+        (["nonsense"], ["nonsense"]),
+    ],
+)
 def test_bad_input_is_one_line_and_code_2(holmes, site, overrides, words):
     refused(holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", *overrides, "--site", str(site)), *words)
 
 
 def test_bad_site_files(holmes, tmp_path):
-    for text, words in ((TWO.replace("rdma_gbps: 200", "rdma_gbps: -1"), ["rdma_gbps", "-1"]),
-                        (TWO.replace("nodes: 4", "nodes: 0"), ["nodes"]),
-                        (TWO.replace("partition:", "partitoin:"), ["partitoin", "partition"]),
-                        ("{", ["YAML"])):
+    for text, words in (
+        (TWO.replace("rdma_gbps: 200", "rdma_gbps: -1"), ["rdma_gbps", "-1"]),
+        (TWO.replace("nodes: 4", "nodes: 0"), ["nodes"]),
+        (TWO.replace("partition:", "partitoin:"), ["partitoin", "partition"]),
+        ("{", ["YAML"]),
+    ):
         path = tmp_path / "bad.yaml"
         path.write_text(text)
         refused(holmes("plan", "--site", str(path)), "bad.yaml", *words)
@@ -176,8 +203,14 @@ def test_tables_break_no_words_whatever_the_width(holmes, monkeypatch):
 
 def test_an_ascii_terminal_gets_ascii(tmp_path):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-m", "holmes_hpc", "predict", "größe…–"], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "holmes_hpc", "predict", "größe…–"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr and "gr??e...-" in done.stderr
 
 
@@ -212,8 +245,18 @@ def test_missing_and_truncated_data_leave_nothing(holmes, tmp_path):
 
 def test_a_plan_with_data_parallel_over_two_fabrics_is_refused(holmes, site, tmp_path):
     target = tmp_path / "plan.yaml"
-    holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.strategy=pipeline", "plan.pp=2", "plan.tp=1",
-           "--site", str(site), "-o", str(target))
+    holmes(
+        "plan",
+        "model=gpt_3_6b",
+        "batch=paper_3_6b",
+        "plan.strategy=pipeline",
+        "plan.pp=2",
+        "plan.tp=1",
+        "--site",
+        str(site),
+        "-o",
+        str(target),
+    )
     data = yaml.safe_load(target.read_text())
     data["parallel"]["order"] = "tp-cp-ep-pp-dp"
     del data["transports"]
@@ -250,10 +293,35 @@ def test_generate_says_at_once_what_it_lacks(holmes, tmp_path, monkeypatch):
 
 
 def test_every_verb_shows_an_example(holmes):
-    for verb in ("nodes", "probe", "label", "doctor", "plan", "predict", "calibrate", "submit", "run", "resume",
-                 "status", "logs", "cancel", "rm", "report", "import", "export", "generate", "models", "batches",
-                 "data prepare",
-                 "sweep status", "sweep collect", "testbed up", "testbed status", "testbed exec", "testbed down"):
+    for verb in (
+        "nodes",
+        "probe",
+        "label",
+        "doctor",
+        "plan",
+        "predict",
+        "calibrate",
+        "submit",
+        "run",
+        "resume",
+        "status",
+        "logs",
+        "cancel",
+        "rm",
+        "report",
+        "import",
+        "export",
+        "generate",
+        "models",
+        "batches",
+        "data prepare",
+        "sweep status",
+        "sweep collect",
+        "testbed up",
+        "testbed status",
+        "testbed exec",
+        "testbed down",
+    ):
         code, out, _ = holmes(*verb.split(), "--help")
         assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb
 
@@ -264,9 +332,33 @@ def test_configuration_names_what_is_missing():
 
 
 def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
-    layout = ["predict", "--site", str(site), "--layers", "30", "--hidden", "3072", "--heads", "32", "--tp", "1",
-              "--pp", "2", "--dp", "32", "--micro-batch", "4", "--global-batch", "768", "--sequence", "2048",
-              "--layers-per-stage", "16,14", "--recompute", "full"]
+    layout = [
+        "predict",
+        "--site",
+        str(site),
+        "--layers",
+        "30",
+        "--hidden",
+        "3072",
+        "--heads",
+        "32",
+        "--tp",
+        "1",
+        "--pp",
+        "2",
+        "--dp",
+        "32",
+        "--micro-batch",
+        "4",
+        "--global-batch",
+        "768",
+        "--sequence",
+        "2048",
+        "--layers-per-stage",
+        "16,14",
+        "--recompute",
+        "full",
+    ]
     code, out, _ = holmes(*layout, "--json", "--trace", str(tmp_path / "trace.json"))
     assert code == 0
     own = json.loads(out)
@@ -287,8 +379,17 @@ def test_predict_takes_what_plan_chose_by_default(holmes, site):
     assert plan["batch"] == {"global_size": 1024, "micro_size": 1, "sequence_length": 4096}
     sizes = {f"--{name}": str(plan["parallel"][name]) for name in ("tp", "pp", "dp")}
     layers = ",".join(str(s["layers"]) for s in plan["stages"])
-    code, out, _ = holmes("predict", "--site", str(site), "--model", "llama2_7b",
-                          *(word for pair in sizes.items() for word in pair), "--layers-per-stage", layers, "--json")
+    code, out, _ = holmes(
+        "predict",
+        "--site",
+        str(site),
+        "--model",
+        "llama2_7b",
+        *(word for pair in sizes.items() for word in pair),
+        "--layers-per-stage",
+        layers,
+        "--json",
+    )
     assert code == 0
     assert json.loads(out)["step_time_s"] == pytest.approx(plan["predicted"]["step_time_s"], rel=1e-3)
 
@@ -322,18 +423,38 @@ def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
     assert code == 0 and out.startswith("#!/bin/bash\n") and out == (tmp_path / "job.sbatch").read_text()
     assert "#SBATCH hetjob" in out and "set -- site_file=" in out and "data=synthetic" in out and f'{plan}}}"' in out
     assert 'run="${RUN:-' in out and "/a b}" in out
-    shellcheck = subprocess.run([Path(sys.executable).with_name("shellcheck"), "-"], input=out, text=True,
-                                capture_output=True, check=False)
+    shellcheck = subprocess.run(
+        [Path(sys.executable).with_name("shellcheck"), "-"], input=out, text=True, capture_output=True, check=False
+    )
     assert shellcheck.returncode == 0, shellcheck.stdout
     assert json.loads(holmes(*words, "--dry-run", "--json")[1])["script"] == out
 
 
 def test_predict_searches_for_nothing(holmes, site):
     """Layers not given are even, also where the planner would not have them so; what does not fit is predicted."""
-    layout = ["predict", "--site", str(site), "--model", "gpt_3_6b", "--pp", "2", "--dp", "32", "--micro-batch", "4",
-              "--global-batch", "768", "--recompute", "full", "--schedule", "1f1b"]
-    given, even, uneven = (json.loads(holmes(*layout, "--json", *more)[1])["step_time_s"] for more in (
-        (), ("--layers-per-stage", "15,15"), ("--layers-per-stage", "20,10")))
+    layout = [
+        "predict",
+        "--site",
+        str(site),
+        "--model",
+        "gpt_3_6b",
+        "--pp",
+        "2",
+        "--dp",
+        "32",
+        "--micro-batch",
+        "4",
+        "--global-batch",
+        "768",
+        "--recompute",
+        "full",
+        "--schedule",
+        "1f1b",
+    ]
+    given, even, uneven = (
+        json.loads(holmes(*layout, "--json", *more)[1])["step_time_s"]
+        for more in ((), ("--layers-per-stage", "15,15"), ("--layers-per-stage", "20,10"))
+    )
     assert given == even < uneven
     large = [word if word != "gpt_3_6b" else "gpt_39b" for word in layout]
     code, out, _ = holmes(*large)
@@ -341,8 +462,23 @@ def test_predict_searches_for_nothing(holmes, site):
 
 
 def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
-    layout = ["predict", "--site", str(site), "--model", "gpt_3_6b", "--tp", "2", "--pp", "2", "--dp", "16",
-              "--micro-batch", "2", "--global-batch", "512"]
+    layout = [
+        "predict",
+        "--site",
+        str(site),
+        "--model",
+        "gpt_3_6b",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--dp",
+        "16",
+        "--micro-batch",
+        "2",
+        "--global-batch",
+        "512",
+    ]
 
     def predicted(*more: str) -> dict:
         code, out, err = holmes(*layout, "--json", *more)
@@ -352,22 +488,32 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     plain = predicted()
     low, high = plain["interval_s"]
     assert low < plain["step_time_s"] < high
-    for more in (("--attention", "unfused", "--dropout", "0.1"), ("--fused-norm", "no", "--ffn", "20480"),
-                 ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"), ("--sharding", "full"),
-                 ("--head-dim", "128"), ("--recompute", "selective", "--recompute-parts", "scores,ffn"),
-                 ("--recompute", "full", "--recompute-layers", "2")):
+    for more in (
+        ("--attention", "unfused", "--dropout", "0.1"),
+        ("--fused-norm", "no", "--ffn", "20480"),
+        ("--overlap-grad-reduce", "no", "--overlap-param-gather", "no"),
+        ("--sharding", "full"),
+        ("--head-dim", "128"),
+        ("--recompute", "selective", "--recompute-parts", "scores,ffn"),
+        ("--recompute", "full", "--recompute-layers", "2"),
+    ):
         assert predicted(*more)["step_time_s"] > plain["step_time_s"], more
     for more in (("--gpu", "h100"), ("--grad-dtype", "bf16", "--kv-heads", "8")):
         assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
     assert predicted("--sharding", "none")["memory_bytes_per_gpu"] > plain["memory_bytes_per_gpu"]
     assert "nine of ten like runs" in holmes(*layout)[1]
-    for more, said in ((("--attention", "fast"), "attention is 'fast'"), (("--fused-norm", "maybe"), "neither yes nor"),
-                       (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"), (("--gpu", "abacus"), "unknown GPU 'abacus'"),
-                       (("--sharding", "half"), "unknown sharding"), (("--kv-heads", "7"), "7 kv_heads"),
-                       (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
-                       (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped"),
-                       (("--recompute", "none", "--recompute-layers", "2"), "recomputation is none"),
-                       (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'")):
+    for more, said in (
+        (("--attention", "fast"), "attention is 'fast'"),
+        (("--fused-norm", "maybe"), "neither yes nor"),
+        (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"),
+        (("--gpu", "abacus"), "unknown GPU 'abacus'"),
+        (("--sharding", "half"), "unknown sharding"),
+        (("--kv-heads", "7"), "7 kv_heads"),
+        (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
+        (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped"),
+        (("--recompute", "none", "--recompute-layers", "2"), "recomputation is none"),
+        (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'"),
+    ):
         refused(holmes(*layout, *more), said)
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
@@ -377,9 +523,22 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
 def test_the_planner_counts_the_type_that_training_uses(holmes, site):
     memory = {}
     for dtype in ("auto", "bf16", "fp32"):
-        code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "plan.tp=1",
-                              "plan.pp=2", "plan.recompute=none", "plan.schedule=1f1b", "plan.layers_per_stage=[15,15]",
-                              "plan.max_memory_gib=1000", "batch.micro_size=1", f"train.dtype={dtype}", "--json")
+        code, out, _ = holmes(
+            "plan",
+            "model=gpt_3_6b",
+            "batch=paper_3_6b",
+            "--site",
+            str(site),
+            "plan.tp=1",
+            "plan.pp=2",
+            "plan.recompute=none",
+            "plan.schedule=1f1b",
+            "plan.layers_per_stage=[15,15]",
+            "plan.max_memory_gib=1000",
+            "batch.micro_size=1",
+            f"train.dtype={dtype}",
+            "--json",
+        )
         assert code == 0
         memory[dtype] = max(json.loads(out)["predicted"]["memory_bytes_per_gpu"])
     assert memory["auto"] == memory["bf16"] < 0.8 * memory["fp32"]
@@ -436,19 +595,36 @@ def test_an_unknown_option_of_a_group_is_told_the_known_ones(holmes, site):
 
 def test_a_named_model_takes_another_vocabulary(holmes, site):
     def predicted(*more: str) -> float:
-        code, out, _ = holmes("predict", "--site", str(site), "--model", "gpt_3_6b", "--pp", "2", "--dp", "32",
-                              "--micro-batch", "4", "--global-batch", "768", "--json", *more)
+        code, out, _ = holmes(
+            "predict",
+            "--site",
+            str(site),
+            "--model",
+            "gpt_3_6b",
+            "--pp",
+            "2",
+            "--dp",
+            "32",
+            "--micro-batch",
+            "4",
+            "--global-batch",
+            "768",
+            "--json",
+            *more,
+        )
         assert code == 0
         return json.loads(out)["step_time_s"]
 
     assert predicted("--vocab", "200000") > predicted()
 
 
-@pytest.mark.parametrize("words", [["train.stps=2"], ["train.steps=0"],
-                                   ["-m", "hydra/launcher=holmes_local", "train.steps=0"]])
+@pytest.mark.parametrize(
+    "words", [["train.stps=2"], ["train.steps=0"], ["-m", "hydra/launcher=holmes_local", "train.steps=0"]]
+)
 def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "holmes_hpc.train", *words], cwd=tmp_path, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "holmes_hpc.train", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("holmes: ") and done.stderr.count("\n") == 1
 
@@ -457,8 +633,9 @@ def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
 def test_a_reader_that_has_seen_enough_is_no_error(site, form):
     """`holmes ... | head`: the pipe is closed before anything is written."""
     words = ["plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), *form]
-    with subprocess.Popen([sys.executable, "-m", "holmes_hpc.cli", *words], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "holmes_hpc.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()
         said = process.stderr.read()
     assert process.returncode == 0 and "Traceback" not in said, said

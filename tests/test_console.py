@@ -24,8 +24,9 @@ def test_control_characters_are_written_out() -> None:
     assert console.visible("plain – text\n\tof two lines, ä 漢") == "plain – text\n\tof two lines, ä 漢"
 
 
-def test_names_of_columns_fold_before_a_table_is_split(capsys: pytest.CaptureFixture[str],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_columns_fold_before_a_table_is_split(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     console.table("", ["run", "gradient sync", "parameter sync", "pipeline wait"], [["one", "1.5", "2.5", "3.5"]])
     out = capsys.readouterr().out
@@ -34,12 +35,25 @@ def test_names_of_columns_fold_before_a_table_is_split(capsys: pytest.CaptureFix
 
 def test_durations_have_the_unit_that_fits() -> None:
     assert [console.seconds(s) for s in (12.345, 0.0456, 1.906e-5, 3e-8, 0.0)] == [
-        "12.35 s", "45.6 ms", "19.06 us", "0.03 us", "0 s"]
+        "12.35 s",
+        "45.6 ms",
+        "19.06 us",
+        "0.03 us",
+        "0 s",
+    ]
 
 
-@pytest.mark.parametrize("say", [
-    console.text, console.paragraph, console.note, console.problem,
-    lambda words: console.table(words, [words], [[words]], words), lambda words: console.Progress()(words, 1, 2)])
+@pytest.mark.parametrize(
+    "say",
+    [
+        console.text,
+        console.paragraph,
+        console.note,
+        console.problem,
+        lambda words: console.table(words, [words], [[words]], words),
+        lambda words: console.Progress()(words, 1, 2),
+    ],
+)
 def test_every_way_of_saying(say: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     say(WORDS)
     said = "".join(capsys.readouterr())
@@ -52,16 +66,29 @@ def test_json_is_the_same_for_a_program(capsys: pytest.CaptureFixture[str]) -> N
     assert not OBEYED.search(said) and json.loads(said) == {"log": ["a\x9b31m\x1b[2J\u202eb"]}
 
 
-@pytest.mark.parametrize("verb", [["logs"], ["logs", "--json"], ["status"], ["status", "--json"], ["report"],
-                                  ["cancel"], ["resume"], ["export", "--safetensors", "out"]])
-def test_no_verb_sends_a_records_words_to_the_terminal(verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["logs"],
+        ["logs", "--json"],
+        ["status"],
+        ["status", "--json"],
+        ["report"],
+        ["cancel"],
+        ["resume"],
+        ["export", "--safetensors", "out"],
+    ],
+)
+def test_no_verb_sends_a_records_words_to_the_terminal(
+    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunDirectory.create(tmp_path / f"run{CLIPBOARD.replace('/', '')}", "x: 1\n", config={CLIPBOARD: CLIPBOARD})
     run.log_path(0).write_text(f"{CLIPBOARD}\n")
     run.update_run(attempts=[{"attempt": 1, "host": CLIPBOARD}], slurm={"job_id": CLIPBOARD}, overrides=[CLIPBOARD])
-    run.write_result({"state": "failed", "error": CLIPBOARD, "failed_rank": 0, "failed_node": CLIPBOARD,
-                      "log_tail": [CLIPBOARD]})
+    run.write_result(
+        {"state": "failed", "error": CLIPBOARD, "failed_rank": 0, "failed_node": CLIPBOARD, "log_tail": [CLIPBOARD]}
+    )
     monkeypatch.setattr(sys, "argv", ["holmes", verb[0], str(run.path), *verb[1:]])
     with pytest.raises(SystemExit):
         cli.main()

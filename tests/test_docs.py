@@ -26,8 +26,11 @@ def own_blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_here() -> list[Path]:
-    return [page for page in PAGES if page.name not in ("README.md", "CONTRIBUTING.md")
-            and any(not title for title, _ in own_blocks(page))]
+    return [
+        page
+        for page in PAGES
+        if page.name not in ("README.md", "CONTRIBUTING.md") and any(not title for title, _ in own_blocks(page))
+    ]
 
 
 @pytest.mark.integration
@@ -66,7 +69,7 @@ def unknown_words(command, line: str) -> list[str]:
         command = command.commands[words.pop(0)]
     known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
     if "--" in words:
-        words = words[:words.index("--")]
+        words = words[: words.index("--")]
     return [w for w in words if re.match("--?[a-z]", w) and w.split("=")[0] not in known]
 
 
@@ -95,8 +98,10 @@ def test_links_between_pages_lead_somewhere():
 def anchors(page: Path) -> set[str]:
     """As mkdocs makes them of headings."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text_of(page)), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"[`*]|\(http.*?\)", "", t)).strip().lower())
-            for t in titles}
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"[`*]|\(http.*?\)", "", t)).strip().lower())
+        for t in titles
+    }
 
 
 def test_readme_and_the_newest_changes_stay_short():

@@ -41,10 +41,31 @@ fabrics:
 - {name: roce-a, nic: roce, rdma_gbps: 200, partition: gpu-roce, nodes: 4, gpus_per_node: 8, ethernet: eth0}
 links: [{between: [ib-a, roce-a], gbps: 10, delay_ms: 5}]
 """)
-CALIBRATION = {"fabrics": [{"fabric": "ib-a", "gpu": "a100-80gb", "parts": [
-    {"part": "layer", "hidden": 256, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01, "backward_s": 0.02}],
-    "links": {"ib": {"gbps": 190.0, "delay_s": 1e-5}}, "optimizer_s": 1e-9, "pass_s": 1e-4}],
-    "between": [{"between": ["ib-a", "roce-a"], "gbps": 9.0, "delay_ms": 5.0}], "step_s": 0.1, "dtype": "bf16"}
+CALIBRATION = {
+    "fabrics": [
+        {
+            "fabric": "ib-a",
+            "gpu": "a100-80gb",
+            "parts": [
+                {
+                    "part": "layer",
+                    "hidden": 256,
+                    "tokens": 128,
+                    "tp": 1,
+                    "flops": 1e6,
+                    "forward_s": 0.01,
+                    "backward_s": 0.02,
+                }
+            ],
+            "links": {"ib": {"gbps": 190.0, "delay_s": 1e-5}},
+            "optimizer_s": 1e-9,
+            "pass_s": 1e-4,
+        }
+    ],
+    "between": [{"between": ["ib-a", "roce-a"], "gbps": 9.0, "delay_ms": 5.0}],
+    "step_s": 0.1,
+    "dtype": "bf16",
+}
 
 
 @contextlib.contextmanager
@@ -98,17 +119,50 @@ def test_calibrations(document: Any) -> None:
         Calibration.from_dict(document)
 
 
-RUN = {"version": 1, "name": "a", "created": "2025-01-01T12:00:00+00:00", "plan_id": "61baf7367738",
-       "slurm": {"job_id": 41, "components": 2, "name": "holmes-a", "submitted": 1735732801.2}, "hosts": ["ib1", "ib2"],
-       "attempts": [{"attempt": 1, "started": "2025-01-01T12:00:04+00:00", "host": "ib1", "by": "srun", "start": "41/0",
-                     "last_step": 3, "ended": "failed"}], "overrides": ["train.steps=20"],
-       "config": {"train": {"steps": 20, "max_restarts": 1}}}
+RUN = {
+    "version": 1,
+    "name": "a",
+    "created": "2025-01-01T12:00:00+00:00",
+    "plan_id": "61baf7367738",
+    "slurm": {"job_id": 41, "components": 2, "name": "holmes-a", "submitted": 1735732801.2},
+    "hosts": ["ib1", "ib2"],
+    "attempts": [
+        {
+            "attempt": 1,
+            "started": "2025-01-01T12:00:04+00:00",
+            "host": "ib1",
+            "by": "srun",
+            "start": "41/0",
+            "last_step": 3,
+            "ended": "failed",
+        }
+    ],
+    "overrides": ["train.steps=20"],
+    "config": {"train": {"steps": 20, "max_restarts": 1}},
+}
 EXIT = {"rank": 1, "state": "failed", "error": "x", "host": "ib2", "attempt": 1, "time": 1735732830.1}
-RESULT = {"version": 1, "state": "failed", "exit_code": 1, "error": "x", "failed_rank": 1, "failed_node": "ib2",
-          "log_tail": ["a"], "final": {"step": 3, "loss": 4.0}, "writer": "batch", "attempt": 1, "time": 1.0}
-LINE = {"step": 3, "attempt": 1, "time": 1735732830.1, "step_time_s": 1.9, "loss": 4.8,
-        "breakdown": [{"compute_s": 1.4}],
-        "nic_bytes": {"ib-a": {"tx": 1, "rx": 1}}}
+RESULT = {
+    "version": 1,
+    "state": "failed",
+    "exit_code": 1,
+    "error": "x",
+    "failed_rank": 1,
+    "failed_node": "ib2",
+    "log_tail": ["a"],
+    "final": {"step": 3, "loss": 4.0},
+    "writer": "batch",
+    "attempt": 1,
+    "time": 1.0,
+}
+LINE = {
+    "step": 3,
+    "attempt": 1,
+    "time": 1735732830.1,
+    "step_time_s": 1.9,
+    "loss": 4.8,
+    "breakdown": [{"compute_s": 1.4}],
+    "nic_bytes": {"ib-a": {"tx": 1, "rx": 1}},
+}
 
 
 @given(changed({"run": RUN, "exit": EXIT, "result": RESULT, "line": LINE}))
@@ -120,11 +174,21 @@ def test_run_records(document: Any) -> None:
         run.exits.mkdir()
         run.logs.mkdir()
         run.run_path.write_text(plain_yaml(said["run"]))
-        for path, part in ((run.exits / "rank-1.json", "exit"), (run.result_path, "result"),
-                           (run.metrics_path, "line")):
+        for path, part in (
+            (run.exits / "rank-1.json", "exit"),
+            (run.result_path, "result"),
+            (run.metrics_path, "line"),
+        ):
             path.write_text(as_json(said[part]) + "\n")
-        for read in (run.read_run, run.read_exits, run.read_result, run.metrics, lambda: judge(run, 1),
-                     lambda: run.attempt, lambda: run.config):
+        for read in (
+            run.read_run,
+            run.read_exits,
+            run.read_result,
+            run.metrics,
+            lambda: judge(run, 1),
+            lambda: run.attempt,
+            lambda: run.config,
+        ):
             with one_line():
                 read()
 
@@ -141,19 +205,26 @@ def as_json(document: Any) -> str:
 
 SACCT = slurm_text.sacct_line("41", "RUNNING", code="0:15") + slurm_text.sacct_line("41+1", "CANCELLED by 0")
 SQUEUE = slurm_text.squeue_line("41", "PENDING", reason="Resources")
-JOB = ("JobId=41 HetJobId=40 HetJobOffset=1 JobName=a UserId=u(1) Restarts=0 JobState=RUNNING Reason=None "
-       "Dependency=(null) "
-       "ExitCode=0:15 SubmitTime=1735732801 NodeList=ib[1-2]\n")
-SAID = ("srun: error: ib2: task 3: Killed\nsrun: error: roce[1-2]: tasks 0-1: Exited with exit code 1\n"
-        "srun: error: Node failure on ib1\n")
+JOB = (
+    "JobId=41 HetJobId=40 HetJobOffset=1 JobName=a UserId=u(1) Restarts=0 JobState=RUNNING Reason=None "
+    "Dependency=(null) "
+    "ExitCode=0:15 SubmitTime=1735732801 NodeList=ib[1-2]\n"
+)
+SAID = (
+    "srun: error: ib2: task 3: Killed\nsrun: error: roce[1-2]: tasks 0-1: Exited with exit code 1\n"
+    "srun: error: Node failure on ib1\n"
+)
 TEXTS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "sacct": (SACCT, job_queries.parse_sacct), "squeue": (SQUEUE, job_queries.parse_squeue),
+    "sacct": (SACCT, job_queries.parse_sacct),
+    "squeue": (SQUEUE, job_queries.parse_squeue),
     "job": (JOB, job_queries.parse_scontrol),
     "node": (slurm_text.node_line("ib1", "nic_ib,nic_200g", gres="gpu:a100:8(S:0-1)"), scontrol.parse_node),
     "partition": (slurm_text.partition_line("ib", "ib[1-4]"), scontrol.parse_partition),
-    "hostlist": ("ib[1-3,7],roce[01-04]x[1-2]", hostlist.expand), "minutes": ("1-12:00:00", scontrol.minutes),
+    "hostlist": ("ib[1-3,7],roce[01-04]x[1-2]", hostlist.expand),
+    "minutes": ("1-12:00:00", scontrol.minutes),
     "config": ("SlurmctldHost[0] = head\nSLURM_VERSION = 22.05.8\n", scontrol.parse_config),
-    "srun": (SAID, lambda text: culprit([], complaints(text), 4)), "run.yaml": (yaml.safe_dump(RUN), parse_run),
+    "srun": (SAID, lambda text: culprit([], complaints(text), 4)),
+    "run.yaml": (yaml.safe_dump(RUN), parse_run),
 }
 
 
@@ -172,8 +243,15 @@ def test_an_exit_code_that_is_none() -> None:
     assert job_queries.parse_sacct(slurm_text.sacct_line("41", "FAILED", code="0:x"))[0].exit_code is None
 
 
-@given(changed({"class": {"operstate": "up", "speed": "100000", "type": "1", "carrier": "1", "flags": "0x1003"},
-                "port": {"rate": "200 Gb/sec (4X HDR)", "state": "4: ACTIVE", "link_layer": "InfiniBand"}}), ODD)
+@given(
+    changed(
+        {
+            "class": {"operstate": "up", "speed": "100000", "type": "1", "carrier": "1", "flags": "0x1003"},
+            "port": {"rate": "200 Gb/sec (4X HDR)", "state": "4: ACTIVE", "link_layer": "InfiniBand"},
+        }
+    ),
+    ODD,
+)
 @settings(max_examples=15)
 def test_sysfs(files: Any, address: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -181,8 +259,10 @@ def test_sysfs(files: Any, address: Any) -> None:
         card = tree.pci("0000:00:01.0", "0000:01:00.0")
         tree.net("ib0", card, speed=100000)
         tree.rdma("mlx5_0", card)
-        for path, said in ((tree.root / "class/net/ib0", files.get("class")),
-                           (tree.root / "class/infiniband/mlx5_0/ports/1", files.get("port"))):
+        for path, said in (
+            (tree.root / "class/net/ib0", files.get("class")),
+            (tree.root / "class/infiniband/mlx5_0/ports/1", files.get("port")),
+        ):
             for name, text in said.items() if isinstance(said, dict) else ():
                 if isinstance(name, str) and name and (path / name).is_file():
                     (path / name).write_bytes(str(text).encode(errors="surrogatepass"))

@@ -27,9 +27,23 @@ def runs(tmp_path_factory) -> Path:
 def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank):
     name = f"killed-{rank}"
     follower = subprocess.Popen(
-        [HOLMES, "run", f"name={name}", *SMALL, "plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "train.steps=2000",
-         "train.pace_layer_ms=5", "train.watchdog_s=9000", "train.net_timeout_s=3000"],  # no time-out helps
-        env={**os.environ, "HOLMES_RUNS": str(runs)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        [
+            HOLMES,
+            "run",
+            f"name={name}",
+            *SMALL,
+            "plan.nodes={ib-a: 2, roce-a: 2}",
+            "plan.pp=2",
+            "train.steps=2000",
+            "train.pace_layer_ms=5",
+            "train.watchdog_s=9000",
+            "train.net_timeout_s=3000",
+        ],  # no time-out helps
+        env={**os.environ, "HOLMES_RUNS": str(runs)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     run = RunDirectory(runs / name)
     wait_for(lambda: run.exists() and len(run.metrics()) >= 3, follower)
     os.kill(process_of(run, rank), signal.SIGKILL)
@@ -50,17 +64,33 @@ def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank):
 def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path):
     """Trained on 2 InfiniBand and 2 RoCE nodes, then on 4 InfiniBand nodes: the losses of one process all the way."""
     train = [*SMALL, "train.lr=2e-3", "train.lr_decay_steps=12", "train.checkpoint_interval=3"]
-    done = holmes("run", "name=moved", "plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "train.steps=6", *train,
-                  HOLMES_RUNS=str(runs))
+    done = holmes(
+        "run",
+        "name=moved",
+        "plan.nodes={ib-a: 2, roce-a: 2}",
+        "plan.pp=2",
+        "train.steps=6",
+        *train,
+        HOLMES_RUNS=str(runs),
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     four = str(tmp_path / "four-ib.yaml")
     micro = Plan.read(runs / "moved" / "plan.yaml").batch.micro_size
-    assert holmes("plan", *SMALL, "plan.nodes={ib-a: 4}", "plan.pp=2", f"batch.micro_size={micro}", "-o", four,
-                  ).returncode == 0
+    assert (
+        holmes("plan", *SMALL, "plan.nodes={ib-a: 4}", "plan.pp=2", f"batch.micro_size={micro}", "-o", four).returncode
+        == 0
+    )
     done = holmes("resume", "moved", "train.steps=12", "--plan", four, HOLMES_RUNS=str(runs))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    done = holmes("run", "launcher=local", "name=unmoved", "train.steps=12", f"batch.micro_size={micro}", *train,
-                  HOLMES_RUNS=str(runs))
+    done = holmes(
+        "run",
+        "launcher=local",
+        "name=unmoved",
+        "train.steps=12",
+        f"batch.micro_size={micro}",
+        *train,
+        HOLMES_RUNS=str(runs),
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     moved, alone = RunDirectory(runs / "moved"), RunDirectory(runs / "unmoved").metrics()
     assert sorted(moved.read_run()["hosts"]) == ["ib1", "ib2", "ib3", "ib4"]
@@ -73,13 +103,16 @@ def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize(("overrides", "words"), [
-    (["plan.nodes={ib-a: 2, roce-a: 9}"], ["roce-a", "9", "4"]),
-    (["plan.nodes={ib-a: 2, mars: 2}"], ["mars"]),
-    (["plan.nodes={ib-a: 2}", "slurm.fabrics={mars: {mem: 1G}}"], ["mars"]),
-    (["plan.nodes={ib-a: 2}", "slurm.mem=9999G"], ["mem=9999G"]),
-    (["plan.nodes={ib-a: 2, roce-a: 2}", "plan.tp=3"], ["TP 3"]),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["plan.nodes={ib-a: 2, roce-a: 9}"], ["roce-a", "9", "4"]),
+        (["plan.nodes={ib-a: 2, mars: 2}"], ["mars"]),
+        (["plan.nodes={ib-a: 2}", "slurm.fabrics={mars: {mem: 1G}}"], ["mars"]),
+        (["plan.nodes={ib-a: 2}", "slurm.mem=9999G"], ["mem=9999G"]),
+        (["plan.nodes={ib-a: 2, roce-a: 2}", "plan.tp=3"], ["TP 3"]),
+    ],
+)
 def test_what_cannot_run_is_never_submitted(testbed, runs, overrides, words):
     done = holmes("run", "name=never", *overrides, HOLMES_RUNS=str(runs))
     assert done.returncode == 2, done.stdout + done.stderr
@@ -97,9 +130,11 @@ def test_partition_and_constraint_and_site_of_a_plan_are_checked(testbed, runs, 
     made = holmes("plan", "plan.nodes={ib-a: 2}", "-o", str(path))
     assert made.returncode == 0, made.stderr
     good = path.read_text()
-    for old, new, words in (("partition: ib\n", "partition: gone\n", ["partition", "gone"]),
-                            ("nic_ib&fabric_ib-a", "nic_ib&fabric_gone", ["fabric_gone"]),
-                            ("ib-a", "ib-x", ["ib-x"])):
+    for old, new, words in (
+        ("partition: ib\n", "partition: gone\n", ["partition", "gone"]),
+        ("nic_ib&fabric_ib-a", "nic_ib&fabric_gone", ["fabric_gone"]),
+        ("ib-a", "ib-x", ["ib-x"]),
+    ):
         assert old in good
         path.write_text(good.replace(old, new))
         done = holmes("submit", str(path), HOLMES_RUNS=str(runs))
@@ -116,7 +151,10 @@ def test_a_full_disk_while_logging_is_one_line_and_code_1(tmp_path):
     try:
         follower = subprocess.Popen(
             [HOLMES, "run", "launcher=local", f"run_dir={disk}/run", *SMALL, "plan.dp=2", "train.steps=5000"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         run = RunDirectory(disk / "run")
         wait_for(lambda: run.exists() and len(run.metrics()) >= 2, follower)
         ballast = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT)

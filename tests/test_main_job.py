@@ -69,8 +69,16 @@ def test_bytes_counted_are_the_bytes_planned(three):
 @pytest.mark.slurm
 def test_loss_is_that_of_one_process_and_falls(three, runs, text):
     plan = Plan.read(three.plan_path)
-    done = holmes("run", "launcher=local", "name=one", *TRAIN, f"batch.micro_size={plan.batch.micro_size}",
-                  "data=indexed", f"data.prefix={text}", HOLMES_RUNS=str(runs))
+    done = holmes(
+        "run",
+        "launcher=local",
+        "name=one",
+        *TRAIN,
+        f"batch.micro_size={plan.batch.micro_size}",
+        "data=indexed",
+        f"data.prefix={text}",
+        HOLMES_RUNS=str(runs),
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     alone = [line["loss"] for line in RunDirectory(runs / "one").metrics()]
     together = [line["loss"] for line in three.metrics()]

@@ -28,8 +28,14 @@ def planted(path: Path) -> None:
 
 def run_of_somebody(path: Path, ran: Path) -> RunDirectory:
     plan = plans.plan("ib-a", "roce-a")
-    run = RunDirectory.create(path, plan.to_yaml(), config=load(["launcher=local"]).to_dict(), overrides=[],
-                              plan_id=plan.id, slurm={"job_id": 7})
+    run = RunDirectory.create(
+        path,
+        plan.to_yaml(),
+        config=load(["launcher=local"]).to_dict(),
+        overrides=[],
+        plan_id=plan.id,
+        slurm={"job_id": 7},
+    )
     run.write_result({"state": "failed", "error": "x"})
     (path / "submission").mkdir()
     for name in ("7_submitted.pkl", "7_0_result.pkl"):
@@ -39,8 +45,9 @@ def run_of_somebody(path: Path, ran: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("what", ["run", "replaced run", "plan", "plan to submit", "site"])
-def test_no_code_runs_and_one_line_is_said(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_code_runs_and_one_line_is_said(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     ran, place, says = tmp_path / "ran", tmp_path / "theirs", "belongs to user 54321"
     if "run" in what:
@@ -52,8 +59,11 @@ def test_no_code_runs_and_one_line_is_said(what: str, tmp_path: Path, monkeypatc
             says = "can be written by everybody"
     else:
         place.write_text(f"!!python/object/apply:os.mkdir [{ran}]\n")
-        words = {"plan": ["predict", str(place)], "plan to submit": ["submit", str(place), "--dry-run"],
-                 "site": ["plan", "model=gpt_tiny", "--site", str(place)]}[what]
+        words = {
+            "plan": ["predict", str(place)],
+            "plan to submit": ["submit", str(place), "--dry-run"],
+            "site": ["plan", "model=gpt_tiny", "--site", str(place)],
+        }[what]
         says = str(place)
         planted(place)
     monkeypatch.setattr(sys, "argv", ["holmes", *words])

@@ -20,9 +20,16 @@ pytestmark = pytest.mark.integration
 def test_a_rank_whose_packages_are_absent_says_so_and_its_run_has_failed(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     config = {**load().to_dict(), "run_dir": str(run.path)}
-    done = subprocess.run([sys.executable, "-c", "import json, sys; sys.modules['torch'] = None\n"
-                           f"from holmes_hpc.rank import run_rank; run_rank(json.loads({json.dumps(config)!r}))"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import json, sys; sys.modules['torch'] = None\n"
+            f"from holmes_hpc.rank import run_rank; run_rank(json.loads({json.dumps(config)!r}))",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     assert [(end["rank"], end["state"]) for end in run.read_exits()] == [(0, "failed")]
     assert "the package torch is not installed; pip install" in run.read_exits()[0]["error"]

@@ -55,8 +55,13 @@ assert "hetjob" in templates.templates()["two_components.sbatch"]
 
 def build(source: Path, target: Path) -> dict[str, bytes]:
     """Build both distributions of `source` without network: name -> content."""
-    done = subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", str(target)], cwd=source,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(target)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return {file.name: file.read_bytes() for file in target.iterdir()}
 
@@ -87,8 +92,23 @@ def venv(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with the wheel and what it depends on, and nothing else; linked from this one, offline."""
     made = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(made / "bin" / "python"), "install", "-q", "--no-deps",
-                    "--no-index", "--no-compile", str(next(dist.glob("*.whl")))], check=True, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(made / "bin" / "python"),
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--no-compile",
+            str(next(dist.glob("*.whl"))),
+        ],
+        check=True,
+        timeout=120,
+    )
     (site,) = made.glob("lib/python*/site-packages")
     todo, seen = [Distribution.at(next(site.glob("holmes_hpc-*.dist-info")))], set()
     while todo:
@@ -113,10 +133,21 @@ def link(source: Path, target: Path) -> None:
 def alone(venv: Path, directory: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     """Python of the environment, with nothing of this one: no PYTHONPATH, no Slurm."""
     records = venv / "share" / "holmes-hpc" / "analysis" / "records"
-    return subprocess.run([str(venv / "bin" / "python"), "-I", *words], cwd=directory, input=given, text=True,
-                          capture_output=True, timeout=300, check=False,
-                          env={"PATH": str(venv / "bin"), "HOME": str(directory), "HOLMES_RUNS": str(records),
-                               "HOLMES_TESTBED": "/tmp/holmes-no-bed"})  # short, as a socket's path must be
+    return subprocess.run(
+        [str(venv / "bin" / "python"), "-I", *words],
+        cwd=directory,
+        input=given,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        env={
+            "PATH": str(venv / "bin"),
+            "HOME": str(directory),
+            "HOLMES_RUNS": str(records),
+            "HOLMES_TESTBED": "/tmp/holmes-no-bed",
+        },
+    )  # short, as a socket's path must be
 
 
 def test_verbs_alone(venv: Path, tmp_path: Path) -> None:
@@ -149,4 +180,6 @@ def test_everything_that_verbs_read_is_in_the_wheel(venv: Path, tmp_path: Path) 
 def test_a_rank_without_torch_says_what_to_install(venv: Path, tmp_path: Path) -> None:
     done = alone(venv, tmp_path, "-m", "holmes_hpc.train", "train.steps=1", f"run_dir={tmp_path}/run")
     assert (done.returncode, done.stderr.splitlines()[-1:]) == (
-        2, ["holmes: Python: the package torch is not installed; pip install 'holmes-hpc[train]'"])
+        2,
+        ["holmes: Python: the package torch is not installed; pip install 'holmes-hpc[train]'"],
+    )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def with_keys(*groups: str) -> type[TyperCommand]:
     """A verb whose ``--help`` ends with the keys of these groups of the configuration, looked up only then."""
+
     class Verb(TyperCommand):
         def format_epilog(self, ctx: Any, formatter: Any) -> None:
             from holmes_hpc.config.document import help_text
@@ -30,14 +31,23 @@ def with_keys(*groups: str) -> type[TyperCommand]:
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=HELP,
-                  help="Train one large model over clusters that do not share a fast network.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+    help="Train one large model over clusters that do not share a fast network.",
+)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Configuration overrides, KEY=VALUE.", show_default=False)]
 SiteFile = Annotated[str | None, typer.Option("--site", help="A site file, instead of asking Slurm.")]
-Earliest = Annotated[bool, typer.Option("--earliest", help="Of plans for parts of the site, the one that ends first: "
-                                        "Slurm says when each could start.")]
+Earliest = Annotated[
+    bool,
+    typer.Option(
+        "--earliest", help="Of plans for parts of the site, the one that ends first: Slurm says when each could start."
+    ),
+]
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Steps to train, as train.steps=N.")]
 Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/, or the leader's job id.")]
 

@@ -15,14 +15,15 @@ group = typer.Typer(no_args_is_help=True, help="Data sets.")
 
 @group.command("prepare")
 def data_prepare(
-        files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", show_default=False)] = None,
-        output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Of PREFIX.bin and .idx.")] = "",
-        tokenizer: Annotated[str | None, typer.Option(help="A Hugging Face tokenizer.json; without: bytes.")] = None,
-        json_key: Annotated[str, typer.Option(help="Where a JSONL line, or a Parquet row, has its text.")] = "text",
-        workers: Annotated[int | None, typer.Option(help="Processes; without: one a core.")] = None,
-        stdlib: Annotated[bool, typer.Option("--stdlib", help="Python's own sources, for trying.")] = False,
-        force: Annotated[bool, typer.Option("--force", help="Replace other data at PREFIX.")] = False,
-        json: Json = False) -> None:
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", show_default=False)] = None,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Of PREFIX.bin and .idx.")] = "",
+    tokenizer: Annotated[str | None, typer.Option(help="A Hugging Face tokenizer.json; without: bytes.")] = None,
+    json_key: Annotated[str, typer.Option(help="Where a JSONL line, or a Parquet row, has its text.")] = "text",
+    workers: Annotated[int | None, typer.Option(help="Processes; without: one a core.")] = None,
+    stdlib: Annotated[bool, typer.Option("--stdlib", help="Python's own sources, for trying.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace other data at PREFIX.")] = False,
+    json: Json = False,
+) -> None:
     """Text, JSONL, also compressed, or Parquet, of files and folders, to Megatron's indexed data set.
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
@@ -32,11 +33,24 @@ def data_prepare(
     if not output:
         raise ConfigError("no output", where="data prepare", hint="give -o PREFIX")
     if bool(files) == stdlib:
-        raise ConfigError("nothing to read" if not files else "FILES and --stdlib", where="data prepare",
-                          hint="give FILES, or --stdlib")
-    made = (prepare.demo_corpus(output, progress=console.Progress(), force=force) if stdlib else
-            prepare.prepare(files or [], output, tokenizer=tokenizer, workers=workers, json_key=json_key,
-                            progress=console.Progress(), force=force))
+        raise ConfigError(
+            "nothing to read" if not files else "FILES and --stdlib",
+            where="data prepare",
+            hint="give FILES, or --stdlib",
+        )
+    made = (
+        prepare.demo_corpus(output, progress=console.Progress(), force=force)
+        if stdlib
+        else prepare.prepare(
+            files or [],
+            output,
+            tokenizer=tokenizer,
+            workers=workers,
+            json_key=json_key,
+            progress=console.Progress(),
+            force=force,
+        )
+    )
     if json:
         console.as_json(made.to_dict())
     else:

@@ -26,17 +26,27 @@ _FILES = (("runs/", "run directories; $HOLMES_RUNS names another place"),)
 def page() -> str:
     """The whole page, for man(7)'s macros."""
     root = typer.main.get_command(app)
-    lines = [f'.TH HOLMES 1 "" "holmes_hpc {__version__}"', ".SH NAME",
-             f"holmes \\- {_text(_sentence(root.help)[0].lower() + _sentence(root.help)[1:].rstrip('.'))}",
-             ".SH SYNOPSIS", ".B holmes", ".I VERB", "[OPTIONS] [ARGUMENTS]", ".SH VERBS"]
+    lines = [
+        f'.TH HOLMES 1 "" "holmes_hpc {__version__}"',
+        ".SH NAME",
+        f"holmes \\- {_text(_sentence(root.help)[0].lower() + _sentence(root.help)[1:].rstrip('.'))}",
+        ".SH SYNOPSIS",
+        ".B holmes",
+        ".I VERB",
+        "[OPTIONS] [ARGUMENTS]",
+        ".SH VERBS",
+    ]
     for name, verb in _verbs(root):
         lines += _verb(name, verb)
     lines += [".SH KEYS", "KEY=VALUE on the command line of verbs that take OVERRIDES."]
     for group, declared in (("", Configuration), *GROUPS.items()):
         for key in keys(declared).values():
             if group or key.name not in GROUPS:
-                lines += [".TP", f".B {_text(f'{group}.{key.name}' if group else key.name)}",
-                          _text(f"{key.says.help} [{allowed(key).removeprefix('use ')}]")]
+                lines += [
+                    ".TP",
+                    f".B {_text(f'{group}.{key.name}' if group else key.name)}",
+                    _text(f"{key.says.help} [{allowed(key).removeprefix('use ')}]"),
+                ]
     for title, entries in (("EXIT STATUS", _EXIT), ("FILES", _FILES)):
         lines.append(f".SH {title}")
         lines += [line for name, what in entries for line in (".TP", f".B {_text(name)}", _text(what))]

@@ -21,9 +21,10 @@ def _check(run: str) -> None:
 
 @app.command("import")
 def import_weights(
-        folder: Annotated[str, typer.Argument(metavar="DIR", help="config.json, safetensors, tokenizer.")],
-        output: Annotated[str, typer.Option("-o", "--output", metavar="CKPT", help="Write here.")],
-        json: Json = False) -> None:
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="config.json, safetensors, tokenizer.")],
+    output: Annotated[str, typer.Option("-o", "--output", metavar="CKPT", help="Write here.")],
+    json: Json = False,
+) -> None:
     """A Hugging Face folder as a checkpoint to begin with, in any layout; nothing is fetched, no code of it is run.
 
     Example: holmes import Qwen3-8B -o qwen3-8b
@@ -39,9 +40,11 @@ def import_weights(
 
 
 @app.command()
-def export(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of a checkpoint.")],
-           safetensors: Annotated[str, typer.Option("--safetensors", metavar="DIR", help="Write here.")],
-           json: Json = False) -> None:
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of a checkpoint.")],
+    safetensors: Annotated[str, typer.Option("--safetensors", metavar="DIR", help="Write here.")],
+    json: Json = False,
+) -> None:
     """The weights of the last good checkpoint with Hugging Face's names.
 
     Example: holmes export my-run --safetensors weights/
@@ -58,12 +61,14 @@ def export(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the
 
 
 @app.command()
-def generate(run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of a checkpoint.")],
-             prompt: Annotated[str, typer.Option(help="What the text begins with.")],
-             tokens: Annotated[int, typer.Option(min=1, help="How many to add at most.")] = 64,
-             temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-             seed: Annotated[int, typer.Option(help="Of what is drawn at a temperature above 0.")] = 1234,
-             json: Json = False) -> None:
+def generate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many to add at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn at a temperature above 0.")] = 1234,
+    json: Json = False,
+) -> None:
     """A look at what was learned: a text that goes on from a prompt, computed by transformers from the last good
     checkpoint.
 

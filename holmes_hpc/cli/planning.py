@@ -31,21 +31,32 @@ if TYPE_CHECKING:
     from holmes_hpc.planning.cost.corrections import Corrections
 
 # A short run, unless overrides say otherwise.
-CALIBRATION = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none",
-               "plan.schedule=1f1b")
+CALIBRATION = (
+    "train.measure=true",
+    "train.steps=10",
+    "slurm.timeout_min=15",
+    "plan.recompute=none",
+    "plan.schedule=1f1b",
+)
 
 
 @app.command(cls=with_keys("plan", "batch"))
-def plan(overrides: Overrides = None, site: SiteFile = None,
-         output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
-         earliest: Earliest = False, steps: Steps = None,
-         seconds: Annotated[float | None, typer.Option(
-             metavar="S", help="Search that long at most; the plan says how much better one could still be.")] = None,
-         tokens: Annotated[str | None, typer.Option(
-             metavar="T", help="How long that many tokens take: 2e12, 300B.")] = None,
-         learn: Annotated[str | None, typer.Option(
-             metavar="RUNS", help="Correct computing and networks by the runs in this directory.")] = None,
-         json: Json = False) -> None:
+def plan(
+    overrides: Overrides = None,
+    site: SiteFile = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    earliest: Earliest = False,
+    steps: Steps = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Search that long at most; the plan says how much better one could still be."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="T", help="How long that many tokens take: 2e12, 300B.")] = None,
+    learn: Annotated[
+        str | None, typer.Option(metavar="RUNS", help="Correct computing and networks by the runs in this directory.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """The best plan for a model, why, and the runners-up; with --earliest the one that ends first in today's queue.
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
@@ -81,9 +92,14 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
         from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 
         slowest = stage_transfer_cost(chosen, costs)
-        console.as_json({**chosen.to_dict(), "hop": slowest.to_dict() if slowest else None,
-                         "throughput": throughput(chosen, asked),
-                         **({"earliest": [c.to_dict() for c in ends]} if ends else {})})
+        console.as_json(
+            {
+                **chosen.to_dict(),
+                "hop": slowest.to_dict() if slowest else None,
+                "throughput": throughput(chosen, asked),
+                **({"earliest": [c.to_dict() for c in ends]} if ends else {}),
+            }
+        )
         return
     if ends:
         show_ends(ends, config.train.steps)
@@ -95,10 +111,12 @@ def plan(overrides: Overrides = None, site: SiteFile = None,
 
 
 @app.command()
-def calibrate(overrides: Overrides = None, site: SiteFile = None,
-              output: Annotated[str, typer.Option("-o", "--output", help="Write what was measured here."),
-                                ] = "calibration.yaml",
-              json: Json = False) -> None:
+def calibrate(
+    overrides: Overrides = None,
+    site: SiteFile = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="Write what was measured here.")] = "calibration.yaml",
+    json: Json = False,
+) -> None:
     """Measure layers and links in a short job on two nodes of each fabric; plan and predict take its file.
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
@@ -122,28 +140,53 @@ def calibrate(overrides: Overrides = None, site: SiteFile = None,
         return
     steps, found = record.read_run()["calibration"], Calibration.from_dict(made)
     for on in found.fabrics:
-        console.table(f"{chosen.model.name} on {on.fabric}: {on.gpu} ({on.device}), {found.dtype}, TP"
-                      f" {chosen.parallel.tp}", ("measured", "forward or latency", "backward or efficiency"), [
-            *((f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens", f"{p.forward_s * 1e3:.4g} ms",
-               f"{p.backward_s * 1e3:.4g} ms") for p in on.parts),
-            *((name, f"{link.latency_s * 1e6:.4g} us", f"{link.efficiency:.3g}") for name, link in on.links.items()),
-            *([("optimizer, a million parameters", f"{on.optimizer_s * 1e9:.4g} ms", "")]
-              if on.optimizer_s is not None else []),
-            ("rest of a pass", f"{(on.pass_s or 0.0) * 1e3:.4g} ms", "")],
-            caption="efficiency: payload's share of the rate that the site gives")
+        console.table(
+            f"{chosen.model.name} on {on.fabric}: {on.gpu} ({on.device}), {found.dtype}, TP {chosen.parallel.tp}",
+            ("measured", "forward or latency", "backward or efficiency"),
+            [
+                *(
+                    (
+                        f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
+                        f"{p.forward_s * 1e3:.4g} ms",
+                        f"{p.backward_s * 1e3:.4g} ms",
+                    )
+                    for p in on.parts
+                ),
+                *(
+                    (name, f"{link.latency_s * 1e6:.4g} us", f"{link.efficiency:.3g}")
+                    for name, link in on.links.items()
+                ),
+                *(
+                    [("optimizer, a million parameters", f"{on.optimizer_s * 1e9:.4g} ms", "")]
+                    if on.optimizer_s is not None
+                    else []
+                ),
+                ("rest of a pass", f"{(on.pass_s or 0.0) * 1e3:.4g} ms", ""),
+            ],
+            caption="efficiency: payload's share of the rate that the site gives",
+        )
         above = [f"{name} {link.efficiency:.3g}" for name, link in on.links.items() if link.efficiency > 1]
         if above:
-            console.note(f"{on.fabric}: {', '.join(above)} times the rate that the site gives: a network is faster than"
-                         " it is said to be (correct the site's figure), or its ranks share a node and never leave it")
+            console.note(
+                f"{on.fabric}: {', '.join(above)} times the rate that the site gives: a network is faster than"
+                " it is said to be (correct the site's figure), or its ranks share a node and never leave it"
+            )
     if found.between:
-        console.table("between fabrics", ("fabrics", "rate", "delay"), [
-            (" - ".join(link.between), f"{link.gbps:g} Gb/s", f"{link.delay_ms:g} ms") for link in found.between])
+        console.table(
+            "between fabrics",
+            ("fabrics", "rate", "delay"),
+            [(" - ".join(link.between), f"{link.gbps:g} Gb/s", f"{link.delay_ms:g} ms") for link in found.between],
+        )
     took, would = steps["step_time_s"], steps["predicted_step_time_s"]
-    console.text(f"Its own steps took {took:.4g} s; from these figures they would take {would:.4g} s,"
-                 f" {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part.")
+    console.text(
+        f"Its own steps took {took:.4g} s; from these figures they would take {would:.4g} s,"
+        f" {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part."
+    )
     if not 0.8 < would / took < 1.25:
-        console.note("these are far apart: the nodes had other work while one of the two was measured, or steps wait"
-                     " for what no part has; calibrate again on idle nodes")
+        console.note(
+            "these are far apart: the nodes had other work while one of the two was measured, or steps wait"
+            " for what no part has; calibrate again on idle nodes"
+        )
     console.note(f"written: {output}")
 
 

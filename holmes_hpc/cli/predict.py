@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import (
-    Json,
-    SiteFile,
-    app,
-    check_output,
-    configuration,
-)
+from holmes_hpc.cli.app import Json, SiteFile, app, check_output, configuration
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.metrics import PART_NAMES
@@ -34,54 +28,64 @@ Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes 
 
 @app.command()
 def predict(
-        plan_path: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False,
-                                                        help="A file of `holmes plan -o`.")] = None,
-        site: SiteFile = None,
-        tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
-        pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-        dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
-        micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [the model's own]")] = None,
-        global_batch: Annotated[int | None, typer.Option(help="Sequences of a step. [the model's own]")] = None,
-        layers_per_stage: Annotated[str | None, typer.Option(help="26,22; without: as equal as can be.")] = None,
-        virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
-        recompute: Annotated[str, typer.Option(help="none, selective or full; auto: as `plan` would choose")] = "auto",
-        recompute_parts: Annotated[str | None, typer.Option(
-            help="What selective recomputation computes again: scores,norms,ffn. [scores]")] = None,
-        recompute_layers: Annotated[int | None, typer.Option(
-            help="Layers of each stage that full recomputation computes again. [all]")] = None,
-        schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: as `plan` would choose",
-                                              )] = "auto",
-        sequence_parallel: Annotated[bool, typer.Option(help="Activations split over the TP ranks.")] = False,
-        distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
-        transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
-        model: Annotated[str | None, typer.Option(help="A named model.")] = None,
-        layers: Annotated[int | None, typer.Option(help="Of a model without a name, or instead of its own.")] = None,
-        hidden: Annotated[int | None, typer.Option(help="Width, likewise.")] = None,
-        heads: Annotated[int | None, typer.Option(help="Attention heads, likewise.")] = None,
-        vocab: Annotated[int | None, typer.Option(help="Token ids, likewise. [51200 without a name]")] = None,
-        sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. [the model's own]")] = None,
-        gpus_per_node: Annotated[int | None, typer.Option(help="Ranks on a node. [all its GPUs]")] = None,
-        nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
-        attention: Annotated[str | None, typer.Option(
+    plan_path: Annotated[
+        str | None, typer.Argument(metavar="[PLAN]", show_default=False, help="A file of `holmes plan -o`.")
+    ] = None,
+    site: SiteFile = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [the model's own]")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences of a step. [the model's own]")] = None,
+    layers_per_stage: Annotated[str | None, typer.Option(help="26,22; without: as equal as can be.")] = None,
+    virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
+    recompute: Annotated[str, typer.Option(help="none, selective or full; auto: as `plan` would choose")] = "auto",
+    recompute_parts: Annotated[
+        str | None, typer.Option(help="What selective recomputation computes again: scores,norms,ffn. [scores]")
+    ] = None,
+    recompute_layers: Annotated[
+        int | None, typer.Option(help="Layers of each stage that full recomputation computes again. [all]")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: as `plan` would choose")] = "auto",
+    sequence_parallel: Annotated[bool, typer.Option(help="Activations split over the TP ranks.")] = False,
+    distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
+    transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
+    model: Annotated[str | None, typer.Option(help="A named model.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Of a model without a name, or instead of its own.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width, likewise.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, likewise.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Token ids, likewise. [51200 without a name]")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. [the model's own]")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Ranks on a node. [all its GPUs]")] = None,
+    nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
             help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused. [as the site"
-                 " says, or flash]")] = None,
-        fused_norm: Annotated[str | None, typer.Option(metavar="yes|no", help="[as the site says, or yes]")] = None,
-        overlap_grad_reduce: Overlap = "yes", overlap_param_gather: Overlap = "yes",
-        dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
-        grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
-        dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
-        ffn: Annotated[int | None, typer.Option(help="Width of the FFN, instead of the model's.")] = None,
-        kv_heads: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
-        head_dim: Annotated[int | None, typer.Option(help="Width of a head, instead of hidden / heads.")] = None,
-        sharding: Annotated[str | None, typer.Option(
-            help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]",
-        )] = None,
-        gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
-        calibration: Annotated[str | None, typer.Option(
-            help="A file of `holmes calibrate`, or a layer profile.")] = None,
-        pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
-        trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
-        json: Json = False) -> None:
+            " says, or flash]"
+        ),
+    ] = None,
+    fused_norm: Annotated[str | None, typer.Option(metavar="yes|no", help="[as the site says, or yes]")] = None,
+    overlap_grad_reduce: Overlap = "yes",
+    overlap_param_gather: Overlap = "yes",
+    dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
+    grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Width of the FFN, instead of the model's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head, instead of hidden / heads.")] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]"
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`, or a layer profile.")] = None,
+    pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
+    json: Json = False,
+) -> None:
     """Step time, throughput and memory of one given layout.
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
@@ -98,18 +102,29 @@ def predict(
 
     check_output(trace)
     config = configuration([], site, calibration=calibration).with_train(
-        pace_layer_ms=pace_layer_ms, overlap_grad_reduce=_yes(overlap_grad_reduce, "--overlap-grad-reduce"),
+        pace_layer_ms=pace_layer_ms,
+        overlap_grad_reduce=_yes(overlap_grad_reduce, "--overlap-grad-reduce"),
         overlap_param_gather=_yes(overlap_param_gather, "--overlap-param-gather"),
-        **({"dtype": dtype} if dtype else {}))
+        **({"dtype": dtype} if dtype else {}),
+    )
     if (plan_path is None) == (site is None):
-        raise ConfigError("a PLAN and --site: a plan has its own site" if site else "neither a PLAN nor --site",
-                          where="predict", hint="give one of them: a PLAN, or --site FILE with a layout")
+        raise ConfigError(
+            "a PLAN and --site: a plan has its own site" if site else "neither a PLAN nor --site",
+            where="predict",
+            hint="give one of them: a PLAN, or --site FILE with a layout",
+        )
     said: dict[str, Any] = {"sharding": "full"} if sharding == "full" else {}
     software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
     if plan_path is not None:
-        for name, value in (("gpu", gpu), ("ffn", ffn), ("kv-heads", kv_heads), ("head-dim", head_dim),
-                            ("dropout", dropout), ("sharding", sharding)):
+        for name, value in (
+            ("gpu", gpu),
+            ("ffn", ffn),
+            ("kv-heads", kv_heads),
+            ("head-dim", head_dim),
+            ("dropout", dropout),
+            ("sharding", sharding),
+        ):
             if value is not None:
                 raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
@@ -122,14 +137,39 @@ def predict(
         said |= _recomputed(recompute, recompute_parts, recompute_layers)
         batch = _batch(model, global_batch, micro_batch, sequence)
         config = replace(
-            config, batch=batch,
-            model=_model(model, batch.sequence_length, layers=layers, hidden=hidden, heads=heads, vocab=vocab, ffn=ffn,
-                         kv_heads=kv_heads, head_dim=head_dim, dropout=dropout),
-            plan=make(PlanOptions, {
-                "tp": tp, "pp": pp, "dp": dp, "virtual_stages": virtual_stages, "recompute": recompute,
-                "schedule": schedule, "sequence_parallel": sequence_parallel,
-                "distributed_optimizer": distributed_optimizer, "transport": transport, "gpus_per_node": gpus_per_node,
-                "nodes": _nodes(nodes), "layers_per_stage": _numbers(layers_per_stage)}, "plan"))
+            config,
+            batch=batch,
+            model=_model(
+                model,
+                batch.sequence_length,
+                layers=layers,
+                hidden=hidden,
+                heads=heads,
+                vocab=vocab,
+                ffn=ffn,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                dropout=dropout,
+            ),
+            plan=make(
+                PlanOptions,
+                {
+                    "tp": tp,
+                    "pp": pp,
+                    "dp": dp,
+                    "virtual_stages": virtual_stages,
+                    "recompute": recompute,
+                    "schedule": schedule,
+                    "sequence_parallel": sequence_parallel,
+                    "distributed_optimizer": distributed_optimizer,
+                    "transport": transport,
+                    "gpus_per_node": gpus_per_node,
+                    "nodes": _nodes(nodes),
+                    "layers_per_stage": _numbers(layers_per_stage),
+                },
+                "plan",
+            ),
+        )
         costs = costs_of(config, None, said, gradients)
         on = site_of(config)
         given = _chosen_layout(config, with_software(with_gpu(on, gpu) if gpu else on, *software), costs)
@@ -143,20 +183,28 @@ def predict(
         console.as_json(asdict(predicted))
         return
     rates = throughput(given)
-    console.table(f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
-                  f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
-                  f"{given.schedule.kind}, recompute {given.recompute}", ("figure", "predicted"), [
-        ("step time", console.seconds(predicted.step_time_s)), *_interval(predicted.interval_s),
-        ("samples/s", f"{predicted.samples_per_s:.4g}"),
-        ("tokens a step", f"{rates['tokens_per_step']:,}"),
-        ("tokens/s", f"{given.batch.sequence_length * predicted.samples_per_s:,.0f}"),
-        ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
-        ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
-        *((f"peak memory, stage {i}", f"{size / 2**30:.3g} GiB")
-          for i, size in enumerate(predicted.memory_bytes_per_gpu)),
-        *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
-        *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items())],
-        caption="; ".join(given.assumptions))
+    console.table(
+        f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
+        f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
+        f"{given.schedule.kind}, recompute {given.recompute}",
+        ("figure", "predicted"),
+        [
+            ("step time", console.seconds(predicted.step_time_s)),
+            *_interval(predicted.interval_s),
+            ("samples/s", f"{predicted.samples_per_s:.4g}"),
+            ("tokens a step", f"{rates['tokens_per_step']:,}"),
+            ("tokens/s", f"{given.batch.sequence_length * predicted.samples_per_s:,.0f}"),
+            ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
+            ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
+            *(
+                (f"peak memory, stage {i}", f"{size / 2**30:.3g} GiB")
+                for i, size in enumerate(predicted.memory_bytes_per_gpu)
+            ),
+            *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
+            *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
+        ],
+        caption="; ".join(given.assumptions),
+    )
 
 
 def _interval(found: tuple[float, float] | None) -> list[tuple[str, str]]:
@@ -176,9 +224,23 @@ def _model(name: str | None, sequence: int, **said: float | None) -> ModelSpec:
     missing = [f"--{k}" for k in ("layers", "hidden", "heads") if k not in given]
     if missing:
         raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
-    return make(ModelSpec, {"name": "gpt", "vocab": 51200, "ffn": 4 * given["hidden"], "kv_heads": given["heads"],
-                            "swiglu": False, "rmsnorm": False, "rope": False, "tied": True, "bias": True,
-                            "max_positions": sequence, **given}, "model")
+    return make(
+        ModelSpec,
+        {
+            "name": "gpt",
+            "vocab": 51200,
+            "ffn": 4 * given["hidden"],
+            "kv_heads": given["heads"],
+            "swiglu": False,
+            "rmsnorm": False,
+            "rope": False,
+            "tied": True,
+            "bias": True,
+            "max_positions": sequence,
+            **given,
+        },
+        "model",
+    )
 
 
 def _batch(model: str | None, global_batch: int | None, micro_batch: int | None, sequence: int | None) -> Batch:
@@ -190,8 +252,9 @@ def _batch(model: str | None, global_batch: int | None, micro_batch: int | None,
         said = {"global_size": global_batch, "micro_size": micro_batch, "sequence_length": sequence}
         return load([f"model={model}", *(f"batch.{k}={v}" for k, v in said.items() if v is not None)]).batch
     if global_batch is None or sequence is None:
-        raise ConfigError("no batch is known for a model without a name", where="predict",
-                          hint="give --global-batch and --sequence")
+        raise ConfigError(
+            "no batch is known for a model without a name", where="predict", hint="give --global-batch and --sequence"
+        )
     return Batch(global_batch, micro_batch or 1, sequence)
 
 
@@ -204,8 +267,11 @@ def _chosen_layout(config: Configuration, on: Site, costs: Costs) -> Plan:
     own = "1f1b" if (plan.virtual_stages or 1) == 1 else "interleaved"
     free = plan.schedule == "auto" and plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = (own, "ahead") if free else (own if plan.schedule == "auto" else plan.schedule,)
-    made = [given_layout(replace(config, plan=replace(plan, recompute=again, schedule=schedule)), on, costs)
-            for again in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,)) for schedule in schedules]
+    made = [
+        given_layout(replace(config, plan=replace(plan, recompute=again, schedule=schedule)), on, costs)
+        for again in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
+        for schedule in schedules
+    ]
     fit = [p for p in made if not any(a.startswith("it does not fit") for a in p.assumptions)]
     return min(fit, key=_step_time) if fit else made[-1]
 
@@ -226,8 +292,9 @@ def _recomputed(recompute: str, parts: str | None, layers: int | None) -> dict[s
     for name, value, kind in (("parts", parts and tuple(parts.split(",")), "selective"), ("layers", layers, "full")):
         if value is not None:
             if recompute != kind:
-                raise ConfigError(f"recomputation is {recompute}", where=f"--recompute-{name}",
-                                  hint=f"it is of --recompute {kind}")
+                raise ConfigError(
+                    f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it is of --recompute {kind}"
+                )
             said[f"recompute_{name}"] = value
     return said
 

@@ -25,18 +25,26 @@ RECENT_S = 86400.0  # a failure is told of in full for a day
 
 
 @app.command()
-def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.",
-                                                           show_default=False)] = None,
-           overrides: Overrides = None,
-           dry_run: Annotated[bool, typer.Option(
-               "--dry-run", help="Print a batch script that sbatch can run as it is; submit nothing.")] = False,
-           template: Annotated[str | None, typer.Option(
-               metavar="FILE", help="Write that script here; submit nothing.")] = None,
-           json: Json = False) -> None:
+def submit(
+    plan_path: Annotated[
+        str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print a batch script that sbatch can run as it is; submit nothing.")
+    ] = False,
+    template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write that script here; submit nothing.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
     if plan_path is None or ("=" in plan_path and not Path(plan_path).exists()):
-        raise ConfigError("no plan", where="submit", hint="make one with `holmes plan … -o plan.yaml`, then "
-                          "`holmes submit plan.yaml`; `holmes run` does both")
+        raise ConfigError(
+            "no plan",
+            where="submit",
+            hint="make one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both",
+        )
     chosen, config = planned(overrides, plan_file=plan_path)
     if dry_run or template:
         from holmes_hpc.submission.lifecycle.new_run import new_run_path
@@ -61,21 +69,29 @@ def submit(plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=
 
 
 @app.command(cls=with_keys("train", "data", "slurm"))
-def run(overrides: Overrides = None, site: SiteFile = None, earliest: Earliest = False, steps: Steps = None,
-        json: Json = False) -> None:
+def run(
+    overrides: Overrides = None,
+    site: SiteFile = None,
+    earliest: Earliest = False,
+    steps: Steps = None,
+    json: Json = False,
+) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
     from holmes_hpc.submission.lifecycle.follow import follow
 
     overrides = with_steps(overrides, steps)
     chosen, config = planned(overrides, site, earliest=earliest)
-    console.note(f"plan {chosen.id}: {chosen.strategy}, " + ", ".join(
-        f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components))
+    console.note(
+        f"plan {chosen.id}: {chosen.strategy}, "
+        + ", ".join(f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components)
+    )
     record, job = start(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     code = follow(record, job, show=console.note if json else console.text)
     if json:
-        console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code,
-                         "result": record.read_result() or {}})
+        console.as_json(
+            {"run": str(record.path), "job_id": job.id, "exit_code": code, "result": record.read_result() or {}}
+        )
     elif code == 0:
         _tell_figures(record)
     raise typer.Exit(code)
@@ -92,8 +108,11 @@ def _tell_figures(record: RunDirectory) -> None:
 
 
 @app.command()
-def resume(run: Run, overrides: Overrides = None,
-           plan_path: Annotated[str | None, typer.Option("--plan", help="Go on under another plan.")] = None) -> None:
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    plan_path: Annotated[str | None, typer.Option("--plan", help="Go on under another plan.")] = None,
+) -> None:
     """Go on from the last good checkpoint, also under another plan.
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
@@ -116,11 +135,18 @@ def resume(run: Run, overrides: Overrides = None,
             console.note(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
         look_at_files(to_go_on.config)
         found = checkpoint_directory.complete(record.checkpoints)
-        console.note(f"it goes on after step {found[0].step}, from {found[0].path}" if found else
-                     "no complete checkpoint: it begins again with step 1")
+        console.note(
+            f"it goes on after step {found[0].step}, from {found[0].path}"
+            if found
+            else "no complete checkpoint: it begins again with step 1"
+        )
         kept = record.reopen(chosen.to_yaml() if plan_path else None)
-        record.update_run(config=to_go_on.config.to_dict(), plan_id=chosen.id, components=chosen.layout,
-                          overrides=[*before["overrides"], *(overrides or [])])
+        record.update_run(
+            config=to_go_on.config.to_dict(),
+            plan_id=chosen.id,
+            components=chosen.layout,
+            overrides=[*before["overrides"], *(overrides or [])],
+        )
         try:
             job = submit_run(chosen, record, to_go_on.config)
         except Unsure:
@@ -142,8 +168,11 @@ def resume(run: Run, overrides: Overrides = None,
 
 
 @app.command("rm")
-def remove(runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories, names or job ids.")],
-           yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False, json: Json = False) -> None:
+def remove(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories, names or job ids.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
     """Remove runs with all that they recorded, checkpoints too, after a question. Example: holmes rm my-run"""
     from holmes_hpc.records.find import find_run
     from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
@@ -170,8 +199,9 @@ def remove(runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Dir
 
 
 @app.command()
-def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None,
-           json: Json = False) -> None:
+def status(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None, json: Json = False
+) -> None:
     """How runs stand: state, step, loss; of a failed one the rank, node and last lines of its log.
 
     Example: holmes status 20260101-120000-gpt_tiny
@@ -197,11 +227,23 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
     if json:
         console.as_json([s.to_dict() for s in all_of_them])
         return
-    console.table("", ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"), [
-        (s.name, time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))), s.job_id,
-         f"{s.state} ({s.why})" if s.why else s.state,
-         f"{s.step}/{s.steps}" if s.step else "", f"{s.loss:.4f}" if s.loss else "",
-         f"{s.step_time_s:.3f} s" if s.step_time_s else "", s.attempt) for s in all_of_them])
+    console.table(
+        "",
+        ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"),
+        [
+            (
+                s.name,
+                time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))),
+                s.job_id,
+                f"{s.state} ({s.why})" if s.why else s.state,
+                f"{s.step}/{s.steps}" if s.step else "",
+                f"{s.loss:.4f}" if s.loss else "",
+                f"{s.step_time_s:.3f} s" if s.step_time_s else "",
+                s.attempt,
+            )
+            for s in all_of_them
+        ],
+    )
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
         console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
     failed = [s for s in all_of_them if s.error]
@@ -218,10 +260,13 @@ def status(runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", 
 
 
 @app.command()
-def logs(run: Run, rank: Annotated[int | None, typer.Option(help="Only this rank's.")] = None,
-         lines: Annotated[int, typer.Option("-n", "--lines", help="How many of each log's last lines.")] = 20,
-         follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-         json: Json = False) -> None:
+def logs(
+    run: Run,
+    rank: Annotated[int | None, typer.Option(help="Only this rank's.")] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="How many of each log's last lines.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    json: Json = False,
+) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
     from holmes_hpc.records.find import find_run
     from holmes_hpc.records.logs import follow_logs, tail
@@ -259,8 +304,11 @@ def cancel(run: Run, json: Json = False) -> None:
     with console.waiting("asking Slurm"):
         before = cancel_run(record)
     if before.state == UNKNOWN:
-        raise ConfigError("Slurm gives no answer, or knows no such job", where=str(record.path),
-                          hint="look with `scontrol ping` and `squeue --me`")
+        raise ConfigError(
+            "Slurm gives no answer, or knows no such job",
+            where=str(record.path),
+            hint="look with `scontrol ping` and `squeue --me`",
+        )
     if json:
         console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
         return
@@ -268,11 +316,13 @@ def cancel(run: Run, json: Json = False) -> None:
 
 
 @app.command()
-def report(runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
-           html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
-           trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
-           by: Annotated[str, typer.Option(help="Rank several by throughput or loss.")] = "throughput",
-           json: Json = False) -> None:
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
+    html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
+    by: Annotated[str, typer.Option(help="Rank several by throughput or loss.")] = "throughput",
+    json: Json = False,
+) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
     from holmes_hpc.records.find import find_run
 

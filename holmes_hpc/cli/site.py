@@ -29,10 +29,13 @@ def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
 
 
 @app.command()
-def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the kernel's.")] = "/sys",
-          check: Annotated[bool, typer.Option("--check", help="Compare with Slurm's features of this node.")] = False,
-          node: Annotated[str | None, typer.Option(help="Its name in Slurm; without: this host's.")] = None,
-          vocabulary: Vocabulary = None, json: Json = False) -> None:
+def probe(
+    sysfs: Annotated[str, typer.Option(help="A copied tree instead of the kernel's.")] = "/sys",
+    check: Annotated[bool, typer.Option("--check", help="Compare with Slurm's features of this node.")] = False,
+    node: Annotated[str | None, typer.Option(help="Its name in Slurm; without: this host's.")] = None,
+    vocabulary: Vocabulary = None,
+    json: Json = False,
+) -> None:
     """This node's NICs from the kernel, and the features it deserves; --check: exit code 1 on a difference.
 
     Example: holmes probe --check
@@ -61,11 +64,14 @@ def probe(sysfs: Annotated[str, typer.Option(help="A copied tree instead of the 
 
 
 @app.command()
-def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", show_default=False)] = None,
-          fabric: Annotated[str | None, typer.Option(help="Also give them fabric_NAME.")] = None,
-          apply: Annotated[bool, typer.Option("--apply", help="Run the scontrol commands.")] = False,
-          helper: Annotated[bool, typer.Option("--helper", help="Print a node_features/helpers script.")] = False,
-          vocabulary: Vocabulary = None, json: Json = False) -> None:
+def label(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", show_default=False)] = None,
+    fabric: Annotated[str | None, typer.Option(help="Also give them fabric_NAME.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Run the scontrol commands.")] = False,
+    helper: Annotated[bool, typer.Option("--helper", help="Print a node_features/helpers script.")] = False,
+    vocabulary: Vocabulary = None,
+    json: Json = False,
+) -> None:
     """The lines that put the features that nodes deserve into Slurm, merged with what they have.
 
     Example: holmes label ib1 ib2 --fabric ib-a
@@ -102,10 +108,14 @@ def label(names: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...",
 
 
 @app.command()
-def doctor(overrides: Overrides = None, ask_nodes: Annotated[bool, typer.Option(
-        "--ask-nodes/--no-ask-nodes", help="Also run one short job a partition on idle nodes.")] = True,
-        script: Annotated[list[str] | None, typer.Option(help="Also look at a batch script of your own.")] = None,
-        json: Json = False) -> None:
+def doctor(
+    overrides: Overrides = None,
+    ask_nodes: Annotated[
+        bool, typer.Option("--ask-nodes/--no-ask-nodes", help="Also run one short job a partition on idle nodes.")
+    ] = True,
+    script: Annotated[list[str] | None, typer.Option(help="Also look at a batch script of your own.")] = None,
+    json: Json = False,
+) -> None:
     """What would make a run fail or crawl here, each with its hint; exit code 1 where there is an error.
 
     Example: holmes doctor --script my-job.sbatch

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from holmes_hpc.submission.lifecycle.status import Job
 
 
-def planned(overrides: list[str] | None, site: str | None = None, *, earliest: bool = False,
-            **values: Any) -> tuple[Plan, Configuration]:
+def planned(
+    overrides: list[str] | None, site: str | None = None, *, earliest: bool = False, **values: Any
+) -> tuple[Plan, Configuration]:
     """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
     from holmes_hpc.config.composition import check_overrides
@@ -56,8 +57,9 @@ def look_at_files(config: Configuration) -> None:
     """Refuse, before anything is planned or queued, files that are not there, data that do not fit the model, and ranks
     on this machine without what they need."""
     if config.local and (packages := lacking()):
-        raise ConfigError(f"this Python has no {packages}", where="launcher=local",
-                          hint="pip install 'holmes-hpc[train]'")
+        raise ConfigError(
+            f"this Python has no {packages}", where="launcher=local", hint="pip install 'holmes-hpc[train]'"
+        )
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{key} is {path!r}, which is not there", hint="give the path of one that exists")
@@ -139,16 +141,21 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
     if config.local:
         return run_plan_here(chosen, record.path, run_rank, config.to_dict(), config.slurm)
     if not config.slurm.container and not config.slurm.setup and (packages := lacking()):
-        console.note(f"this Python has no {packages}, and the nodes start the same one: `holmes doctor` tells what they"
-                     " have; pip install 'holmes-hpc[train]' where they lack it")
+        console.note(
+            f"this Python has no {packages}, and the nodes start the same one: `holmes doctor` tells what they"
+            " have; pip install 'holmes-hpc[train]' where they lack it"
+        )
     submit_plan(chosen, record.path, run_rank, config.to_dict(), config.slurm)
     return job_of(record)
 
 
 def check_choice(config: Configuration) -> None:
     """ConfigError where there is nothing for --earliest to choose from."""
-    for given, what in ((config.site_file, "a site file"), (config.plan_file, "one plan only"),
-                        (config.local, "launcher=local")):
+    for given, what in (
+        (config.site_file, "a site file"),
+        (config.plan_file, "one plan only"),
+        (config.local, "launcher=local"),
+    ):
         if given:
             raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
 
@@ -173,8 +180,11 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
     with console.waiting("asking Slurm when each could start"):
         found = order(plans, config.train.steps, config.slurm)
     if found[0].end is None:
-        raise SubmissionError(f"none of {len(found)} plans can run; the best: {found[0].reason}", where="--earliest",
-                              hint="see `holmes nodes` and `holmes doctor`")
+        raise SubmissionError(
+            f"none of {len(found)} plans can run; the best: {found[0].reason}",
+            where="--earliest",
+            hint="see `holmes nodes` and `holmes doctor`",
+        )
     return found
 
 

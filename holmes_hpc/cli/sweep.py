@@ -45,12 +45,23 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
         final = f["final"]
         many = final if isinstance(final, dict) else {}
         one = "" if final is None or many is final else _short(final)
-        rows.append([f["num"], " ".join(o for o in f["overrides"] if o not in same), f["state"], one,
-                     *(_short(many[k]) if k in many else "" for k in figures)])
+        rows.append(
+            [
+                f["num"],
+                " ".join(o for o in f["overrides"] if o not in same),
+                f["state"],
+                one,
+                *(_short(many[k]) if k in many else "" for k in figures),
+            ]
+        )
     columns = ["job", "overrides", "state", "value", *figures]
     shown = [i for i, name in enumerate(columns) if name != "value" or any(row[i] for row in rows)]
-    console.table(directory, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows],
-                  caption=f"all with {' '.join(same)}" if same else "")
+    console.table(
+        directory,
+        [columns[i] for i in shown],
+        [[row[i] for i in shown] for row in rows],
+        caption=f"all with {' '.join(same)}" if same else "",
+    )
 
 
 @group.command("cancel")

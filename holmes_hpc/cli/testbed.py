@@ -13,12 +13,14 @@ group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on
 
 
 @group.command("up")
-def testbed_up(topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
-               release: Annotated[str | None, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = None,
-               slurm: Annotated[str | None, typer.Option(metavar="PREFIX", help="An installed Slurm's folder.")] = None,
-               slurm_source: Annotated[str | None, typer.Option(
-                   metavar="DIR|TARBALL", help="Slurm's source: built, once, and used.")] = None,
-               ) -> None:
+def testbed_up(
+    topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
+    release: Annotated[str | None, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = None,
+    slurm: Annotated[str | None, typer.Option(metavar="PREFIX", help="An installed Slurm's folder.")] = None,
+    slurm_source: Annotated[
+        str | None, typer.Option(metavar="DIR|TARBALL", help="Slurm's source: built, once, and used.")
+    ] = None,
+) -> None:
     """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
     from holmes_hpc.testbed import bed
 
@@ -38,11 +40,21 @@ def testbed_status(json: Json = False) -> None:
         console.text(f"no testbed in {found['state_dir']}")
     else:
         dead = [name for name, lives in found["daemons"].items() if not lives]
-        console.table(f"{found['topology']}: {found['slurm']} ({found['release']}) in {found['state_dir']}",
-                      ("node", "partition", "state", "NICs, Mbit/s", "features"),
-                      [(n["name"], n["partition"], n["state"],
-                        ", ".join(f"{k} {v}" if v else k for k, v in n["nics"].items()), " ".join(n["features"]))
-                       for n in found["nodes"]], caption=f"not running: {', '.join(dead)}" if dead else "")
+        console.table(
+            f"{found['topology']}: {found['slurm']} ({found['release']}) in {found['state_dir']}",
+            ("node", "partition", "state", "NICs, Mbit/s", "features"),
+            [
+                (
+                    n["name"],
+                    n["partition"],
+                    n["state"],
+                    ", ".join(f"{k} {v}" if v else k for k, v in n["nics"].items()),
+                    " ".join(n["features"]),
+                )
+                for n in found["nodes"]
+            ],
+            caption=f"not running: {', '.join(dead)}" if dead else "",
+        )
     raise typer.Exit(0 if found["up"] else 1)
 
 

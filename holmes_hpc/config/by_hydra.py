@@ -78,8 +78,11 @@ def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
     named = [word.partition("=")[2] for word in overrides if word.startswith("batch=")]
     if named and named[-1] not in BATCHES:
         return ConfigError(f"no batch {named[-1]!r}", where="overrides", hint=nearest(named[-1], BATCHES))
-    return ConfigError(f"no batch is known for model {model}", where="batch",
-                       hint="give batch=NAME, or batch.global_size, batch.micro_size and batch.sequence_length")
+    return ConfigError(
+        f"no batch is known for model {model}",
+        where="batch",
+        hint="give batch=NAME, or batch.global_size, batch.micro_size and batch.sequence_length",
+    )
 
 
 def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
@@ -124,15 +127,18 @@ def explained(error: Exception) -> ConfigError:
     option = re.search(r"Could not find '(\w+)/([^']+)'", str(error))
     if option:
         known = [line.strip() for line in _options(str(error))]
-        return ConfigError(f"no {option[1]} {option[2]!r}", where="overrides",
-                           hint=nearest(option[2], filter(None, known)))
+        return ConfigError(
+            f"no {option[1]} {option[2]!r}", where="overrides", hint=nearest(option[2], filter(None, known))
+        )
     bare = re.match(r"Error parsing override '([^'=]+)'", lines[0] if lines else "")
     if bare and (word := meant(bare[1])):
         return ConfigError(f"{bare[1]!r} names no key", where="overrides", hint=f"did you mean {word!r}?")
     if "grammar" in str(error) or "Lexer" in str(error) or "override" in type(error).__name__.lower():
-        return ConfigError(f"cannot be read: {lines[0] if lines else error}", where="overrides",
-                           hint="write KEY=VALUE; a value with other than plain characters needs quotes of its own: "
-                                "\"KEY='VALUE'\"")
+        return ConfigError(
+            f"cannot be read: {lines[0] if lines else error}",
+            where="overrides",
+            hint="write KEY=VALUE; a value with other than plain characters needs quotes of its own: \"KEY='VALUE'\"",
+        )
     return ConfigError(" ".join(lines[:12]) or type(error).__name__, where="overrides", hint="write KEY=VALUE")
 
 

@@ -24,5 +24,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse what a given plan has fixed already: another model, batch or layout."""
     for override in overrides:
         if re.match(r"[+~]*(model|batch|plan)[.=@]", override):
-            raise ConfigError(f"{override!r} is fixed by the plan", where="overrides",
-                              hint="make a plan with it: `holmes plan … -o plan.yaml`")
+            raise ConfigError(
+                f"{override!r} is fixed by the plan",
+                where="overrides",
+                hint="make a plan with it: `holmes plan … -o plan.yaml`",
+            )

@@ -20,8 +20,9 @@ from holmes_hpc.schema import REQUIRED, check, key, keys, make
 class LauncherConfig:
     """The configuration group `launcher`: where a run's ranks are started."""
 
-    kind: Annotated[str, key("slurm: one heterogeneous job; local: processes on this machine",
-                             one_of=("slurm", "local"))] = "slurm"
+    kind: Annotated[
+        str, key("slurm: one heterogeneous job; local: processes on this machine", one_of=("slurm", "local"))
+    ] = "slurm"
 
     def __post_init__(self) -> None:
         check(self, "launcher", dotted=True)
@@ -41,25 +42,36 @@ class Configuration:
     name: Annotated[str | int | float | None, key("of the run directory; null: time, model and plan")] = None
     site_file: Annotated[str | None, key("plan for this site file instead of asking Slurm")] = None
     vocabulary: Annotated[str | None, key("the site's own file of node features, see slurm/")] = None
-    partitions: Annotated[str | tuple[str, ...] | None,
-                          key("[gpu, gpu-old]: only these are used; null: those that fit best")] = None
+    partitions: Annotated[
+        str | tuple[str, ...] | None, key("[gpu, gpu-old]: only these are used; null: those that fit best")
+    ] = None
     calibration: Annotated[str | None, key("a file of `holmes calibrate`, or a layer profile (docs/planner.md)")] = None
     plan_file: Annotated[str | None, key("run this plan instead of planning")] = None
-    checkpoint: Annotated[str | None, key("begin with this one: checkpoints/step-… of any run of the model, a folder "
-                                          "of `holmes import`, or hf:DIR, a Hugging Face folder; with its own once the "
-                                          "run has one")] = None
-    labels: Annotated[Mapping[str, Any], key("words for reports: +labels.system=… +labels.session=… "
-                                             "(docs/results.md)")] = field(default_factory=dict)
+    checkpoint: Annotated[
+        str | None,
+        key(
+            "begin with this one: checkpoints/step-… of any run of the model, a folder "
+            "of `holmes import`, or hf:DIR, a Hugging Face folder; with its own once the "
+            "run has one"
+        ),
+    ] = None
+    labels: Annotated[
+        Mapping[str, Any], key("words for reports: +labels.system=… +labels.session=… (docs/results.md)")
+    ] = field(default_factory=dict)
     run_dir: Annotated[str | None, key("the run directory; null: $HOLMES_RUNS or runs/, and the run's name")] = None
 
     def __post_init__(self) -> None:
         check(self, "configuration")
         if self.train.optimizer == "muon" and self.plan.distributed_optimizer:
-            raise ConfigError("Megatron-Core's Muon cannot be shared out over data-parallel ranks",
-                              where="train.optimizer", hint="add plan.distributed_optimizer=false")
+            raise ConfigError(
+                "Megatron-Core's Muon cannot be shared out over data-parallel ranks",
+                where="train.optimizer",
+                hint="add plan.distributed_optimizer=false",
+            )
         if self.train.optimizer == "muon" and self.train.dtype == "fp16":
-            raise ConfigError("Megatron-Core's Muon takes no fp16", where="train.optimizer",
-                              hint="use train.dtype=bf16")
+            raise ConfigError(
+                "Megatron-Core's Muon takes no fp16", where="train.optimizer", hint="use train.dtype=bf16"
+            )
 
     @property
     def local(self) -> bool:
@@ -74,14 +86,19 @@ class Configuration:
         """A copy that says which tokens are trained on. Where nobody said, a model for trying takes random ones, with
         which nothing is learned; ConfigError for any other."""
         if self.data.prefix and self.data.kind != "indexed":
-            raise ConfigError(f"data.prefix is {self.data.prefix!r}, data.kind is {self.data.kind or 'not given'}",
-                              hint="add data=indexed, or leave data.prefix out")
+            raise ConfigError(
+                f"data.prefix is {self.data.prefix!r}, data.kind is {self.data.kind or 'not given'}",
+                hint="add data=indexed, or leave data.prefix out",
+            )
         if self.data.kind is not None:
             return self
         if self.model.hidden > FOR_TRYING and not self.train.measure:
-            raise ConfigError(f"no data are given for {self.model.name}", where="data",
-                              hint="give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
-                                   "data=synthetic for random tokens, which measure speed and teach nothing")
+            raise ConfigError(
+                f"no data are given for {self.model.name}",
+                where="data",
+                hint="give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
+                "data=synthetic for random tokens, which measure speed and teach nothing",
+            )
         return replace(self, data=replace(self.data, kind="synthetic"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,8 +106,15 @@ class Configuration:
         return _plain(asdict(self))
 
 
-GROUPS: dict[str, type[Any]] = {"model": ModelSpec, "batch": Batch, "plan": PlanOptions, "data": DataConfig,
-                                "train": TrainConfig, "slurm": SlurmSettings, "launcher": LauncherConfig}
+GROUPS: dict[str, type[Any]] = {
+    "model": ModelSpec,
+    "batch": Batch,
+    "plan": PlanOptions,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "slurm": SlurmSettings,
+    "launcher": LauncherConfig,
+}
 
 
 def from_dict(data: Mapping[str, Any]) -> Configuration:

@@ -23,11 +23,11 @@ PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
 HEAD = "# Written from holmes_hpc/config/ by `python -m holmes_hpc.config.document`; change it there."
 WIDTH = 118
-_HYDRA = '''
+_HYDRA = """
 hydra:
   run: {dir: "${oc.env:HOLMES_RUNS,runs}/${now:%Y%m%d-%H%M%S}"}
   sweep: {dir: "${oc.env:HOLMES_RUNS,runs}/sweep-${now:%Y%m%d-%H%M%S}", subdir: "${hydra.job.num}"}
-'''
+"""
 
 
 def conf_files() -> dict[str, str]:
@@ -46,22 +46,42 @@ def conf_files() -> dict[str, str]:
 
 def page() -> str:
     """docs/configuration.md: every key with what it may be."""
-    parts = ["# Configuration", "", "<!-- written by `python -m holmes_hpc.config.document` -->", "",
-             "Every key is given as `KEY=VALUE` on the command line (`train.steps=100`, `model=llama2_7b`, "
-             "`'plan.nodes={ib-a: 2}'`), or in a sweep. A wrong type, a value out of its range or an unknown key is "
-             "refused before anything is submitted.", ""]
+    parts = [
+        "# Configuration",
+        "",
+        "<!-- written by `python -m holmes_hpc.config.document` -->",
+        "",
+        "Every key is given as `KEY=VALUE` on the command line (`train.steps=100`, `model=llama2_7b`, "
+        "`'plan.nodes={ib-a: 2}'`), or in a sweep. A wrong type, a value out of its range or an unknown key is "
+        "refused before anything is submitted.",
+        "",
+    ]
     for name, cls in (("", Configuration), *GROUPS.items()):
-        parts += [f"## `{name}`" if name else "## Keys of no group", "", "| key | what | allowed | default |",
-                  "|---|---|---|---|"]
+        parts += [
+            f"## `{name}`" if name else "## Keys of no group",
+            "",
+            "| key | what | allowed | default |",
+            "|---|---|---|---|",
+        ]
         for k in keys(cls).values():
             if name or k.name not in GROUPS:
-                cells = (f"`{name}.{k.name}`" if name else f"`{k.name}`", k.says.help, allowed(k).removeprefix("use "),
-                         "" if k.default is REQUIRED else f"`{_scalar(k.default)}`")
+                cells = (
+                    f"`{name}.{k.name}`" if name else f"`{k.name}`",
+                    k.says.help,
+                    allowed(k).removeprefix("use "),
+                    "" if k.default is REQUIRED else f"`{_scalar(k.default)}`",
+                )
                 parts.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         parts.append("")
     named = {"model": ", ".join(f"`{m}`" for m in MODELS), "batch": ", ".join(f"`{b}`" for b in BATCHES)}
-    return "\n".join([*parts, f"Named models: {named['model']}. Named batches: {named['batch']}. A model for which no "
-                      "batch is given takes the one of its own name.", ""])
+    return "\n".join(
+        [
+            *parts,
+            f"Named models: {named['model']}. Named batches: {named['batch']}. A model for which no "
+            "batch is given takes the one of its own name.",
+            "",
+        ]
+    )
 
 
 def help_text(*groups: str, width: int = 78) -> str:
@@ -75,10 +95,18 @@ def help_text(*groups: str, width: int = 78) -> str:
 
 
 def _top() -> str:
-    lines = [HEAD, "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 plan.nodes.ib-a=2",
-             "defaults:", "  - _self_", *(f"  - {group}: {option}" for group, option in DEFAULTS.items()), "",
-             "# a named model brings the batch of its own name; another one needs batch=NAME or these three",
-             "batch:", *(f"  {name}: ???" for name in keys(Batch)), ""]
+    lines = [
+        HEAD,
+        "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 plan.nodes.ib-a=2",
+        "defaults:",
+        "  - _self_",
+        *(f"  - {group}: {option}" for group, option in DEFAULTS.items()),
+        "",
+        "# a named model brings the batch of its own name; another one needs batch=NAME or these three",
+        "batch:",
+        *(f"  {name}: ???" for name in keys(Batch)),
+        "",
+    ]
     lines += [line for k in keys(Configuration).values() if k.name not in GROUPS for line in _line(k, k.default)]
     return "\n".join(lines) + "\n" + _HYDRA
 

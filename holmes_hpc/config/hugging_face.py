@@ -35,7 +35,7 @@ class Family:
 _ONE_NORM = "Megatron-Core's layers have no norm behind attention and behind the feed-forward part"
 NOT_COVERED = {
     "gemma": "Megatron-Core scales no embeddings, and knows norms that multiply by one more than their weight with "
-             "Transformer Engine alone",
+    "Transformer Engine alone",
     "gemma2": f"{_ONE_NORM}, and it caps neither scores nor logits",
     "gemma3": f"{_ONE_NORM}, and one rotary base for all layers",
     "gemma3_text": f"{_ONE_NORM}, and one rotary base for all layers",
@@ -68,8 +68,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_model(folder: Path) -> ModelSpec:
     """The model that a folder holds, named as the folder. DataError with what is not covered."""
-    return model_of(read_config(folder), re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model",
-                    str(folder / CONFIG))
+    return model_of(
+        read_config(folder), re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model", str(folder / CONFIG)
+    )
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
@@ -77,8 +78,11 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         why = NOT_COVERED.get(kind)
-        raise DataError(f"model_type is {kind!r}" + (f": {why}" if why else ""), where=where,
-                        hint=nearest(kind, FAMILIES) if why is None else _HINT)
+        raise DataError(
+            f"model_type is {kind!r}" + (f": {why}" if why else ""),
+            where=where,
+            hint=nearest(kind, FAMILIES) if why is None else _HINT,
+        )
     family, read = FAMILIES[kind], _Config(config, where)
     if config.get("quantization_config"):
         read.refuse("its weights are quantized", "give the folder of the weights before quantization")
@@ -94,27 +98,54 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
 def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, Any]:
     """config.json of a model; `dtype`: of its weights, as torch names it; `eod`: the token that ends a document."""
     kind = family_of(spec)
-    common = {"architectures": [FAMILIES[kind].architecture], "model_type": kind, "vocab_size": spec.vocab,
-              "tie_word_embeddings": spec.tied, "torch_dtype": dtype, "bos_token_id": eod, "eos_token_id": eod}
+    common = {
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
+        "vocab_size": spec.vocab,
+        "tie_word_embeddings": spec.tied,
+        "torch_dtype": dtype,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+    }
     if not spec.rope:
-        return {**common, "n_embd": spec.hidden, "n_inner": spec.ffn, "n_layer": spec.layers, "n_head": spec.heads,
-                "n_positions": spec.max_positions, "layer_norm_epsilon": spec.norm_eps,
-                "activation_function": "gelu_new" if spec.gelu_tanh else "gelu", "attn_pdrop": spec.dropout,
-                "resid_pdrop": spec.dropout, "embd_pdrop": spec.dropout}
-    return {**common, "hidden_size": spec.hidden, "intermediate_size": spec.ffn, "num_hidden_layers": spec.layers,
-            "num_attention_heads": spec.heads, "num_key_value_heads": spec.kv_heads, "head_dim": spec.head_width,
-            "hidden_act": "silu", "max_position_embeddings": spec.max_positions, "rms_norm_eps": spec.norm_eps,
-            "rope_theta": spec.rope_base, "rope_scaling": _scaling_of(spec.rope_scaling),
-            "attention_dropout": spec.dropout,
-            **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if kind == "llama" else {}),
-            **({"attention_bias": False} if kind == "qwen3" else {}),
-            **({"use_sliding_window": False} if kind != "llama" else {})}
+        return {
+            **common,
+            "n_embd": spec.hidden,
+            "n_inner": spec.ffn,
+            "n_layer": spec.layers,
+            "n_head": spec.heads,
+            "n_positions": spec.max_positions,
+            "layer_norm_epsilon": spec.norm_eps,
+            "activation_function": "gelu_new" if spec.gelu_tanh else "gelu",
+            "attn_pdrop": spec.dropout,
+            "resid_pdrop": spec.dropout,
+            "embd_pdrop": spec.dropout,
+        }
+    return {
+        **common,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_base,
+        "rope_scaling": _scaling_of(spec.rope_scaling),
+        "attention_dropout": spec.dropout,
+        **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if kind == "llama" else {}),
+        **({"attention_bias": False} if kind == "qwen3" else {}),
+        **({"use_sliding_window": False} if kind != "llama" else {}),
+    }
 
 
 def family_of(spec: ModelSpec) -> str:
     """The `model_type` that computes what this model computes. ConfigError where there is none."""
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
-            spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm):
+        spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
+    ):
         return "gpt2"
     if spec.rope and spec.swiglu and spec.rmsnorm:
         if not (spec.qk_norm or spec.qkv_bias):
@@ -123,20 +154,35 @@ def family_of(spec: ModelSpec) -> str:
             return "qwen3"
         if not (spec.qk_norm or spec.bias) and spec.query_width == spec.hidden:
             return "qwen2"
-    parts = ["rotary" if spec.rope else "learned", "positions,", "SwiGLU," if spec.swiglu else "GELU,",
-             "RMSNorm," if spec.rmsnorm else "LayerNorm,", "QK norm," * spec.qk_norm,
-             "biases of queries, keys and values," * spec.qkv_bias, f"heads {spec.head_width} wide",
-             f"and {spec.kv_heads} of {spec.heads} heads for keys"]
-    raise ConfigError(f"no Hugging Face model has {' '.join(filter(None, parts))}", where=f"model {spec.name}",
-                      hint="export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)")
+    parts = [
+        "rotary" if spec.rope else "learned",
+        "positions,",
+        "SwiGLU," if spec.swiglu else "GELU,",
+        "RMSNorm," if spec.rmsnorm else "LayerNorm,",
+        "QK norm," * spec.qk_norm,
+        "biases of queries, keys and values," * spec.qkv_bias,
+        f"heads {spec.head_width} wide",
+        f"and {spec.kv_heads} of {spec.heads} heads for keys",
+    ]
+    raise ConfigError(
+        f"no Hugging Face model has {' '.join(filter(None, parts))}",
+        where=f"model {spec.name}",
+        hint="export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)",
+    )
 
 
 def _scaling_of(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    more = {} if scaling.kind == "linear" else {
-        "low_freq_factor": scaling.low_frequency_turns, "high_freq_factor": scaling.high_frequency_turns,
-        "original_max_position_embeddings": scaling.original_positions}
+    more = (
+        {}
+        if scaling.kind == "linear"
+        else {
+            "low_freq_factor": scaling.low_frequency_turns,
+            "high_freq_factor": scaling.high_frequency_turns,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    )
     return {"rope_type": scaling.kind, "factor": scaling.factor, **more}
 
 
@@ -183,19 +229,32 @@ def _llama(read: _Config, more: Mapping[str, Any]) -> ModelSpec:
         read.refuse("attention_bias is true", _HINT)
     own = {k: v for k, v in more.items() if k in ("qk_norm", "qkv_bias")}
     return ModelSpec(
-        "model", read("num_hidden_layers"), read("hidden_size"), read("num_attention_heads"), read("vocab_size"),
-        ffn=read("intermediate_size"), kv_heads=read("num_key_value_heads", read("num_attention_heads")),
-        tied=read("tie_word_embeddings", False), bias=bias, max_positions=read("max_position_embeddings", 2048),
-        norm_eps=read("rms_norm_eps", 1e-6), rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
-        head_dim=read("head_dim", more.get("head_dim")), rope_scaling=_scaling(read, rope), **own)
+        "model",
+        read("num_hidden_layers"),
+        read("hidden_size"),
+        read("num_attention_heads"),
+        read("vocab_size"),
+        ffn=read("intermediate_size"),
+        kv_heads=read("num_key_value_heads", read("num_attention_heads")),
+        tied=read("tie_word_embeddings", False),
+        bias=bias,
+        max_positions=read("max_position_embeddings", 2048),
+        norm_eps=read("rms_norm_eps", 1e-6),
+        rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
+        head_dim=read("head_dim", more.get("head_dim")),
+        rope_scaling=_scaling(read, rope),
+        **own,
+    )
 
 
 def _no_window(read: _Config, more: Mapping[str, Any]) -> None:
     window = read("sliding_window", None) if read("use_sliding_window", more["window_by_itself"]) else None
     layers = read("layer_types", [])
     if (window is not None and window < read("max_position_embeddings", 2048)) or "sliding_attention" in layers:
-        read.refuse(f"its layers attend to a window of {window} tokens, which Megatron-Core's layers do not",
-                    f"for sequences up to {window} tokens it is the same without: set sliding_window to null there")
+        read.refuse(
+            f"its layers attend to a window of {window} tokens, which Megatron-Core's layers do not",
+            f"for sequences up to {window} tokens it is the same without: set sliding_window to null there",
+        )
 
 
 def _scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
@@ -207,21 +266,37 @@ def _scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling(rope.get("factor", 1.0), "linear")
     original = rope.get("original_max_position_embeddings") or read("original_max_position_embeddings", 8192)
-    return RopeScaling(rope.get("factor", 8.0), kind, rope.get("low_freq_factor", 1.0),
-                       rope.get("high_freq_factor", 4.0), original)
+    return RopeScaling(
+        rope.get("factor", 8.0), kind, rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0), original
+    )
 
 
 def _gpt2(read: _Config, more: Mapping[str, Any]) -> ModelSpec:
     act = read.wants("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
-    for name, known in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False),
-                        ("add_cross_attention", False)):
+    for name, known in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
         read.wants(name, known)
     hidden = read("n_embd")
-    return ModelSpec("model", read("n_layer"), hidden, read("n_head"), read("vocab_size"),
-                     ffn=read("n_inner", 4 * hidden if isinstance(hidden, int) else hidden), kv_heads=read("n_head"),
-                     swiglu=False, rmsnorm=False, rope=False, tied=read("tie_word_embeddings", True), bias=True,
-                     max_positions=read("n_positions"), norm_eps=read("layer_norm_epsilon", 1e-5),
-                     gelu_tanh=act != "gelu")
+    return ModelSpec(
+        "model",
+        read("n_layer"),
+        hidden,
+        read("n_head"),
+        read("vocab_size"),
+        ffn=read("n_inner", 4 * hidden if isinstance(hidden, int) else hidden),
+        kv_heads=read("n_head"),
+        swiglu=False,
+        rmsnorm=False,
+        rope=False,
+        tied=read("tie_word_embeddings", True),
+        bias=True,
+        max_positions=read("n_positions"),
+        norm_eps=read("layer_norm_epsilon", 1e-5),
+        gelu_tanh=act != "gelu",
+    )
 
 
 FAMILIES: dict[str, Family] = {

@@ -14,19 +14,26 @@ class RopeScaling:
     """How rotary frequencies are stretched for sequences longer than the first ones trained on."""
 
     factor: Annotated[float, key("by which slow frequencies are divided", ge=1)]
-    kind: Annotated[str, key("linear: all frequencies; llama3: those that turn less than low_frequency_turns times in "
-                             "original_positions, and in part those up to high_frequency_turns (arXiv 2407.21783)",
-                             one_of=("linear", "llama3"))] = "llama3"
+    kind: Annotated[
+        str,
+        key(
+            "linear: all frequencies; llama3: those that turn less than low_frequency_turns times in "
+            "original_positions, and in part those up to high_frequency_turns (arXiv 2407.21783)",
+            one_of=("linear", "llama3"),
+        ),
+    ] = "llama3"
     low_frequency_turns: Annotated[float, key("of llama3: below, the whole factor", gt=0)] = 1.0
     high_frequency_turns: Annotated[float, key("of llama3: above, no factor", gt=0)] = 4.0
-    original_positions: Annotated[int, key("of llama3: longest sequence trained on before", unit="tokens",
-                                           ge=1)] = 8192
+    original_positions: Annotated[int, key("of llama3: longest sequence trained on before", unit="tokens", ge=1)] = 8192
 
     def __post_init__(self) -> None:
         check(self, "rope_scaling", PlanError)
         if self.low_frequency_turns >= self.high_frequency_turns:
-            raise PlanError(f"low_frequency_turns is {self.low_frequency_turns}", where="rope_scaling",
-                            hint=f"use a number below high_frequency_turns, which is {self.high_frequency_turns}")
+            raise PlanError(
+                f"low_frequency_turns is {self.low_frequency_turns}",
+                where="rope_scaling",
+                hint=f"use a number below high_frequency_turns, which is {self.high_frequency_turns}",
+            )
 
 
 @dataclass(frozen=True)
@@ -54,23 +61,37 @@ class ModelSpec:
     qk_norm: Annotated[bool, key("queries and keys are normalised, each head by itself")] = False
     qkv_bias: Annotated[bool, key("queries, keys and values have biases, whatever `bias` says of the rest")] = False
     gelu_tanh: Annotated[bool, key("without swiglu: GELU by its tanh approximation, as GPT-2 was trained")] = False
-    rope_scaling: Annotated[RopeScaling | None, key("of the rotary frequencies, as Llama 3.1 has it: {factor: 8}, and "
-                                                    "kind, low_frequency_turns, high_frequency_turns, "
-                                                    "original_positions; null: none")] = None
+    rope_scaling: Annotated[
+        RopeScaling | None,
+        key(
+            "of the rotary frequencies, as Llama 3.1 has it: {factor: 8}, and "
+            "kind, low_frequency_turns, high_frequency_turns, "
+            "original_positions; null: none"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"
         check(self, where, PlanError)
         if self.head_dim is None and self.hidden % self.heads:
-            raise PlanError(f"hidden {self.hidden} is not a multiple of {self.heads} heads", where=where,
-                            hint="choose heads that divide hidden, or give model.head_dim")
+            raise PlanError(
+                f"hidden {self.hidden} is not a multiple of {self.heads} heads",
+                where=where,
+                hint="choose heads that divide hidden, or give model.head_dim",
+            )
         if self.heads % self.kv_heads:
-            raise PlanError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads", where=where,
-                            hint="choose kv_heads that divide heads")
+            raise PlanError(
+                f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads",
+                where=where,
+                hint="choose kv_heads that divide heads",
+            )
         if self.rope and self.head_width % 2:
             of = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
-            raise PlanError(f"a head is {self.head_width} wide{of}, an odd number", where=where,
-                            hint="choose an even width of a head, as rotary embedding needs, or model.rope=false")
+            raise PlanError(
+                f"a head is {self.head_width} wide{of}, an odd number",
+                where=where,
+                hint="choose an even width of a head, as rotary embedding needs, or model.rope=false",
+            )
         if self.rope_scaling is not None and not self.rope:
             raise PlanError("rope_scaling of a model without rope", where=where, hint="leave model.rope_scaling out")
         if self.gelu_tanh and self.swiglu:
@@ -101,8 +122,11 @@ class ModelSpec:
         return -(-self.vocab // unit) * unit
 
 
-_LATER = {f.name: f.default for f in fields(ModelSpec)
-          if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")}
+_LATER = {
+    f.name: f.default
+    for f in fields(ModelSpec)
+    if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +148,9 @@ class Batch:
     def micro_batches(self, dp: int) -> int:
         """Micro-batches per pipeline and step."""
         if self.global_size % (self.micro_size * dp):
-            raise PlanError(f"global_size {self.global_size} is not a multiple of micro_size {self.micro_size} x DP"
-                            f" {dp}", where="batch", hint=f"use a multiple of {self.micro_size * dp}")
+            raise PlanError(
+                f"global_size {self.global_size} is not a multiple of micro_size {self.micro_size} x DP {dp}",
+                where="batch",
+                hint=f"use a multiple of {self.micro_size * dp}",
+            )
         return self.global_size // (self.micro_size * dp)

@@ -12,14 +12,27 @@ from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.schema import REQUIRED, keys
 
 # the batch of the model's name, where there is one: `batch` of config.yaml itself has no values
-DEFAULTS = {"model": "gpt_tiny", "optional batch": "${model}", "plan": "default", "data": "default", "train": "default",
-            "slurm": "default", "launcher": "slurm"}
+DEFAULTS = {
+    "model": "gpt_tiny",
+    "optional batch": "${model}",
+    "plan": "default",
+    "data": "default",
+    "train": "default",
+    "slurm": "default",
+    "launcher": "slurm",
+}
 # group -> option -> what it says other than the defaults
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "plan": {"default": {}}, "train": {"default": {}}, "slurm": {"default": {}},
-    "data": {"default": {}, "synthetic": {"kind": "synthetic"},
-             "indexed": {"kind": "indexed", "prefix": "???", "split": "90,10"}},
-    "launcher": {"slurm": {}, "local": {"kind": "local"}}}
+    "plan": {"default": {}},
+    "train": {"default": {}},
+    "slurm": {"default": {}},
+    "data": {
+        "default": {},
+        "synthetic": {"kind": "synthetic"},
+        "indexed": {"kind": "indexed", "prefix": "???", "split": "90,10"},
+    },
+    "launcher": {"slurm": {}, "local": {"kind": "local"}},
+}
 
 # What Hydra's grammar reads as a number, and as a word: a part of what it knows. The rest is left to Hydra.
 _INTEGER = re.compile(r"[+-]?(0|[1-9]\d*)\Z")
@@ -94,5 +107,8 @@ def _option(group: str, name: str) -> dict[str, Any] | None:
         named: Any = (MODELS if group == "model" else BATCHES).get(name)
         return None if named is None else asdict(named)
     more = OPTIONS[group].get(name)
-    return None if more is None else {k: d.default for k, d in keys(GROUPS[group]).items() if d.default is not REQUIRED
-                                      } | more
+    return (
+        None
+        if more is None
+        else {k: d.default for k, d in keys(GROUPS[group]).items() if d.default is not REQUIRED} | more
+    )

@@ -29,36 +29,62 @@ def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connectio
 class PlanOptions:
     """The configuration group `plan`. None or ``auto``: the planner chooses."""
 
-    strategy: Annotated[str, key("one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across) "
-                                 "or hierarchical-dp (pipelines in each fabric, or in each node of one; data "
-                                 "parallel across)", one_of=("auto", *STRATEGIES))] = "auto"
-    nodes: Annotated[Mapping[str, int | None] | None,
-                     key("{FABRIC: NODES}: only these fabrics, just as many nodes; null: the planner chooses",
-                         ge=1)] = None
+    strategy: Annotated[
+        str,
+        key(
+            "one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across) "
+            "or hierarchical-dp (pipelines in each fabric, or in each node of one; data "
+            "parallel across)",
+            one_of=("auto", *STRATEGIES),
+        ),
+    ] = "auto"
+    nodes: Annotated[
+        Mapping[str, int | None] | None,
+        key("{FABRIC: NODES}: only these fabrics, just as many nodes; null: the planner chooses", ge=1),
+    ] = None
     gpus_per_node: Annotated[int | None, key("ranks on each node; null: all GPUs of a node", ge=1)] = None
     tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
-    virtual_stages: Annotated[int | None, key("model chunks that one pipeline rank holds; 1: not interleaved",
-                                              ge=1)] = None
+    virtual_stages: Annotated[
+        int | None, key("model chunks that one pipeline rank holds; 1: not interleaved", ge=1)
+    ] = None
     layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: by `partition`", ge=1)] = None
-    partition: Annotated[str, key("how layers are dealt out: exact (shortest simulated step), proportional (the "
-                                  "paper's rule) or uniform", one_of=PARTITIONS)] = "exact"
-    recompute: Annotated[str, key("activations computed again in the backward pass", one_of=("auto", *RECOMPUTE),
-                                  )] = "auto"
-    schedule: Annotated[str, key("1f1b or interleaved (Megatron-Core's), or ahead (sends and receives in the "
-                                 "background)", one_of=("auto", *SCHEDULES))] = "auto"
-    transport: Annotated[str, key("holmes (the best transport of each group) or single (plain Megatron-LM: one for "
-                                  "all)", one_of=TRANSPORT_MODES)] = "holmes"
+    partition: Annotated[
+        str,
+        key(
+            "how layers are dealt out: exact (shortest simulated step), proportional (the paper's rule) or uniform",
+            one_of=PARTITIONS,
+        ),
+    ] = "exact"
+    recompute: Annotated[str, key("activations computed again in the backward pass", one_of=("auto", *RECOMPUTE))] = (
+        "auto"
+    )
+    schedule: Annotated[
+        str,
+        key(
+            "1f1b or interleaved (Megatron-Core's), or ahead (sends and receives in the background)",
+            one_of=("auto", *SCHEDULES),
+        ),
+    ] = "auto"
+    transport: Annotated[
+        str,
+        key(
+            "holmes (the best transport of each group) or single (plain Megatron-LM: one for all)",
+            one_of=TRANSPORT_MODES,
+        ),
+    ] = "holmes"
     sequence_parallel: Annotated[bool | None, key("activations between TP regions are split over the TP ranks")] = None
     distributed_optimizer: Annotated[bool, key("optimizer states are sharded over the data-parallel ranks")] = True
     bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
-    edge_dtype: Annotated[str, key("type of activations on TCP edges between stages; same: as computed",
-                                   one_of=EDGE_DTYPES)] = "same"
+    edge_dtype: Annotated[
+        str, key("type of activations on TCP edges between stages; same: as computed", one_of=EDGE_DTYPES)
+    ] = "same"
     edge_connections: Annotated[int, key("TCP connections that an activation is spread over", ge=1)] = 1
     search_micro_size: Annotated[bool, key("the planner may change batch.micro_size")] = False
-    max_memory_gib: Annotated[float | None, key("memory of one GPU, instead of the site's", unit="GiB", gt=0,
-                                                infinite=True)] = None
+    max_memory_gib: Annotated[
+        float | None, key("memory of one GPU, instead of the site's", unit="GiB", gt=0, infinite=True)
+    ] = None
     fabric_order: Annotated[tuple[str, ...] | None, key("[ib-a, roce-a]: fabrics along the pipeline")] = None
     unequal: Annotated[bool, key("stages may have TP, DP and nodes of their own, where that is faster")] = False
 
@@ -71,5 +97,8 @@ class PlanOptions:
                 raise ConfigError("nodes is {}", where="plan", hint="use {FABRIC: NODES, …}")
             object.__setattr__(self, "nodes", {str(k): v for k, v in self.nodes.items() if v is not None} or None)
         if self.layers_per_stage is not None and self.pp is not None and len(self.layers_per_stage) != self.pp:
-            raise ConfigError(f"{len(self.layers_per_stage)} numbers of layers for PP {self.pp}",
-                              where="plan.layers_per_stage", hint="give one number for each stage")
+            raise ConfigError(
+                f"{len(self.layers_per_stage)} numbers of layers for PP {self.pp}",
+                where="plan.layers_per_stage",
+                hint="give one number for each stage",
+            )

@@ -18,27 +18,37 @@ class ComponentSettings:
     account: Annotated[str | None, key("as sbatch --account")] = None
     qos: Annotated[str | None, key("as sbatch --qos")] = None
     reservation: Annotated[str | None, key("as sbatch --reservation")] = None
-    mem: Annotated[str | int | None, key("memory of a node, as sbatch --mem: 64G; 0: all of it; null: as share says",
-                                         ge=0)] = None
-    cpus_per_task: Annotated[int | None, key("CPUs of a rank, as sbatch --cpus-per-task; null: as share says",
-                                             ge=1)] = None
-    share: Annotated[bool | None, key("ask for the CPUs and the memory that go with the GPUs: their part of the "
-                                      "node's, all memory of a node taken whole; false: Slurm's defaults; null: true"
-                                      )] = None
+    mem: Annotated[
+        str | int | None, key("memory of a node, as sbatch --mem: 64G; 0: all of it; null: as share says", ge=0)
+    ] = None
+    cpus_per_task: Annotated[
+        int | None, key("CPUs of a rank, as sbatch --cpus-per-task; null: as share says", ge=1)
+    ] = None
+    share: Annotated[
+        bool | None,
+        key(
+            "ask for the CPUs and the memory that go with the GPUs: their part of the "
+            "node's, all memory of a node taken whole; false: Slurm's defaults; null: true"
+        ),
+    ] = None
     gres: Annotated[str | None, key("as sbatch --gres, instead of --gpus-per-node")] = None
     exclusive: Annotated[bool | str | None, key("whole nodes, as sbatch --exclusive; or user, mcs")] = None
     nodelist: Annotated[str | tuple[str, ...] | None, key("as sbatch --nodelist")] = None
     exclude: Annotated[str | tuple[str, ...] | None, key("nodes not to be used, as sbatch --exclude")] = None
-    additional: Annotated[Mapping[str, bool | int | float | str | None] | None,
-                          key("any other sbatch option: {switches: 1}")] = None
+    additional: Annotated[
+        Mapping[str, bool | int | float | str | None] | None, key("any other sbatch option: {switches: 1}")
+    ] = None
 
     def __post_init__(self) -> None:
         check(self, "slurm")
 
     def given(self) -> dict[str, Any]:
         """What is said: key -> value."""
-        return {f.name: value for f in fields(ComponentSettings)
-                if (value := getattr(self, f.name)) is not None and f.name != "share"}
+        return {
+            f.name: value
+            for f in fields(ComponentSettings)
+            if (value := getattr(self, f.name)) is not None and f.name != "share"
+        }
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,12 @@ class FabricSettings(ComponentSettings):
     srun_args: Annotated[tuple[str, ...], key("more arguments of srun for its ranks")] = ()
 
     def given(self) -> dict[str, Any]:
-        more = {f.name: value for f in fields(FabricSettings)
-                if f.name not in {g.name for g in fields(ComponentSettings)}
-                and (value := getattr(self, f.name)) not in (None, ())}
+        more = {
+            f.name: value
+            for f in fields(FabricSettings)
+            if f.name not in {g.name for g in fields(ComponentSettings)}
+            and (value := getattr(self, f.name)) not in (None, ())
+        }
         return {**super().given(), **more}
 
 
@@ -64,18 +77,27 @@ class FabricSettings(ComponentSettings):
 class SlurmSettings(ComponentSettings):
     """The site's settings of every component, and those of the job; `fabrics` says more of single fabrics."""
 
-    timeout_min: Annotated[int | str, key("the job's time limit: minutes, or as Slurm writes it: 1-12:00:00",
-                                          unit="min", ge=1)] = 60
+    timeout_min: Annotated[
+        int | str, key("the job's time limit: minutes, or as Slurm writes it: 1-12:00:00", unit="min", ge=1)
+    ] = 60
     setup: Annotated[tuple[str, ...], key("lines of the batch script before srun, as in submitit")] = ()
-    distribution: Annotated[str, key("as srun --distribution: ranks over nodes (always block), and over the sockets of "
-                                     "a node", one_of=("block:block", "block:cyclic", "block:fcyclic"))] = "block:block"
+    distribution: Annotated[
+        str,
+        key(
+            "as srun --distribution: ranks over nodes (always block), and over the sockets of a node",
+            one_of=("block:block", "block:cyclic", "block:fcyclic"),
+        ),
+    ] = "block:block"
     bind_cpus: Annotated[bool, key("keep each rank on those of its CPUs that are beside its GPU (NUMA)")] = True
     container: Annotated[str | None, key("an image for pyxis' --container-image, or an apptainer .sif")] = None
-    fabrics: Annotated[Mapping[str, FabricSettings | None] | None,
-                       key("{FABRIC: {qos: …}}: settings of one fabric's component")] = None
+    fabrics: Annotated[
+        Mapping[str, FabricSettings | None] | None, key("{FABRIC: {qos: …}}: settings of one fabric's component")
+    ] = None
 
     def __post_init__(self) -> None:
         check(self, "slurm", dotted=True)
         if isinstance(self.timeout_min, str) and not minutes(self.timeout_min):
-            raise ConfigError(f"slurm.timeout_min is {self.timeout_min!r}", hint="use minutes from 1, or a time as "
-                              "Slurm writes it: 1:30:00, 1-12:00:00")
+            raise ConfigError(
+                f"slurm.timeout_min is {self.timeout_min!r}",
+                hint="use minutes from 1, or a time as Slurm writes it: 1:30:00, 1-12:00:00",
+            )

@@ -16,30 +16,55 @@ class TrainConfig:
     """How a run trains. Intervals are in steps; 0 switches off what they are of."""
 
     steps: Annotated[int, key("optimizer steps to make in all, counted from the run's first", ge=1)] = 20
-    seed: Annotated[int, key("of initial weights and dropout, and of the data's order where data.seed is null", ge=0,
-                             lt=1 << 32)] = 1234
-    device: Annotated[str, key("auto: CUDA where there is a device, but not for a plan of CPUs",
-                               one_of=("auto", "cpu", "cuda"))] = "auto"
-    dtype: Annotated[str, key("of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
-                              one_of=("auto", "fp32", "bf16", "fp16"))] = "auto"
-    fp8: Annotated[str | None, key("products of layers in fp8 with Transformer Engine, scaled by the last steps' "
-                                   "largest values (delayed), the tensor's (tensorwise) or each block's (mxfp8, "
-                                   "Blackwell); null: none", one_of=("delayed", "tensorwise", "mxfp8"))] = None
+    seed: Annotated[
+        int, key("of initial weights and dropout, and of the data's order where data.seed is null", ge=0, lt=1 << 32)
+    ] = 1234
+    device: Annotated[
+        str, key("auto: CUDA where there is a device, but not for a plan of CPUs", one_of=("auto", "cpu", "cuda"))
+    ] = "auto"
+    dtype: Annotated[
+        str,
+        key(
+            "of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
+            one_of=("auto", "fp32", "bf16", "fp16"),
+        ),
+    ] = "auto"
+    fp8: Annotated[
+        str | None,
+        key(
+            "products of layers in fp8 with Transformer Engine, scaled by the last steps' "
+            "largest values (delayed), the tensor's (tensorwise) or each block's (mxfp8, "
+            "Blackwell); null: none",
+            one_of=("delayed", "tensorwise", "mxfp8"),
+        ),
+    ] = None
     # the optimizer
-    optimizer: Annotated[str, key("adam: AdamW; muon: Muon for matrices and AdamW for the rest, where Megatron-Core "
-                                  "has it (0.18 and later, with the package emerging-optimizers)",
-                             one_of=("adam", "muon"))] = "adam"
+    optimizer: Annotated[
+        str,
+        key(
+            "adam: AdamW; muon: Muon for matrices and AdamW for the rest, where Megatron-Core "
+            "has it (0.18 and later, with the package emerging-optimizers)",
+            one_of=("adam", "muon"),
+        ),
+    ] = "adam"
     lr: Annotated[float, key("peak learning rate", ge=0)] = 1.0e-3
     min_lr: Annotated[float, key("learning rate after the decay, at most lr", ge=0)] = 1.0e-4
     warmup_steps: Annotated[int, key("steps over which the learning rate rises to lr", ge=0)] = 0
     lr_decay_steps: Annotated[int | None, key("step at which min_lr is reached; null: steps", ge=1)] = None
-    lr_schedule: Annotated[str, key("how the learning rate falls after the warm-up: cosine or linear down to min_lr; "
-                                    "wsd: it stays at lr and falls in a line over the last wsd_decay_steps",
-                                    one_of=("cosine", "linear", "wsd"))] = "cosine"
-    wsd_decay_steps: Annotated[int | None, key("of lr_schedule wsd: steps of its fall; null: a tenth of all",
-                                               ge=1)] = None
-    weight_decay: Annotated[float, key("decoupled weight decay of matrices (norms and biases do not decay)",
-                                       ge=0)] = 0.01
+    lr_schedule: Annotated[
+        str,
+        key(
+            "how the learning rate falls after the warm-up: cosine or linear down to min_lr; "
+            "wsd: it stays at lr and falls in a line over the last wsd_decay_steps",
+            one_of=("cosine", "linear", "wsd"),
+        ),
+    ] = "cosine"
+    wsd_decay_steps: Annotated[int | None, key("of lr_schedule wsd: steps of its fall; null: a tenth of all", ge=1)] = (
+        None
+    )
+    weight_decay: Annotated[float, key("decoupled weight decay of matrices (norms and biases do not decay)", ge=0)] = (
+        0.01
+    )
     beta1: Annotated[float, key("Adam's decay of the first moment", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, key("Adam's decay of the second moment", ge=0, lt=1)] = 0.95
     eps: Annotated[float, key("Adam's epsilon", gt=0)] = 1.0e-8
@@ -51,50 +76,82 @@ class TrainConfig:
     log_interval: Annotated[int, key("steps between lines of the log", ge=1)] = 1
     eval_interval: Annotated[int, key("steps between validations", ge=0)] = 0
     eval_steps: Annotated[int, key("validation batches", ge=1)] = 4
-    checkpoint_interval: Annotated[int, key("steps between checkpoints; 0: only at the end of an interrupted run",
-                                            ge=0)] = 0
+    checkpoint_interval: Annotated[
+        int, key("steps between checkpoints; 0: only at the end of an interrupted run", ge=0)
+    ] = 0
     checkpoint_keep: Annotated[int, key("newest checkpoints that are kept", ge=1)] = 2
-    checkpoint_dir: Annotated[str | None, key("put checkpoints into a folder of the run's name below this one, on "
-                                              "another file system that all nodes share; null: into the run "
-                                              "directory")] = None
+    checkpoint_dir: Annotated[
+        str | None,
+        key(
+            "put checkpoints into a folder of the run's name below this one, on "
+            "another file system that all nodes share; null: into the run "
+            "directory"
+        ),
+    ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints beside the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: when each micro-batch was computed and sent")] = False
     tensorboard: Annotated[bool, key("write metrics for TensorBoard too")] = False
     wandb: Annotated[str | None, key("send metrics to this Weights & Biases project too")] = None
     mlflow: Annotated[str | None, key("send metrics to this MLflow tracking address too")] = None
     # ends and restarts
-    max_restarts: Annotated[int, key("failures of a rank or node after which the job is queued again, only while steps "
-                                     "are gained; after preemption or a time-out always", ge=0)] = 0
-    watchdog_s: Annotated[float, key("a step that takes longer is a hang; ten times that: set-up, saving a checkpoint",
-                                     unit="s", gt=0)] = 600
-    net_timeout_s: Annotated[float, key("of every set-up of a group, and on CPUs of every collective: what takes "
-                                        "longer is a hang", unit="s", gt=0)] = 120
+    max_restarts: Annotated[
+        int,
+        key(
+            "failures of a rank or node after which the job is queued again, only while steps "
+            "are gained; after preemption or a time-out always",
+            ge=0,
+        ),
+    ] = 0
+    watchdog_s: Annotated[
+        float, key("a step that takes longer is a hang; ten times that: set-up, saving a checkpoint", unit="s", gt=0)
+    ] = 600
+    net_timeout_s: Annotated[
+        float,
+        key("of every set-up of a group, and on CPUs of every collective: what takes longer is a hang", unit="s", gt=0),
+    ] = 120
     # for experiments
-    pace_layer_ms: Annotated[float | None,
-                             key("paced compute: every transformer layer's forward takes this long and its backward "
-                                 "twice as long, by waiting; named in every record; null: off", unit="ms", gt=0)] = None
-    pace_factors: Annotated[Mapping[str, float] | None,
-                            key("a layer takes so many times pace_layer_ms on a fabric, or on single nodes: "
-                                "{roce-a: 3, 'ib[3-4]': 2}; null: once on all", gt=0)] = None
-    measure: Annotated[bool, key("after these steps time their parts and the networks, into calibration.yaml (holmes "
-                                 "calibrate)")] = False
+    pace_layer_ms: Annotated[
+        float | None,
+        key(
+            "paced compute: every transformer layer's forward takes this long and its backward "
+            "twice as long, by waiting; named in every record; null: off",
+            unit="ms",
+            gt=0,
+        ),
+    ] = None
+    pace_factors: Annotated[
+        Mapping[str, float] | None,
+        key(
+            "a layer takes so many times pace_layer_ms on a fabric, or on single nodes: "
+            "{roce-a: 3, 'ib[3-4]': 2}; null: once on all",
+            gt=0,
+        ),
+    ] = None
+    measure: Annotated[
+        bool, key("after these steps time their parts and the networks, into calibration.yaml (holmes calibrate)")
+    ] = False
 
     def __post_init__(self) -> None:
         check(self, "train", dotted=True)
         if self.min_lr > self.lr:
-            raise ConfigError(f"train.min_lr is {self.min_lr}",
-                              hint=f"use a number from 0 up to lr, which is {self.lr}")
+            raise ConfigError(
+                f"train.min_lr is {self.min_lr}", hint=f"use a number from 0 up to lr, which is {self.lr}"
+            )
         last = self.lr_decay_steps or self.steps
         if self.warmup_steps > last:
             end = "lr_decay_steps" if self.lr_decay_steps else "steps"
-            raise ConfigError(f"train.warmup_steps is {self.warmup_steps}",
-                              hint=f"use a whole number from 0 up to {end}, which is {last}")
+            raise ConfigError(
+                f"train.warmup_steps is {self.warmup_steps}",
+                hint=f"use a whole number from 0 up to {end}, which is {last}",
+            )
         if self.wsd_decay_steps is not None and self.lr_schedule != "wsd":
             raise ConfigError("train.wsd_decay_steps without train.lr_schedule=wsd", hint="leave one of them out")
         if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > last:
-            raise ConfigError(f"train.wsd_decay_steps is {self.decay_steps}",
-                              hint=f"use a whole number from 1 up to the steps after the warm-up, which are "
-                                   f"{last - self.warmup_steps}")
+            raise ConfigError(
+                f"train.wsd_decay_steps is {self.decay_steps}",
+                hint=f"use a whole number from 1 up to the steps after the warm-up, which are "
+                f"{last - self.warmup_steps}",
+            )
 
     @property
     def decay_steps(self) -> int:

@@ -35,21 +35,36 @@ def check_config(config: Config) -> list[Finding]:
     for what, hint in config.against_hetjobs():
         say("error", what, hint)
     if config.version is not None and config.version < SAFE_HETJOBS:
-        say("warning", f"Slurm {config.get('SLURM_VERSION')}: a heterogeneous job with an impossible component other "
-            "than the first can kill slurmctld", "submit with `holmes submit`, which tries each component alone first, "
-            "or upgrade to 24.11")
+        say(
+            "warning",
+            f"Slurm {config.get('SLURM_VERSION')}: a heterogeneous job with an impossible component other "
+            "than the first can kill slurmctld",
+            "submit with `holmes submit`, which tries each component alone first, or upgrade to 24.11",
+        )
     if config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none"):
-        say("warning", "no slurmdbd: sacct knows no job's end, so submitit alone believes that jobs run for ever",
-            "set AccountingStorageType=accounting_storage/slurmdbd; `holmes status` reads result.json meanwhile")
+        say(
+            "warning",
+            "no slurmdbd: sacct knows no job's end, so submitit alone believes that jobs run for ever",
+            "set AccountingStorageType=accounting_storage/slurmdbd; `holmes status` reads result.json meanwhile",
+        )
     if config.get("JobRequeue") == "0":
-        say("warning", "JobRequeue is 0: a run is not started again after a node failure", "set JobRequeue=1, or use "
-            "`holmes resume`")
+        say(
+            "warning",
+            "JobRequeue is 0: a run is not started again after a node failure",
+            "set JobRequeue=1, or use `holmes resume`",
+        )
     if config.get("KillOnBadExit") != "1":
-        say("info", "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running",
-            "use srun --kill-on-bad-exit=1 in scripts of your own (holmes submit does), or set KillOnBadExit=1")
+        say(
+            "info",
+            "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running",
+            "use srun --kill-on-bad-exit=1 in scripts of your own (holmes submit does), or set KillOnBadExit=1",
+        )
     if any("helpers" in p for p in config.options("NodeFeaturesPlugins")):
-        say("info", "node_features/helpers refuses counts and brackets in constraints",
-            "use the constraints of `holmes nodes`, which have none, in scripts of your own")
+        say(
+            "info",
+            "node_features/helpers refuses counts and brackets in constraints",
+            "use the constraints of `holmes nodes`, which have none, in scripts of your own",
+        )
     return found
 
 
@@ -61,20 +76,42 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
             found.append(Finding("warning", f"node {node}", f"not used: {why}", "see `holmes nodes`", node))
     down = [n for n in nodes if not n.usable]
     for reason, members in _group((n.reason.partition(" [")[0] or "no reason given", n.name) for n in down):
-        found.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}",
-                             f"scontrol update NodeName={compress(members)} State=RESUME when repaired"))
+        found.append(
+            Finding(
+                "warning",
+                f"nodes {compress(members)}",
+                f"down or drained: {reason}",
+                f"scontrol update NodeName={compress(members)} State=RESUME when repaired",
+            )
+        )
     unknown = _group((feature, n.name) for n in nodes for feature in n.reading.unknown)
     for feature, members in unknown:
-        found.append(Finding("info", f"nodes {compress(members)}", f"nothing explains the feature {feature}",
-                             "explain it, or list it under ignored, in the site's own file (HOLMES_FEATURES)"))
+        found.append(
+            Finding(
+                "info",
+                f"nodes {compress(members)}",
+                f"nothing explains the feature {feature}",
+                "explain it, or list it under ignored, in the site's own file (HOLMES_FEATURES)",
+            )
+        )
     for n in nodes:
-        found += [Finding("warning", f"node {n.name}", p, f"holmes label {n.name}", n.name) for p in n.reading.problems
-                  if n.name not in grouping.left_out]
+        found += [
+            Finding("warning", f"node {n.name}", p, f"holmes label {n.name}", n.name)
+            for p in n.reading.problems
+            if n.name not in grouping.left_out
+        ]
     for text in grouping.assumptions:
         if "no fabric label" in text:
             where, _, what = text.partition(": ")
-            found.append(Finding("warning", f"nodes {where}", what, "label them: holmes label --fabric NAME, one name "
-                                 "for each set of nodes that reach each other by RDMA"))
+            found.append(
+                Finding(
+                    "warning",
+                    f"nodes {where}",
+                    what,
+                    "label them: holmes label --fabric NAME, one name "
+                    "for each set of nodes that reach each other by RDMA",
+                )
+            )
         elif "left out" not in text and "CPU rank" not in text:
             where, _, what = text.partition(": ")
             found.append(Finding("info", f"nodes {where}", what, "label them with `holmes label`"))
@@ -89,18 +126,37 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> lis
     if default is not None:
         fabrics = sorted({fabric_of[n] for n in default.nodes if n in fabric_of})
         if len(fabrics) > 1:
-            found.append(Finding("warning", f"partition {default.name}", "the default partition has nodes of "
-                                 f"{len(fabrics)} fabrics ({', '.join(fabrics)}): a component without -p or -C may get "
-                                 "any", "state -p and -C for every component (holmes submit does)"))
+            found.append(
+                Finding(
+                    "warning",
+                    f"partition {default.name}",
+                    "the default partition has nodes of "
+                    f"{len(fabrics)} fabrics ({', '.join(fabrics)}): a component without -p or -C may get "
+                    "any",
+                    "state -p and -C for every component (holmes submit does)",
+                )
+            )
         outside = [f.name for f in grouping.fabrics if f.partition != default.name]
         if outside and len(fabrics) == 1:
             what = f"a component that states no partition lands here, not on {', '.join(outside)}"
-            found.append(Finding("info", f"partition {default.name}", what,
-                                 "state -p and -C for every component (holmes submit does)"))
+            found.append(
+                Finding(
+                    "info",
+                    f"partition {default.name}",
+                    what,
+                    "state -p and -C for every component (holmes submit does)",
+                )
+            )
     for p in partitions:
         if not p.up:
-            found.append(Finding("info", f"partition {p.name}", "closed, so not used",
-                                 f"scontrol update PartitionName={p.name} State=UP"))
+            found.append(
+                Finding(
+                    "info",
+                    f"partition {p.name}",
+                    "closed, so not used",
+                    f"scontrol update PartitionName={p.name} State=UP",
+                )
+            )
     return found
 
 
@@ -116,25 +172,50 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
             what, _, hint = f.trouble.partition("; ")
             found.append(Finding("error", where, f"no Ethernet address that others can reach: {what}", hint, f.node))
         elif f.network != usual:
-            found.append(Finding("warning", where, f"its Ethernet address {f.address} ({f.ethernet}) is not in the "
-                                 f"others' network {usual}", "see that a route leads there, and that it is the right "
-                                 "interface", f.node, f.ethernet))
+            found.append(
+                Finding(
+                    "warning",
+                    where,
+                    f"its Ethernet address {f.address} ({f.ethernet}) is not in the others' network {usual}",
+                    "see that a route leads there, and that it is the right interface",
+                    f.node,
+                    f.ethernet,
+                )
+            )
         if abs(f.skew_s) > MOST_SKEW_S:
-            found.append(Finding("warning", where, f"its clock is {f.skew_s:+.0f} s off this machine's",
-                                 "start a time service there (chrony); munge refuses credentials at 300 s", f.node))
-        found += [Finding("warning", where, note, "see its cable and driver", f.node) for note in f.notes
-                  if " is DOWN" in note or "runs at" in note]
+            found.append(
+                Finding(
+                    "warning",
+                    where,
+                    f"its clock is {f.skew_s:+.0f} s off this machine's",
+                    "start a time service there (chrony); munge refuses credentials at 300 s",
+                    f.node,
+                )
+            )
+        found += [
+            Finding("warning", where, note, "see its cable and driver", f.node)
+            for note in f.notes
+            if " is DOWN" in note or "runs at" in note
+        ]
     if blind := [f.node for f in facts if f.missing]:
         where = next(str(Path(f.missing).parent) for f in facts if f.missing)
-        found.append(Finding("error", f"nodes {compress(blind)}",
-                             f"do not see this machine's {where}, where runs are kept",
-                             "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR"))
+        found.append(
+            Finding(
+                "error",
+                f"nodes {compress(blind)}",
+                f"do not see this machine's {where}, where runs are kept",
+                "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR",
+            )
+        )
     ipoib = [f.node for f in facts if f.ipoib]
     if ipoib and not env.get("NCCL_SOCKET_IFNAME"):
         names = sorted({name for f in facts for name in f.ipoib})
         what = f"NCCL by itself tries {', '.join(names)} first (IPoIB), which other fabrics cannot reach"
-        found.append(Finding("info", f"nodes {compress(ipoib)}", what,
-                             "set NCCL_SOCKET_IFNAME in jobs of your own (training does)"))
+        found.append(
+            Finding(
+                "info", f"nodes {compress(ipoib)}", what, "set NCCL_SOCKET_IFNAME in jobs of your own (training does)"
+            )
+        )
     return found
 
 
@@ -157,22 +238,52 @@ def check_script(text: str, name: str = "script") -> list[Finding]:
     for step in steps:
         line = " ".join(step.replace("\\\n", " ").split())[:60]
         if not re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step):
-            found.append(Finding("error", name, f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others "
-                                 "running", "add --kill-on-bad-exit=1"))
+            found.append(
+                Finding(
+                    "error",
+                    name,
+                    f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others running",
+                    "add --kill-on-bad-exit=1",
+                )
+            )
         if hetjob and "--het-group" not in step:
-            found.append(Finding("error", name, f"`{line}` has no --het-group: it runs in the first component only",
-                                 "add --het-group=0,1,… with all components"))
+            found.append(
+                Finding(
+                    "error",
+                    name,
+                    f"`{line}` has no --het-group: it runs in the first component only",
+                    "add --het-group=0,1,… with all components",
+                )
+            )
         if hetjob and re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step):
-            found.append(Finding("error", name, f"`{line}` writes to a path with %j, which differs between components",
-                                 "use a path without %j, %J and %A"))
+            found.append(
+                Finding(
+                    "error",
+                    name,
+                    f"`{line}` writes to a path with %j, which differs between components",
+                    "use a path without %j, %J and %A",
+                )
+            )
     if hetjob:
         for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE):
             if not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE):
-                found.append(Finding("error", name, "a component has no partition: it lands in the default one",
-                                     "give every component -p and -C"))
+                found.append(
+                    Finding(
+                        "error",
+                        name,
+                        "a component has no partition: it lands in the default one",
+                        "give every component -p and -C",
+                    )
+                )
         if re.search(r"--dependency[= ]\S*singleton", text):
-            found.append(Finding("error", name, "singleton makes a heterogeneous job wait for itself",
-                                 "use --dependency=afterany:LEADER"))
+            found.append(
+                Finding(
+                    "error",
+                    name,
+                    "singleton makes a heterogeneous job wait for itself",
+                    "use --dependency=afterany:LEADER",
+                )
+            )
     return found
 
 
@@ -188,16 +299,23 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(dict.fromkeys(findings), key=lambda f: LEVELS.index(f.level))
 
 
-def diagnose(config: Config, nodes: Sequence[SiteNode], partitions: Sequence[Partition], facts: Sequence[Facts] = (),
-             env: Mapping[str, str] | None = None, settings: NodeSettings | None = None) -> list[Finding]:
+def diagnose(
+    config: Config,
+    nodes: Sequence[SiteNode],
+    partitions: Sequence[Partition],
+    facts: Sequence[Facts] = (),
+    env: Mapping[str, str] | None = None,
+    settings: NodeSettings | None = None,
+) -> list[Finding]:
     """All findings about given data; pure but for the vocabulary's file."""
     settings, env = settings or NodeSettings(), {} if env is None else env
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     found = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
     if not grouping.fabrics:
         found.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the lines above"))
-    found += check_software({f.node: f.software for f in facts if f.software}, software(),
-                            [n.name for n in nodes if n.gpus])
+    found += check_software(
+        {f.node: f.software for f in facts if f.software}, software(), [n.name for n in nodes if n.gpus]
+    )
     return ordered(found + check_facts(facts, env) + refusals(env, {}, "", files=[]))
 
 

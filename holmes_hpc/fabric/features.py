@@ -104,8 +104,19 @@ class Vocabulary:
         except ValueError:
             return None
         names = NicNames(said.get("interface"), _words(said.get("hca")), _words(said.get("storage")))
-        return Meaning(feature, nic, rates.get("rate"), rates.get("port"), rates.get("ethernet"), said.get("fabric"),
-                       said.get("gpu"), rule.unsupported, rule.own, names, int(rates.get("ranks", 0)))
+        return Meaning(
+            feature,
+            nic,
+            rates.get("rate"),
+            rates.get("port"),
+            rates.get("ethernet"),
+            said.get("fabric"),
+            said.get("gpu"),
+            rule.unsupported,
+            rule.own,
+            names,
+            int(rates.get("ranks", 0)),
+        )
 
     def gpu(self, name: str) -> Gpu | None:
         """The GPU that a GRES type or a feature names."""
@@ -155,20 +166,34 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
             said.append(f"the Ethernet rate {rate:g} Gb/s is taken for RoCE's too; label nic_<rate>g and eth_<rate>g")
     gpu = next((m.gpu for m in meanings if m.gpu), None)
     names = _names(meanings, problems)
-    return Reading(nic, rate, ethernet, fabrics[0] if len(fabrics) == 1 else None, gpu, tuple(meanings), unknown,
-                   tuple(said), tuple(problems), names)
+    return Reading(
+        nic,
+        rate,
+        ethernet,
+        fabrics[0] if len(fabrics) == 1 else None,
+        gpu,
+        tuple(meanings),
+        unknown,
+        tuple(said),
+        tuple(problems),
+        names,
+    )
 
 
 def _names(meanings: list[Meaning], problems: list[str]) -> NicNames:
     """The NICs that features name: of sockets one, of HCAs and storage all; labels of ours before the site's others."""
-    interfaces = list(dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own)
-                                    if m.names.ethernet))
+    interfaces = list(
+        dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own) if m.names.ethernet)
+    )
     if len(interfaces) > 1:
-        problems.append(f"features name {len(interfaces)} interfaces for sockets: {', '.join(interfaces)}; the first "
-                        "is used")
-    return NicNames(interfaces[0] if interfaces else None,
-                    tuple(dict.fromkeys(h for m in meanings for h in m.names.hca)),
-                    tuple(dict.fromkeys(s for m in meanings for s in m.names.storage)))
+        problems.append(
+            f"features name {len(interfaces)} interfaces for sockets: {', '.join(interfaces)}; the first is used"
+        )
+    return NicNames(
+        interfaces[0] if interfaces else None,
+        tuple(dict.fromkeys(h for m in meanings for h in m.names.hca)),
+        tuple(dict.fromkeys(s for m in meanings for s in m.names.storage)),
+    )
 
 
 def _words(value: Any) -> tuple[str, ...]:
@@ -218,8 +243,11 @@ def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
 def _vocabulary(path: str | None) -> Vocabulary:
     documents = ([_load(Path(path))] if path else []) + [_load(default) for default in DEFAULT]
     rules = [rule for where, d in documents for rule in _rules(d.get("features"), where)]
-    rates = {str(k).lower(): v for where, d in reversed(documents)
-             for k, v in _mapping(d.get("rates"), f"{where}: rates").items()}
+    rates = {
+        str(k).lower(): v
+        for where, d in reversed(documents)
+        for k, v in _mapping(d.get("rates"), f"{where}: rates").items()
+    }
     ignored = [_compile(text, f"{where}: ignored") for where, d in documents for text in _list(d.get("ignored"), where)]
     gpus = [_gpu(entry, where) for where, d in documents for entry in _list(d.get("gpus"), where)]
     networks = {k: v for where, d in documents for k, v in _networks(d.get("networks"), where).items()}
@@ -260,8 +288,11 @@ def _networks(value: Any, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(k in types and isinstance(v, str) and v for k, v in value.items()):
-        raise SiteError(f"{value!r} is not NIC types with names of networks", where=f"{where}: networks",
-                        hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}")
+        raise SiteError(
+            f"{value!r} is not NIC types with names of networks",
+            where=f"{where}: networks",
+            hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}",
+        )
     return value
 
 
@@ -288,17 +319,27 @@ def _rules(entries: Any, where: str) -> list[Rule]:
         pattern = _compile(entry["match"], here)
         for group in pattern.groupindex:
             if group not in _GROUPS:
-                raise SiteError(f"unknown group {group!r} in {entry['match']!r}", where=here,
-                                hint=nearest(group, _GROUPS))
+                raise SiteError(
+                    f"unknown group {group!r} in {entry['match']!r}", where=here, hint=nearest(group, _GROUPS)
+                )
         if "nic" in entry and entry["nic"] not in [n.value for n in NicType]:
-            raise SiteError(f"unknown NIC type {entry['nic']!r}", where=here,
-                            hint=nearest(str(entry["nic"]), [n.value for n in NicType]))
+            raise SiteError(
+                f"unknown NIC type {entry['nic']!r}",
+                where=here,
+                hint=nearest(str(entry["nic"]), [n.value for n in NicType]),
+            )
         try:
             NicNames(entry.get("interface"), _words(entry.get("hca")), _words(entry.get("storage")))
         except SiteError as e:
             raise SiteError(e.what, where=f"{here}: {entry['match']}", hint=e.hint) from None
-        rules.append(Rule(pattern, {k: entry[k] for k in _GROUPS if k in entry}, bool(entry.get("own", False)),
-                          entry.get("unsupported")))
+        rules.append(
+            Rule(
+                pattern,
+                {k: entry[k] for k in _GROUPS if k in entry},
+                bool(entry.get("own", False)),
+                entry.get("unsupported"),
+            )
+        )
     return rules
 
 

@@ -79,8 +79,12 @@ class _Group:
     nodes: tuple[SiteNode, ...]
 
 
-def group(nodes: Sequence[SiteNode], partitions: Sequence[Partition], vocabulary: Vocabulary,
-          settings: NodeSettings | None = None) -> Grouping:
+def group(
+    nodes: Sequence[SiteNode],
+    partitions: Sequence[Partition],
+    vocabulary: Vocabulary,
+    settings: NodeSettings | None = None,
+) -> Grouping:
     """The fabrics of a Slurm: by label where there is one, else one per NIC type and partition.
 
     Left out: nodes that are down or drained, in no open partition, with two NIC types in their features, without a GPU
@@ -173,18 +177,23 @@ def _free(name: str, taken: set[str | None]) -> str:
 def _leaves_a_way(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
     """Whether all `nodes` that are not in the `chosen` partition are in one that holds none of those that are."""
     part = {n.name for n in nodes if chosen.name in n.partitions}
-    return all(any(not part & set(open_[p].nodes) for p in n.partitions if p in open_)
-               for n in nodes if n.name not in part)
+    return all(
+        any(not part & set(open_[p].nodes) for p in n.partitions if p in open_) for n in nodes if n.name not in part
+    )
 
 
-def _ranked(members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition],
-            purest: bool = False) -> list[Partition]:
+def _ranked(
+    members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
+) -> list[Partition]:
     """The partitions to ask for, the best first: with most of the `members` that a job may have (or, `purest`, that
     allow jobs on all they have, with fewest other nodes), then the reverse of that, then of the highest priority, then
     not the default one, then by name."""
     names = {n.name for n in members}
-    others = {n.name for n in everyone if n.reading.nic is not members[0].reading.nic} if purest else \
-             {n.name for n in everyone} - names
+    others = (
+        {n.name for n in everyone if n.reading.nic is not members[0].reading.nic}
+        if purest
+        else {n.name for n in everyone} - names
+    )
 
     def rank(p: Partition) -> tuple[int, int, int, int, bool, str]:
         inside, foreign = len(names & set(p.nodes)), len(others & set(p.nodes))
@@ -204,26 +213,44 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: 
     gpus = min(counts)
     if len(counts) > 1:
         work.say(usable, f"{_and(counts)} GPUs a node in fabric {g.name}: {gpus} of each are used")
-    rivals = [n for n in nodes if g.partition.name in n.partitions and n.gpus >= gpus
-              and n.name not in {m.name for m in g.nodes}]
+    rivals = [
+        n
+        for n in nodes
+        if g.partition.name in n.partitions and n.gpus >= gpus and n.name not in {m.name for m in g.nodes}
+    ]
     expression = constraint(usable, rivals)
     if expression is None:
-        work.leave(usable, f"no constraint selects fabric {g.name} alone, it would also take {_names(rivals)}; "
-                           "label the nodes with `holmes label`")
+        work.leave(
+            usable,
+            f"no constraint selects fabric {g.name} alone, it would also take {_names(rivals)}; "
+            "label the nodes with `holmes label`",
+        )
         return None
     for line, members in _by_lines(usable):
         work.say(members, line)
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))
-    return Fabric(g.name, g.nic, g.partition.name, len(usable), gpus or _cpu_ranks(usable),
-                  _rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, work),
-                  _gpu(g, usable, vocabulary, work),
-                  _rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, work) if g.nic.rdma else None,
-                  expression, tuple(n.name for n in usable), gres=bool(gpus), ethernet=names.ethernet, hca=names.hca,
-                  storage=names.storage, node_nics=node_nics, nccl_net=network,
-                  node_cpus=(min(n.cpus for n in usable) or None) if gpus else None,
-                  node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if gpus else None,
-                  node_gpus=max(counts) if len(counts) > 1 else None)
+    return Fabric(
+        g.name,
+        g.nic,
+        g.partition.name,
+        len(usable),
+        gpus or _cpu_ranks(usable),
+        _rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, work),
+        _gpu(g, usable, vocabulary, work),
+        _rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, work) if g.nic.rdma else None,
+        expression,
+        tuple(n.name for n in usable),
+        gres=bool(gpus),
+        ethernet=names.ethernet,
+        hca=names.hca,
+        storage=names.storage,
+        node_nics=node_nics,
+        nccl_net=network,
+        node_cpus=(min(n.cpus for n in usable) or None) if gpus else None,
+        node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if gpus else None,
+        node_gpus=max(counts) if len(counts) > 1 else None,
+    )
 
 
 def _cpu_ranks(nodes: Sequence[SiteNode]) -> int:
@@ -263,8 +290,11 @@ def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, work: _Work) 
             gpu = vocabulary.gpu(name) if name else None
             if gpu is None:
                 gpu = replace(UNKNOWN_GPU, name=name or "gpu")
-                work.say(members, f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
-                                  f"TFLOP/s, {gpu.memory_gib:g} GiB supposed; add it under gpus")
+                work.say(
+                    members,
+                    f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
+                    f"TFLOP/s, {gpu.memory_gib:g} GiB supposed; add it under gpus",
+                )
             found.append(gpu)
     slowest = min(found, key=lambda gpu: gpu.peak_tflops)
     if len({gpu.name for gpu in found}) > 1:

@@ -16,11 +16,17 @@ from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
 
-NOT_PERMANENT = ("scontrol's changes last until slurmctld restarts or reads slurm.conf again: put the NodeName lines "
-                 "into slurm.conf as well")
+NOT_PERMANENT = (
+    "scontrol's changes last until slurmctld restarts or reads slurm.conf again: put the NodeName lines "
+    "into slurm.conf as well"
+)
 _FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # what neither slurm.conf nor a constraint gives a meaning of its own
-_OWN = (re.compile(r"nic_(ib|roce|ethernet)\Z"), re.compile(r"nic_[\d.]+g\Z"), re.compile(r"eth_[\d.]+g\Z"),
-        re.compile(r"fabric_.+\Z"))
+_OWN = (
+    re.compile(r"nic_(ib|roce|ethernet)\Z"),
+    re.compile(r"nic_[\d.]+g\Z"),
+    re.compile(r"eth_[\d.]+g\Z"),
+    re.compile(r"fabric_.+\Z"),
+)
 _What = TypeVar("_What", bound=Hashable)
 _SAME_RATE = 0.02  # the kernel rounds FDR's 54.5 to 56
 
@@ -50,8 +56,9 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
     return found[0].gbps if found else None
 
 
-def differences(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary,
-                node: str = "this node") -> list[Finding]:
+def differences(
+    nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node"
+) -> list[Finding]:
     """Where Slurm's `features` of a node differ from its NICs; ``info`` where the kernel cannot tell."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"
@@ -62,8 +69,15 @@ def differences(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary,
     if reading.nic is not nic:
         seen = [f"{p.name} {p.kind} {p.state}" for p in nics.ports] or [n.name for n in nics.interfaces]
         ports = ", ".join(seen) or "no NIC"
-        found.append(Finding("error", where, f"Slurm's features say {reading.nic}, the kernel says {nic} ({ports})",
-                             f"{hint}, or bring the NIC back", node))
+        found.append(
+            Finding(
+                "error",
+                where,
+                f"Slurm's features say {reading.nic}, the kernel says {nic} ({ports})",
+                f"{hint}, or bring the NIC back",
+                node,
+            )
+        )
         return found
     if not any(m.nic for m in reading.meanings) and nic.rdma:
         found.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
@@ -76,8 +90,9 @@ def differences(nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary,
     return found
 
 
-def _compare(nic: NicType, said: float | None, measured: float | None, label: str, where: str, hint: str,
-             node: str) -> list[Finding]:
+def _compare(
+    nic: NicType, said: float | None, measured: float | None, label: str, where: str, hint: str, node: str
+) -> list[Finding]:
     if measured is None:
         return [Finding("info", where, f"the kernel does not know the {nic} rate: not compared", "none needed", node)]
     if said is None:
@@ -125,8 +140,9 @@ def merge(present: Sequence[str], deserved: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*kept, *deserved]))
 
 
-def changes(nodes: Iterable[Node], deserved: Mapping[str, Sequence[str]],
-            fabrics: Mapping[str, str] | None = None) -> list[Change]:
+def changes(
+    nodes: Iterable[Node], deserved: Mapping[str, Sequence[str]], fabrics: Mapping[str, str] | None = None
+) -> list[Change]:
     """A Change for every node that `deserved` (node -> features) names; `fabrics`: node -> the name of its fabric."""
     fabrics = fabrics or {}
     known = {n.name: n for n in nodes}
@@ -157,8 +173,16 @@ def slurm_conf_lines(wanted: Iterable[Change]) -> list[str]:
 def update_commands(wanted: Iterable[Change]) -> list[list[str]]:
     """`scontrol update` for the nodes that change. It replaces all features of a node, so all are given."""
     pairs = ((c.node, (c.wanted, c.active_wanted)) for c in wanted if c.needed)
-    return [["scontrol", "update", f"NodeName={nodes}", f"AvailableFeatures={','.join(available)}",
-             f"ActiveFeatures={','.join(active)}"] for nodes, (available, active) in _alike(pairs)]
+    return [
+        [
+            "scontrol",
+            "update",
+            f"NodeName={nodes}",
+            f"AvailableFeatures={','.join(available)}",
+            f"ActiveFeatures={','.join(active)}",
+        ]
+        for nodes, (available, active) in _alike(pairs)
+    ]
 
 
 def difference_lines(wanted: Iterable[Change]) -> list[str]:

@@ -42,39 +42,94 @@ class Listing:
 
     def tables(self) -> list[Table]:
         """Fabrics, partitions, nodes (those that Slurm and this room describe alike share a row)."""
-        fabrics = [[f.name, f.nic, f.partition, f.nodes, f"{f.gpus_per_node}×{f.gpu.name}",
-                    "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}", f"{f.ethernet_gbps:g}", f.constraint]
-                   for f in self.grouping.fabrics]
+        fabrics = [
+            [
+                f.name,
+                f.nic,
+                f.partition,
+                f.nodes,
+                f"{f.gpus_per_node}×{f.gpu.name}",
+                "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}",
+                f"{f.ethernet_gbps:g}",
+                f.constraint,
+            ]
+            for f in self.grouping.fabrics
+        ]
         caption = "\n".join(f"supposed: {a}" for a in self.grouping.assumptions)
-        partitions = [[p.name + ("*" if p.default else ""), "up" if p.up else "closed", p.max_time, len(p.nodes),
-                       compress(p.nodes)] for p in self.partitions]
+        partitions = [
+            [
+                p.name + ("*" if p.default else ""),
+                "up" if p.up else "closed",
+                p.max_time,
+                len(p.nodes),
+                compress(p.nodes),
+            ]
+            for p in self.partitions
+        ]
         columns = ["fabric", "NIC", "partition", "nodes", "GPUs a node", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
-        return [(f"Fabrics of {self.cluster}", columns, fabrics, caption),
-                ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
-                ("Nodes", ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "fabric", "features", "remarks"],
-                 self._node_rows(), "")]
+        return [
+            (f"Fabrics of {self.cluster}", columns, fabrics, caption),
+            ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
+            (
+                "Nodes",
+                ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "fabric", "features", "remarks"],
+                self._node_rows(),
+                "",
+            ),
+        ]
 
     def _node_rows(self) -> list[list[Any]]:
         rows: dict[tuple[Any, ...], list[str]] = {}
         for n in self.nodes:
-            key = ("+".join(n.states).lower(), str(n.reading.nic or "?"), _gpus(n), n.cpus, round(n.memory_mib / 1024),
-                   self.fabric_of(n.name), " ".join(n.features), "; ".join(self.remarks(n)))
+            key = (
+                "+".join(n.states).lower(),
+                str(n.reading.nic or "?"),
+                _gpus(n),
+                n.cpus,
+                round(n.memory_mib / 1024),
+                self.fabric_of(n.name),
+                " ".join(n.features),
+                "; ".join(self.remarks(n)),
+            )
             rows.setdefault(key, []).append(n.name)
         return [[compress(names), *key] for key, names in rows.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
         fabrics = [{**asdict(f), "nic": str(f.nic)} for f in self.grouping.fabrics]
-        nodes = [{"name": n.name, "partitions": n.partitions, "states": n.states, "usable": n.usable,
-                  "nic": str(n.reading.nic) if n.reading.nic else None, "rdma_gbps": n.reading.rdma_gbps,
-                  "ethernet_gbps": n.reading.ethernet_gbps, "fabric": self.fabric_of(n.name) or None,
-                  "gpus": n.gpus, "gpu_types": n.gpu_types, "cpus": n.cpus, "memory_mib": n.memory_mib,
-                  "features": n.features, "understood": {m.feature: m.text for m in n.reading.meanings},
-                  "unknown": n.reading.unknown, "remarks": self.remarks(n)} for n in self.nodes]
-        partitions = [{"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
-                      for p in self.partitions]
-        return {"cluster": self.cluster, "fabrics": fabrics, "partitions": partitions, "nodes": nodes,
-                "assumptions": self.grouping.assumptions, "left_out": self.grouping.left_out}
+        nodes = [
+            {
+                "name": n.name,
+                "partitions": n.partitions,
+                "states": n.states,
+                "usable": n.usable,
+                "nic": str(n.reading.nic) if n.reading.nic else None,
+                "rdma_gbps": n.reading.rdma_gbps,
+                "ethernet_gbps": n.reading.ethernet_gbps,
+                "fabric": self.fabric_of(n.name) or None,
+                "gpus": n.gpus,
+                "gpu_types": n.gpu_types,
+                "cpus": n.cpus,
+                "memory_mib": n.memory_mib,
+                "features": n.features,
+                "understood": {m.feature: m.text for m in n.reading.meanings},
+                "unknown": n.reading.unknown,
+                "remarks": self.remarks(n),
+            }
+            for n in self.nodes
+        ]
+        partitions = [
+            {"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
+            for p in self.partitions
+        ]
+        return {
+            "cluster": self.cluster,
+            "fabrics": fabrics,
+            "partitions": partitions,
+            "nodes": nodes,
+            "assumptions": self.grouping.assumptions,
+            "left_out": self.grouping.left_out,
+        }
 
 
 def _gpus(node: SiteNode) -> str:
@@ -85,8 +140,9 @@ def _idle(node: SiteNode) -> list[str]:
     return [f for f in node.available if f not in node.features]
 
 
-def listing_of(cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition],
-             settings: NodeSettings | None = None) -> Listing:
+def listing_of(
+    cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition], settings: NodeSettings | None = None
+) -> Listing:
     """A listing of given nodes and partitions; pure but for the vocabulary's file."""
     settings = settings or NodeSettings()
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
@@ -102,13 +158,37 @@ def listing(settings: NodeSettings | None = None) -> Listing:
 def probe_tables(nics: NodeNics) -> list[Table]:
     """What `holmes probe` shows: interfaces, RDMA ports, and the features this node deserves."""
     states = {n.name: "up" if n.up else "down" if n.carrier else "no carrier" for n in nics.interfaces}
-    interfaces = [[n.name, n.type, states[n.name], _gbps(n.gbps), n.address and f"{n.address}/{n.prefix}",
-                   ",".join(n.rdma), n.member_of, n.role] for n in nics.interfaces]
-    speeds = "Gb/s unknown: a virtual NIC, or one that is down" if any(n.gbps is None for n in nics.interfaces
-                                                                       if n.role == "data") else ""
-    ports = [[p.name, p.kind, p.state, _gbps(p.gbps), p.interface,
-              "" if p.gid_index is None else f"{p.gid_index}: {p.gid}", ",".join(map(str, p.gpus)),
-              p.pci[-1] if p.pci else ""] for p in nics.ports]
+    interfaces = [
+        [
+            n.name,
+            n.type,
+            states[n.name],
+            _gbps(n.gbps),
+            n.address and f"{n.address}/{n.prefix}",
+            ",".join(n.rdma),
+            n.member_of,
+            n.role,
+        ]
+        for n in nics.interfaces
+    ]
+    speeds = (
+        "Gb/s unknown: a virtual NIC, or one that is down"
+        if any(n.gbps is None for n in nics.interfaces if n.role == "data")
+        else ""
+    )
+    ports = [
+        [
+            p.name,
+            p.kind,
+            p.state,
+            _gbps(p.gbps),
+            p.interface,
+            "" if p.gid_index is None else f"{p.gid_index}: {p.gid}",
+            ",".join(map(str, p.gpus)),
+            p.pci[-1] if p.pci else "",
+        ]
+        for p in nics.ports
+    ]
     caption = "\n".join([*([speeds] if speeds else []), *(f"note: {note}" for note in nics.notes)])
     vocabulary = read_vocabulary()
     said = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}
@@ -129,8 +209,12 @@ def probe_dict(nics: NodeNics) -> dict[str, Any]:
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     """Findings of `holmes doctor` or `probe --check`, one a row; empty rows mean that all is well."""
-    return (title, ["level", "where", "what", "hint"], [[f.level, f.where, f.what, f.hint] for f in findings],
-            "" if findings else "nothing found")
+    return (
+        title,
+        ["level", "where", "what", "hint"],
+        [[f.level, f.where, f.what, f.hint] for f in findings],
+        "" if findings else "nothing found",
+    )
 
 
 def _gbps(rate: float | None) -> str:

@@ -61,12 +61,21 @@ def narrowed(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str 
     sockets: tuple[str, ...] | None = None
     if names.ethernet is not None:
         if nics.interface(names.ethernet) is None:
-            raise SiteError(f"no interface {names.ethernet}, which the site names for its sockets", where=where,
-                            hint=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}")
+            raise SiteError(
+                f"no interface {names.ethernet}, which the site names for its sockets",
+                where=where,
+                hint=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}",
+            )
         sockets = (names.ethernet,)
     elif any(env.get(variable) for variable in _INTERFACES):
-        sockets = tuple(n.name for n in candidates(nics, NicType.ETHERNET) if n.role == "data" and n.up
-                        and all(_allows(env, variable, n.name) for variable in _INTERFACES)) or None
+        sockets = (
+            tuple(
+                n.name
+                for n in candidates(nics, NicType.ETHERNET)
+                if n.role == "data" and n.up and all(_allows(env, variable, n.name) for variable in _INTERFACES)
+            )
+            or None
+        )
     return replace(nics, sockets=sockets, hcas=_hcas(nics, names, env, where))
 
 
@@ -91,8 +100,11 @@ def _hcas(nics: NodeNics, names: NicNames, env: Mapping[str, str], where: str) -
     if names.hca:
         for word in names.hca:
             if not any(word in (p.device, p.name) for p in nics.ports):
-                raise SiteError(f"no HCA {word}, which the site names", where=where,
-                                hint=f"it has {', '.join(p.name for p in nics.ports)}")
+                raise SiteError(
+                    f"no HCA {word}, which the site names",
+                    where=where,
+                    hint=f"it has {', '.join(p.name for p in nics.ports)}",
+                )
         return tuple(p.name for p in nics.ports if p.device in names.hca or p.name in names.hca)
     if not names.storage and not env.get("NCCL_IB_HCA"):
         return None
@@ -109,8 +121,12 @@ def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
     owner = nics.interface(port.interface) if port.interface else None
     known = [ipaddress.ip_address(a) for a in (owner.address if owner else None, port.gid) if a]
     known += [a.ipv4_mapped for a in known if isinstance(a, ipaddress.IPv6Address) and a.ipv4_mapped]
-    return any(word in (port.device, port.name) if "/" not in word else
-               any(a in ipaddress.ip_network(word, strict=False) for a in known) for word in storage)
+    return any(
+        word in (port.device, port.name)
+        if "/" not in word
+        else any(a in ipaddress.ip_network(word, strict=False) for a in known)
+        for word in storage
+    )
 
 
 def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
@@ -130,8 +146,11 @@ def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
         if not ports:
             named = [p for p in nics.ports if nics.hcas is None or p.name in nics.hcas] or nics.ports
             seen = ", ".join(f"{p.name} {p.kind} {p.state}" for p in named)
-            raise SiteError(f"no active {nic} port among {seen}", where=f"node {node}" if node else "this node",
-                            hint="bring the port up, or correct the node's features (holmes label)")
+            raise SiteError(
+                f"no active {nic} port among {seen}",
+                where=f"node {node}" if node else "this node",
+                hint="bring the port up, or correct the node's features (holmes label)",
+            )
         values["NCCL_IB_HCA"] = "=" + ",".join(p.name for p in ports)
     return values
 
@@ -157,8 +176,14 @@ def read_conf(path: Path) -> dict[str, str]:
     return found
 
 
-def refusals(env: Mapping[str, str] | None = None, wanted: Mapping[str, str] | None = None, node: str = "",
-             files: Sequence[Path] | None = None, nic: str = "", network: str = "IB") -> list[Finding]:
+def refusals(
+    env: Mapping[str, str] | None = None,
+    wanted: Mapping[str, str] | None = None,
+    node: str = "",
+    files: Sequence[Path] | None = None,
+    nic: str = "",
+    network: str = "IB",
+) -> list[Finding]:
     """What in `env` (or in NCCL's settings files) would change a group's network without a word; nothing when healthy.
 
     `wanted`: this node's own :func:`environment`. A value in the environment that rules out what is wanted is an error,
@@ -187,10 +212,17 @@ def refusals(env: Mapping[str, str] | None = None, wanted: Mapping[str, str] | N
             ruled_out = [w for w in value.lstrip("=").split(",") if not _allows(values, name, w)]
             if ruled_out:
                 key = "hca" if name == "NCCL_IB_HCA" else "ethernet"
-                found.append(Finding("error", where, f"{name}={values[name]} rules out {', '.join(ruled_out)}, which "
-                                     f"the plan uses on this node ({value})",
-                                     f"unset {name}, or name what is meant as the fabric's {key} (docs/nics.md)", node,
-                                     value.lstrip("=")))
+                found.append(
+                    Finding(
+                        "error",
+                        where,
+                        f"{name}={values[name]} rules out {', '.join(ruled_out)}, which "
+                        f"the plan uses on this node ({value})",
+                        f"unset {name}, or name what is meant as the fabric's {key} (docs/nics.md)",
+                        node,
+                        value.lstrip("="),
+                    )
+                )
         if values.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             what = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes groups of its own on the default interface"
             found.append(Finding("error", where, what, "unset it, or use INFO", node))
@@ -220,14 +252,18 @@ def socket_settings(gbps: float, senders: int) -> dict[str, str]:
     return {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(each)}
 
 
-def kept(defaults: Mapping[str, str], env: Mapping[str, str], files: Sequence[Path] | None = None,
-         ) -> tuple[dict[str, str], list[str]]:
+def kept(
+    defaults: Mapping[str, str], env: Mapping[str, str], files: Sequence[Path] | None = None
+) -> tuple[dict[str, str], list[str]]:
     """What of `defaults` is to be set, and a line for each that the site has set itself (in the environment or one of
     NCCL's settings files), which stays."""
     own = {}
     for path in reversed(conf_files(env) if files is None else files):
         own.update(read_conf(path))
     own.update({k: v for k, v in env.items() if v})
-    said = [f"{name}={own[name]} is the site's own and stays; the plan's rate would take {value}"
-            for name, value in defaults.items() if name in own and own[name] != value]
+    said = [
+        f"{name}={own[name]} is the site's own and stays; the plan's rate would take {value}"
+        for name, value in defaults.items()
+        if name in own and own[name] != value
+    ]
     return {k: v for k, v in defaults.items() if k not in own}, said

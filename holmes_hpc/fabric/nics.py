@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nic_types import NicType
 
-_VIRTUAL = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre"
-                      r"|ip6)[\w.@-]*\Z")
+_VIRTUAL = re.compile(
+    r"(lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre"
+    r"|ip6)[\w.@-]*\Z"
+)
 _MANAGEMENT = re.compile(r"(mgmt|bmc|ipmi|idrac|usb)[\w.@-]*\Z")
 
 
@@ -126,8 +128,9 @@ class NodeNics:
 
     def usable_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
         """The active RDMA ports of that type; a RoCE port needs an owning interface."""
-        return tuple(p for p in self.ports if p.kind == nic.value and p.active
-                     and (nic is NicType.IB or p.interface is not None))
+        return tuple(
+            p for p in self.ports if p.kind == nic.value and p.active and (nic is NicType.IB or p.interface is not None)
+        )
 
     def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
         """The usable ports of the highest rate: the rails of a node. A slower port of the same type beside them is a
@@ -170,8 +173,14 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
         chosen = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
 
     def rank(n: Nic) -> tuple[bool, bool, bool, float, bool, list[tuple[int, int | str]]]:
-        return (not n.up, nics.addressed and n.address is None, n.role == "management", -(n.gbps or 0),
-                n.type is not nic, natural(n.name))
+        return (
+            not n.up,
+            nics.addressed and n.address is None,
+            n.role == "management",
+            -(n.gbps or 0),
+            n.type is not nic,
+            natural(n.name),
+        )
 
     return sorted(chosen, key=rank)
 
@@ -186,17 +195,27 @@ def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
     if not found:
         ports = ", ".join(p.name for p in nics.usable_ports(nic))
         if ports:
-            raise SiteError(f"{nic} ports {ports} have no kernel interface", where=where,
-                            hint="give them one with an IPv4 address (IPoIB for InfiniBand)")
-        raise SiteError(f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}", where=where,
-                        hint="correct the node's features (holmes label), or bring the interface back under its name")
+            raise SiteError(
+                f"{nic} ports {ports} have no kernel interface",
+                where=where,
+                hint="give them one with an IPv4 address (IPoIB for InfiniBand)",
+            )
+        raise SiteError(
+            f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}",
+            where=where,
+            hint="correct the node's features (holmes label), or bring the interface back under its name",
+        )
     best = found[0]
     if not best.up and not best.carrier:
-        raise SiteError(f"{nic} interface {best.name} has no carrier", where=where,
-                        hint="see its cable and switch port")
+        raise SiteError(
+            f"{nic} interface {best.name} has no carrier", where=where, hint="see its cable and switch port"
+        )
     if not best.up:
         raise SiteError(f"{nic} interface {best.name} is down", where=where, hint=f"ip link set {best.name} up")
     if best.address is None:
-        raise SiteError(f"{nic} interface {best.name} has no IPv4 address", where=where,
-                        hint=f"ip addr add ADDRESS/PREFIX dev {best.name}")
+        raise SiteError(
+            f"{nic} interface {best.name} has no IPv4 address",
+            where=where,
+            hint=f"ip addr add ADDRESS/PREFIX dev {best.name}",
+        )
     return best

@@ -62,8 +62,14 @@ class Facts:
         return cls(**known)
 
 
-def facts_of(node: str, nics: NodeNics, features: Sequence[str] | None, env: Mapping[str, str],
-             files: Sequence[Path] | None = None, vocabulary: str | None = None) -> Facts:
+def facts_of(
+    node: str,
+    nics: NodeNics,
+    features: Sequence[str] | None,
+    env: Mapping[str, str],
+    files: Sequence[Path] | None = None,
+    vocabulary: str | None = None,
+) -> Facts:
     """The facts of a node with these NICs. `features`: Slurm's for it, None where it knows no such node."""
     ethernet = address = network = trouble = ""
     try:
@@ -75,18 +81,30 @@ def facts_of(node: str, nics: NodeNics, features: Sequence[str] | None, env: Map
     findings = [] if features is None else differences(nics, features, read_vocabulary(vocabulary), node)
     findings += refusals(env, {}, node, files)
     first = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
-    return Facts(node, nics.type, features_of(nics), ethernet, address, network, trouble, first, nics.notes,
-                 tuple(f for f in findings if f.level != "info"))
+    return Facts(
+        node,
+        nics.type,
+        features_of(nics),
+        ethernet,
+        address,
+        network,
+        trouble,
+        first,
+        nics.notes,
+        tuple(f for f in findings if f.level != "info"),
+    )
 
 
-def as_labelled(nics: NodeNics, features: Sequence[str], env: Mapping[str, str], vocabulary: str | None = None,
-                node: str = "") -> NodeNics:
+def as_labelled(
+    nics: NodeNics, features: Sequence[str], env: Mapping[str, str], vocabulary: str | None = None, node: str = ""
+) -> NodeNics:
     """A node's NICs, limited to those that its features name. SiteError where it has none of that name."""
     return narrowed(nics, read_features(features, read_vocabulary(vocabulary)).names, env, node)
 
 
-def ask_nodes(nodes: Iterable[Node], vocabulary: str | None = None,
-              shared: Path | None = None, setup: Sequence[str] = ()) -> tuple[list[Facts], list[Finding]]:
+def ask_nodes(
+    nodes: Iterable[Node], vocabulary: str | None = None, shared: Path | None = None, setup: Sequence[str] = ()
+) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`; and a finding for those that were busy or gave no answer. Needs this Python on the nodes,
     as training does. A node that fails or hangs takes no other's answer with it. `shared`: a file that they
     should see; `setup`: lines of shell before Python starts, a job's own (`slurm.setup`)."""
@@ -122,8 +140,9 @@ def limit(nodes: int) -> int:
     return 30 + nodes // 10
 
 
-def propose(names: Sequence[str] | None = None, fabric: str | None = None,
-            vocabulary: str | None = None) -> tuple[list[Change], list[Finding]]:
+def propose(
+    names: Sequence[str] | None = None, fabric: str | None = None, vocabulary: str | None = None
+) -> tuple[list[Change], list[Finding]]:
     """What `holmes label` would change: the nodes' own answers merged with their present features.
 
     `names`: host lists; all idle nodes without them. `fabric`: put fabric_<name> on them (needs `names`, for two
@@ -147,24 +166,45 @@ def _silent(level: str, nodes: Sequence[Node], why: str) -> Finding:
     return Finding(level, f"nodes {names}", why, "ask them with `holmes probe --check` on the node itself")
 
 
-def _srun(partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None,
-          setup: Sequence[str]) -> list[str]:
-    own = [word for option, path in (("--vocabulary", vocabulary), ("--shared", str(shared or ""))) if path
-           for word in (option, os.path.abspath(path))]
+def _srun(
+    partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None, setup: Sequence[str]
+) -> list[str]:
+    own = [
+        word
+        for option, path in (("--vocabulary", vocabulary), ("--shared", str(shared or "")))
+        if path
+        for word in (option, os.path.abspath(path))
+    ]
     names, count = compress(n.name for n in nodes), len(nodes)
     limit_s = limit(count)
     first = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "facts"] if setup else []
-    return ["srun", f"--partition={partition}", f"--nodelist={names}", f"--nodes={count}", f"--ntasks={count}",
-            "--ntasks-per-node=1", f"--immediate={WAIT_S}", f"--time={2 + limit_s // 60}", "--quiet", "--no-kill",
-            "--kill-on-bad-exit=0", f"--wait={limit_s // 2}",  # some may fail, or hang
-            "--job-name=holmes-facts", *first, sys.executable, "-m", "holmes_hpc.fabric.node_facts", *own]
+    return [
+        "srun",
+        f"--partition={partition}",
+        f"--nodelist={names}",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--immediate={WAIT_S}",
+        f"--time={2 + limit_s // 60}",
+        "--quiet",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        f"--wait={limit_s // 2}",  # some may fail, or hang
+        "--job-name=holmes-facts",
+        *first,
+        sys.executable,
+        "-m",
+        "holmes_hpc.fabric.node_facts",
+        *own,
+    ]
 
 
 def _understand(line: str) -> Facts | None:
     if not line.startswith(MARK):
         return None
     try:
-        data = json.loads(line[len(MARK):])
+        data = json.loads(line[len(MARK) :])
         skew = float(data.pop("clock")) - time.time()
         return Facts.from_dict({**data, "skew_s": skew})
     except (ValueError, KeyError, TypeError):
@@ -181,8 +221,11 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     name = name or node_name()
     node = read_node(name)
     if node is None:
-        raise SiteError(f"Slurm knows no node {name!r}", where="probe --check",
-                        hint="run it on a node of the cluster, or give the node's name with --node")
+        raise SiteError(
+            f"Slurm knows no node {name!r}",
+            where="probe --check",
+            hint="run it on a node of the cluster, or give the node's name with --node",
+        )
     nics = as_labelled(nics, node.features, {}, vocabulary, name)
     return differences(nics, node.features, read_vocabulary(vocabulary), name)
 

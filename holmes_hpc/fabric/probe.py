@@ -40,8 +40,12 @@ def addresses() -> dict[str, tuple[str, int]]:
     return found
 
 
-def probe(sysfs: Path = Path("/sys"), ipv4: Mapping[str, tuple[str, int]] | None = None,
-          read: Reader = read_text, dev: Path | None = None) -> NodeNics:
+def probe(
+    sysfs: Path = Path("/sys"),
+    ipv4: Mapping[str, tuple[str, int]] | None = None,
+    read: Reader = read_text,
+    dev: Path | None = None,
+) -> NodeNics:
     """This node's NICs, or those of a copied tree (`cp -a /sys/class/net /sys/class/infiniband …` with their links).
 
     `ipv4`: interface -> (address, prefix); by default this machine's own for ``/sys``, and none for a copy, where only
@@ -57,8 +61,9 @@ def probe(sysfs: Path = Path("/sys"), ipv4: Mapping[str, tuple[str, int]] | None
     verbs = dev is not None and any(dev.glob("infiniband/uverbs*"))
     gpus = tree.gpus()
     ports = [port for device in tree.names("class/infiniband") for port in _ports(tree, device, gpus, notes)]
-    interfaces = [_interface(tree, name, ports, ipv4) for name in tree.names("class/net")
-                  if tree.is_dir(f"class/net/{name}")]
+    interfaces = [
+        _interface(tree, name, ports, ipv4) for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")
+    ]
     interfaces.sort(key=lambda n: natural(n.name))
     ports.sort(key=lambda p: (natural(p.device), p.port))
     nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4), verbs)
@@ -68,19 +73,28 @@ def probe(sysfs: Path = Path("/sys"), ipv4: Mapping[str, tuple[str, int]] | None
             if p not in rails and nics.port_gbps(p) == nics.port_gbps(rails[0]):
                 notes.append(f"{p.name} is a virtual function of {p.physical}, which is here too: not used")
             elif p not in rails:
-                notes.append(f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: "
-                             "not used")
+                notes.append(
+                    f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"
+                )
     usable = [n for n in candidates(nics, NicType.ETHERNET) if n.up and (n.address or not nics.addressed)]
     other = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
     if other is not None and usable[0].type is NicType.ROCE:
-        notes.append(f"{usable[0].name} carries TCP too, for {other.name} is slower: if the other fabrics reach this "
-                     f"node by {other.name} alone, say ethernet: {other.name} (docs/nics.md)")
+        notes.append(
+            f"{usable[0].name} carries TCP too, for {other.name} is slower: if the other fabrics reach this "
+            f"node by {other.name} alone, say ethernet: {other.name} (docs/nics.md)"
+        )
     if verbs and not ports:
-        notes.append("there is no /sys/class/infiniband here, but there are devices in /dev/infiniband (a container): "
-                     "NCCL looks for its ports itself")
+        notes.append(
+            "there is no /sys/class/infiniband here, but there are devices in /dev/infiniband (a container): "
+            "NCCL looks for its ports itself"
+        )
     if not ports:
-        notes += [f"{n.name} counts as {n.type} by its name alone, there is no RDMA device: right on a testbed, else "
-                  "load the driver" for n in interfaces if n.type.rdma]
+        notes += [
+            f"{n.name} counts as {n.type} by its name alone, there is no RDMA device: right on a testbed, else "
+            "load the driver"
+            for n in interfaces
+            if n.type.rdma
+        ]
     return replace(nics, notes=tuple(notes))
 
 
@@ -161,8 +175,22 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
             notes.append(f"{device}:{port} is {state}")
         if owner is None:
             owner = _owner_by_device(tree, device, pci)
-        found.append(RdmaPort(device, int(port), kind, active, state, float(rate[1]) if rate else None,
-                              _top(tree, owner), index, gid, nearest, pci, physical))
+        found.append(
+            RdmaPort(
+                device,
+                int(port),
+                kind,
+                active,
+                state,
+                float(rate[1]) if rate else None,
+                _top(tree, owner),
+                index,
+                gid,
+                nearest,
+                pci,
+                physical,
+            )
+        )
     return found
 
 
@@ -227,6 +255,7 @@ def _top(tree: _Tree, name: str | None) -> str | None:
 
 def _nearest(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
     """GPUs that share the longest PCI path with the NIC; none where nothing but the machine is shared by all."""
+
     def shared(gpu: tuple[str, ...]) -> int:
         return next((i for i, (a, b) in enumerate(zip(pci, gpu)) if a != b), min(len(pci), len(gpu)))  # noqa: B905
 
@@ -251,8 +280,18 @@ def _interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str,
         address = mapped[0] if mapped else None
     bonded = tree.is_dir(f"{base}/bonding")
     driver = tree.target(f"{base}/device/driver") or ("bond" if bonded else "")
-    return Nic(name, nic, _up(tree, base), address, prefix, _speed(tree, base, bonded, own),
-               tuple(p.name for p in own), tree.target(f"{base}/master"), driver, _carrier(tree, base))
+    return Nic(
+        name,
+        nic,
+        _up(tree, base),
+        address,
+        prefix,
+        _speed(tree, base, bonded, own),
+        tuple(p.name for p in own),
+        tree.target(f"{base}/master"),
+        driver,
+        _carrier(tree, base),
+    )
 
 
 def _up(tree: _Tree, base: str) -> bool:
@@ -273,7 +312,7 @@ def _speed(tree: _Tree, base: str, bonded: bool, own: list[RdmaPort]) -> float |
         return sum(p.gbps or 0 for p in own)
     if not bonded and tree.is_virtual(base):
         # veth and tun report 10 Gb/s whatever carries them; a VLAN or a bridge is as fast as what lies below it
-        below = [name[len("lower_"):] for name in tree.names(base) if name.startswith("lower_")]
+        below = [name[len("lower_") :] for name in tree.names(base) if name.startswith("lower_")]
         rates = [_speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), []) for name in below]
         return max((rate for rate in rates if rate is not None), default=None)
     try:

@@ -50,8 +50,13 @@ class NicNames:
 
     ethernet: Annotated[str | None, key("the interface of its sockets: bond0")] = None
     hca: Annotated[tuple[str, ...], key("its RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
-    storage: Annotated[tuple[str, ...], key("RDMA devices that are not for the job: by name, IPv4 subnet or GID "
-                                            "prefix: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']")] = ()
+    storage: Annotated[
+        tuple[str, ...],
+        key(
+            "RDMA devices that are not for the job: by name, IPv4 subnet or GID "
+            "prefix: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']"
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
@@ -59,8 +64,11 @@ class NicNames:
             try:
                 ipaddress.ip_network(word if "/" in word else "::/0", strict=False)
             except ValueError as e:
-                raise SiteError(f"storage: {word!r} is no network: {e}", where="NICs",
-                                hint="write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name") from None
+                raise SiteError(
+                    f"storage: {word!r} is no network: {e}",
+                    where="NICs",
+                    hint="write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
+                ) from None
 
     def over(self, other: NicNames) -> NicNames:
         """These names, and the other's where these say nothing."""
@@ -68,8 +76,18 @@ class NicNames:
 
 
 # Keys of a fabric that say how its nodes are used, not what they are: a site's digest goes without them.
-_OF_USE = ("node_names", "nodes", "ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib",
-           "node_gpus")
+_OF_USE = (
+    "node_names",
+    "nodes",
+    "ethernet",
+    "hca",
+    "storage",
+    "node_nics",
+    "nccl_net",
+    "node_cpus",
+    "node_memory_gib",
+    "node_gpus",
+)
 
 
 @dataclass(frozen=True)
@@ -93,8 +111,9 @@ class Fabric:
     ethernet: Annotated[str | None, key("the interface of its nodes' sockets; null: the fastest")] = None
     hca: Annotated[tuple[str, ...], key("its nodes' RDMA devices or ports; none named: the fastest of its type")] = ()
     storage: Annotated[tuple[str, ...], key("RDMA devices left out: by name, IPv4 subnet or GID prefix")] = ()
-    node_nics: Annotated[Mapping[str, NicNames] | None, key("single nodes' own: {'ib[3-4]': {ethernet: eno2}}")
-                         ] = field(default=None, hash=False)
+    node_nics: Annotated[Mapping[str, NicNames] | None, key("single nodes' own: {'ib[3-4]': {ethernet: eno2}}")] = (
+        field(default=None, hash=False)
+    )
     nccl_net: Annotated[str | None, key("NCCL's name of the network of its RDMA; null: its NIC type's")] = None
     node_cpus: Annotated[int | None, key("CPUs of a node that jobs get", ge=1)] = None
     node_memory_gib: Annotated[float | None, key("memory of a node that jobs get", unit="GiB", gt=0)] = None
@@ -108,8 +127,9 @@ class Fabric:
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
         if self.nic.rdma and self.rdma_gbps is None:
-            raise SiteError("rdma_gbps is missing", where=where,
-                            hint="give what one node can send over all its RDMA NICs, in Gb/s")
+            raise SiteError(
+                "rdma_gbps is missing", where=where, hint="give what one node can send over all its RDMA NICs, in Gb/s"
+            )
         if not self.nic.rdma and self.rdma_gbps is not None:
             raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
         if self.node_names and len(self.node_names) != self.nodes:
@@ -139,8 +159,9 @@ class FabricLink:
     """What two fabrics have between them, where that is not just the Ethernet of their nodes."""
 
     between: Annotated[tuple[str, ...], key("the two fabrics: [FABRIC, FABRIC]")]
-    gbps: Annotated[float | None, key("what a node of one sends to the other; null: its Ethernet", unit="Gb/s",
-                                      gt=0)] = None
+    gbps: Annotated[
+        float | None, key("what a node of one sends to the other; null: its Ethernet", unit="Gb/s", gt=0)
+    ] = None
     delay_ms: Annotated[float, key("one way, beyond what their own networks take", unit="ms", ge=0)] = 0.0
 
     def __post_init__(self) -> None:
@@ -172,20 +193,23 @@ class Site:
         for link in self.links:
             for name in link.between:
                 if name not in names:
-                    raise SiteError(f"a link names fabric {name!r}", where=f"site {self.name}",
-                                    hint=nearest(name, names))
+                    raise SiteError(
+                        f"a link names fabric {name!r}", where=f"site {self.name}", hint=nearest(name, names)
+                    )
         pairs = [frozenset(link.between) for link in self.links]
         for pair in pairs:
             if pairs.count(pair) > 1:
-                raise SiteError(f"two links between {' and '.join(sorted(pair))}", where=f"site {self.name}",
-                                hint="leave one out")
+                raise SiteError(
+                    f"two links between {' and '.join(sorted(pair))}", where=f"site {self.name}", hint="leave one out"
+                )
 
     def fabric(self, name: str) -> Fabric:
         for fabric in self.fabrics:
             if fabric.name == name:
                 return fabric
-        raise SiteError(f"no fabric {name!r}", where=f"site {self.name}",
-                        hint=f"it has {', '.join(f.name for f in self.fabrics)}")
+        raise SiteError(
+            f"no fabric {name!r}", where=f"site {self.name}", hint=f"it has {', '.join(f.name for f in self.fabrics)}"
+        )
 
     def link(self, one: str, other: str) -> FabricLink | None:
         """What is said of the network between two fabrics."""

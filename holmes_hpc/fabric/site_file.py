@@ -18,8 +18,15 @@ ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # of 10, 25, 50 and 100 Gb/s
 MUCH = 1.5  # times as much as a data sheet says, or less than one of so many parts
 IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an older kind, in Gb/s
 # The most that a rate or a size of a machine can be: what is above was given in another unit.
-MOST = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "intra_node_gbps": 1e5, "peak_tflops": 1e5, "memory_gib": 4096,
-        "gbps": 6400, "delay_ms": 1e4}
+MOST = {
+    "ethernet_gbps": 6400,
+    "rdma_gbps": 25600,
+    "intra_node_gbps": 1e5,
+    "peak_tflops": 1e5,
+    "memory_gib": 4096,
+    "gbps": 6400,
+    "delay_ms": 1e4,
+}
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # of a GPU kind's data sheet
 NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
 _HINT = "see docs/howto.md: Plan for hardware that this Slurm does not have"
@@ -32,8 +39,10 @@ class SiteFile:
     name: Annotated[str, key("of the site")]
     fabrics: Annotated[tuple[Any, ...], key("list at least one")]
     ethernet_gbps: Annotated[float | None, key("what a node sends over Ethernet", unit="Gb/s", gt=0)] = None
-    gpu: Annotated[Gpu | None, key("the kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known"
-                                    " attention and fused_norm")] = None
+    gpu: Annotated[
+        Gpu | None,
+        key("the kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known attention and fused_norm"),
+    ] = None
 
     links: Annotated[tuple[FabricLink, ...], key("what two fabrics have between them: {between, gbps, delay_ms}")] = ()
 
@@ -71,8 +80,9 @@ def parse_site(data: Mapping[str, Any]) -> Site:
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
         known = read_vocabulary().gpu(gpu.name)
         if gpu.attention == "flash" and known is not None and known.name in NO_FLASH:
-            raise SiteError(f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}",
-                            hint="use sdpa or unfused")
+            raise SiteError(
+                f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}", hint="use sdpa or unfused"
+            )
     return Site(file.name, tuple(fabrics), tuple(_remarks(fabrics)), file.links)
 
 
@@ -100,8 +110,11 @@ def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
         value = getattr(what, name)
         if name in MOST and value is not None and value > MOST[name]:
             unit = declared.says.unit
-            raise SiteError(f"{name} is {value:g} {unit}, more than any machine has", where=where,
-                            hint=f"give it in {unit}, at most {MOST[name]:g}")
+            raise SiteError(
+                f"{name} is {value:g} {unit}, more than any machine has",
+                where=where,
+                hint=f"give it in {unit}, at most {MOST[name]:g}",
+            )
 
 
 def _remarks(fabrics: Sequence[Fabric]) -> Iterator[str]:
@@ -113,11 +126,15 @@ def _remarks(fabrics: Sequence[Fabric]) -> Iterator[str]:
             yield from _unlike(gpu, known)
     for fabric in fabrics:
         if fabric.nic is NicType.IB and fabric.rdma_gbps in IB_GBYTES:
-            yield (f"rdma_gbps of {fabric.name} is {fabric.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
-                   f" give Gb/s: {8 * fabric.rdma_gbps:g}")
+            yield (
+                f"rdma_gbps of {fabric.name} is {fabric.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
+                f" give Gb/s: {8 * fabric.rdma_gbps:g}"
+            )
         if fabric.ethernet_gbps in ETHERNET_GBYTES:
-            yield (f"ethernet_gbps of {fabric.name} is {fabric.ethernet_gbps:g}, which no Ethernet has; if that is in"
-                   f" GB/s, give Gb/s: {8 * fabric.ethernet_gbps:g}")
+            yield (
+                f"ethernet_gbps of {fabric.name} is {fabric.ethernet_gbps:g}, which no Ethernet has; if that is in"
+                f" GB/s, give Gb/s: {8 * fabric.ethernet_gbps:g}"
+            )
 
 
 def _unlike(gpu: Gpu, known: Gpu) -> Iterator[str]:
@@ -125,8 +142,10 @@ def _unlike(gpu: Gpu, known: Gpu) -> Iterator[str]:
     or both together; peaks with sparsity twice the dense one."""
     link = gpu.intra_node_gbps / known.intra_node_gbps
     if any(abs(link * parts - 1) < 0.02 for parts in (8, 4)):
-        yield (f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
-               f" {known.intra_node_gbps:g}")
+        yield (
+            f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
+            f" {known.intra_node_gbps:g}"
+        )
     elif link > MUCH:
         yield _says(gpu, "intra_node_gbps", known)
     if not 1 / MUCH < gpu.peak_tflops / known.peak_tflops < MUCH:
@@ -136,5 +155,6 @@ def _unlike(gpu: Gpu, known: Gpu) -> Iterator[str]:
 
 
 def _says(gpu: Gpu, name: str, known: Gpu) -> str:
-    return (f"{name} of {gpu.name} is {getattr(gpu, name):g}; the data sheet of {known.name} says"
-            f" {getattr(known, name):g}")
+    return (
+        f"{name} of {gpu.name} is {getattr(gpu, name):g}; the data sheet of {known.name} says {getattr(known, name):g}"
+    )

@@ -36,19 +36,32 @@ def software() -> dict[str, str]:
     return found
 
 
-def check_software(nodes: Mapping[str, Mapping[str, str]], here: Mapping[str, str],
-                   gpu_nodes: Sequence[str] = ()) -> list[Finding]:
+def check_software(
+    nodes: Mapping[str, Mapping[str, str]], here: Mapping[str, str], gpu_nodes: Sequence[str] = ()
+) -> list[Finding]:
     """What of the `nodes`' software (node -> :func:`software` there) keeps them from training together, or differs from
     what this machine has (`here`; what it lacks it need not have). `gpu_nodes`: those whose torch must know CUDA."""
     found: list[Finding] = []
     for package in NEEDED:
         if lacking := [n for n, has in nodes.items() if package not in has]:
-            found.append(Finding("error", f"nodes {compress(lacking)}", f"their Python has no {package}",
-                                 "pip install 'holmes-hpc[train]' into the environment that they share with this "
-                                 "machine, or have slurm.setup load the site's own (docs/install.md)"))
+            found.append(
+                Finding(
+                    "error",
+                    f"nodes {compress(lacking)}",
+                    f"their Python has no {package}",
+                    "pip install 'holmes-hpc[train]' into the environment that they share with this "
+                    "machine, or have slurm.setup load the site's own (docs/install.md)",
+                )
+            )
     if plain := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:
-        found.append(Finding("error", f"nodes {compress(plain)}", "have GPUs, and a torch that is built without CUDA",
-                             "install a CUDA build of torch (docs/install.md)"))
+        found.append(
+            Finding(
+                "error",
+                f"nodes {compress(plain)}",
+                "have GPUs, and a torch that is built without CUDA",
+                "install a CUDA build of torch (docs/install.md)",
+            )
+        )
     for name in dict.fromkeys(name for has in nodes.values() for name in has):
         usual = here.get(name) or Counter(has[name] for has in nodes.values() if name in has).most_common(1)[0][0]
         where = "this machine has" if name in here else "others have"
@@ -56,7 +69,13 @@ def check_software(nodes: Mapping[str, Mapping[str, str]], here: Mapping[str, st
         for node, has in nodes.items():
             if has.get(name, usual if name in NEEDED else "none") != usual:
                 other.setdefault(has.get(name, "none"), []).append(node)
-        found += [Finding("warning", f"nodes {compress(members)}", f"{name} {value}, where {where} {usual}",
-                          "use one environment, on a file system that all of them see (docs/install.md)")
-                  for value, members in other.items()]
+        found += [
+            Finding(
+                "warning",
+                f"nodes {compress(members)}",
+                f"{name} {value}, where {where} {usual}",
+                "use one environment, on a file system that all of them see (docs/install.md)",
+            )
+            for value, members in other.items()
+        ]
     return found

@@ -29,8 +29,14 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     how long that many take. Lines of `width` columns at most, folded between words."""
     lines = [_headline(plan), "", *_drawing(plan)]
     if plan.predicted is not None:
-        lines += ["", *_step(plan, plan.predicted), _budget(plan, steps), *_stage_transfers(plan, costs), "",
-                  *_helps(plan, plan.predicted, costs)]
+        lines += [
+            "",
+            *_step(plan, plan.predicted),
+            _budget(plan, steps),
+            *_stage_transfers(plan, costs),
+            "",
+            *_helps(plan, plan.predicted, costs),
+        ]
     if plan.alternatives:
         lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
     if plan.unused:
@@ -51,10 +57,15 @@ def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
     see and how many days they take."""
     tokens, predicted = plan.batch.tokens, plan.predicted
     found: dict[str, Any] = {
-        "tokens_per_step": tokens, "tokens_per_s": tokens / predicted.step_time_s if predicted else None}
+        "tokens_per_step": tokens,
+        "tokens_per_s": tokens / predicted.step_time_s if predicted else None,
+    }
     if steps is not None:
-        found |= {"steps": steps, "tokens": steps * tokens,
-                  "days": steps * predicted.step_time_s / 86400 if predicted else None}
+        found |= {
+            "steps": steps,
+            "tokens": steps * tokens,
+            "days": steps * predicted.step_time_s / 86400 if predicted else None,
+        }
     return found
 
 
@@ -78,10 +89,12 @@ def _headline(plan: Plan) -> str:
     p, batch = plan.parallel, plan.batch
     virtual = f" x {p.virtual_stages} virtual" if p.virtual_stages > 1 else ""
     sizes = p.words if isinstance(p, Widths) else f"TP {p.tp}, PP {p.pp}{virtual}, DP {p.dp}"
-    return (f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-            f"tokens a step, on {p.world_size} ranks, {plan.strategy}; {sizes}, "
-            f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
-            f"{plan.schedule.kind}, recompute {plan.recompute}")
+    return (
+        f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
+        f"tokens a step, on {p.world_size} ranks, {plan.strategy}; {sizes}, "
+        f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
+        f"{plan.schedule.kind}, recompute {plan.recompute}"
+    )
 
 
 def _drawing(plan: Plan) -> list[str]:
@@ -91,11 +104,15 @@ def _drawing(plan: Plan) -> list[str]:
     lines: list[str] = []
     for part in plan.components:
         fabric = plan.site.fabric(part.fabric)
-        lines.append(f"+-- {part.fabric}: {part.nodes} nodes x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
-                     f" {fabric.data_gbps:g} Gb/s, partition {part.partition}")
+        lines.append(
+            f"+-- {part.fabric}: {part.nodes} nodes x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
+            f" {fabric.data_gbps:g} Gb/s, partition {part.partition}"
+        )
         if len(part.stages) <= 8:
-            lines += [f"|   stage {s}: {_stage(plan, s)}" + (f", data parallel by {inside[s]}" if s in inside else "")
-                      for s in part.stages]
+            lines += [
+                f"|   stage {s}: {_stage(plan, s)}" + (f", data parallel by {inside[s]}" if s in inside else "")
+                for s in part.stages
+            ]
         else:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
             lines.append(f"|   stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")
@@ -115,27 +132,38 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     total = predicted.step_time_s
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     tokens = predicted.samples_per_s * plan.batch.sequence_length
-    lines = [f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:,.0f} "
-             f"tokens/s, {_per_kind(plan, predicted)}"]
-    lines += [f"  {PART_NAMES[name]:<16} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
-              for s, name in parts if s > 0]
+    lines = [
+        f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:,.0f} "
+        f"tokens/s, {_per_kind(plan, predicted)}"
+    ]
+    lines += [
+        f"  {PART_NAMES[name]:<16} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
+        for s, name in parts
+        if s > 0
+    ]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
-        lines.append(f"Of published runs like it, nine in ten took {low / total:.0%} to {high / total:.0%} of what was "
-                     f"predicted: here {low:.3g} to {high:.3g} s. `holmes calibrate` tells more.")
+        lines.append(
+            f"Of published runs like it, nine in ten took {low / total:.0%} to {high / total:.0%} of what was "
+            f"predicted: here {low:.3g} to {high:.3g} s. `holmes calibrate` tells more."
+        )
     worst = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
     room = plan.site.fabric(plan.stages[worst].fabric).gpu.memory_gib
     used = predicted.memory_bytes_per_gpu[worst] / 2**30
-    lines.append(f"Peak memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
-                 f"What takes longest is {_binding(predicted)}.")
+    lines.append(
+        f"Peak memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
+        f"What takes longest is {_binding(predicted)}."
+    )
     return lines
 
 
 def _per_kind(plan: Plan, predicted: Predicted) -> str:
     """Model TFLOP/s of a GPU: of each kind, where there are several, and what share of its peak that is."""
     found = kind_tflops(plan, predicted.step_time_s)
-    each = ", ".join(f"{tflops:.3g}{f' of {gpu.name}' * (len(found) > 1)} ({tflops / gpu.peak_tflops:.0%} of the peak)"
-                     for gpu, tflops in found.items())
+    each = ", ".join(
+        f"{tflops:.3g}{f' of {gpu.name}' * (len(found) > 1)} ({tflops / gpu.peak_tflops:.0%} of the peak)"
+        for gpu, tflops in found.items()
+    )
     mean = f"{predicted.model_tflops_per_gpu:.3g} " if len(found) > 1 else ""
     return f"{mean}model TFLOP/s per GPU: {each}"
 
@@ -146,11 +174,13 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
     if cost is None:
         return []
     own = "1F1B" if plan.parallel.virtual_stages == 1 else "interleaved schedule"
-    text = (f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
-            f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch. Those of a step, "
-            f"both ways added up though they go at once, are {cost.wire_s:.3g} s; {cost.hidden:.0%} of that is hidden "
-            f"beside computing and each other: the step is {max(0.0, cost.exposed_s):.3g} s longer than without "
-            "transfers")
+    text = (
+        f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
+        f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch. Those of a step, "
+        f"both ways added up though they go at once, are {cost.wire_s:.3g} s; {cost.hidden:.0%} of that is hidden "
+        f"beside computing and each other: the step is {max(0.0, cost.exposed_s):.3g} s longer than without "
+        "transfers"
+    )
     if plan.schedule.kind == "ahead":
         text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
     return [f"{text}."]
@@ -159,15 +189,18 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
 def _binding(predicted: Predicted) -> str:
     named = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
     name = max(named, key=lambda n: named[n])
-    helps = {"compute_s": "more or faster GPUs help",
-             "pipeline_wait_s": "more micro-batches or a faster transfer help",
-             "grad_sync_s": "a faster data-parallel network helps",
-             "param_sync_s": "a faster data-parallel network helps"}.get(name)
+    helps = {
+        "compute_s": "more or faster GPUs help",
+        "pipeline_wait_s": "more micro-batches or a faster transfer help",
+        "grad_sync_s": "a faster data-parallel network helps",
+        "param_sync_s": "a faster data-parallel network helps",
+    }.get(name)
     return f"{PART_NAMES[name]}: {helps}" if helps else PART_NAMES[name]
 
 
 def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     """What a change of site or batch would gain: each tried alone, as this plan, or as the planner would use it."""
+
     def faster(site: Site) -> float:
         return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
 
@@ -177,8 +210,10 @@ def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     for part in plan.components:
         fabric = plan.site.fabric(part.fabric)
         if fabric.rdma_gbps is not None:
-            fabrics = tuple(replace(f, rdma_gbps=2 * f.rdma_gbps) if f.name == part.fabric and f.rdma_gbps else f
-                            for f in plan.site.fabrics)
+            fabrics = tuple(
+                replace(f, rdma_gbps=2 * f.rdma_gbps) if f.name == part.fabric and f.rdma_gbps else f
+                for f in plan.site.fabrics
+            )
             gains.append((faster(replace(plan.site, fabrics=fabrics)), f"RDMA of {part.fabric} twice as fast"))
     larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
     gains.append((predict(larger, costs).samples_per_s / predicted.samples_per_s - 1, "a global batch twice as large"))
@@ -195,8 +230,15 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         return
     fabrics = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.fabrics)
     nodes = {c.fabric: 2 * c.nodes for c in plan.components}
-    options = PlanOptions(strategy=plan.strategy, nodes=nodes, tp=p.tp, pp=p.pp, dp=2 * p.dp,
-                          transport=plan.transport_mode, gpus_per_node=plan.components[0].gpus_per_node)
+    options = PlanOptions(
+        strategy=plan.strategy,
+        nodes=nodes,
+        tp=p.tp,
+        pp=p.pp,
+        dp=2 * p.dp,
+        transport=plan.transport_mode,
+        gpus_per_node=plan.components[0].gpus_per_node,
+    )
     try:
         twice = best_plan(plan.model, plan.batch, replace(plan.site, fabrics=fabrics), options, costs)
     except HolmesError:
@@ -208,8 +250,10 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
 def _runner_up(other: dict[str, Any]) -> str:
     p = other["parallel"]
     nodes = ", ".join(f"{n} x {f}" for f, n in other["nodes"].items())
-    return (f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
-            f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}")
+    return (
+        f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
+        f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}"
+    )
 
 
 def _too_close(plan: Plan) -> list[str]:
@@ -221,9 +265,11 @@ def _too_close(plan: Plan) -> list[str]:
     if not near:
         return []
     p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
-    return [f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
-            f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
-            f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."]
+    return [
+        f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
+        f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
+        f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
+    ]
 
 
 def _layers(layers: list[int]) -> str:

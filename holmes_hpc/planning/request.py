@@ -63,18 +63,30 @@ def node_settings(config: Configuration) -> NodeSettings:
     return NodeSettings(vocabulary=config.vocabulary, partitions=(named,) if isinstance(named, str) else tuple(named))
 
 
-def costs(config: Configuration, plan: Plan | None = None, said: Mapping[str, Any] | None = None,
-          gradient_bytes: int | None = None) -> Costs:
+def costs(
+    config: Configuration,
+    plan: Plan | None = None,
+    said: Mapping[str, Any] | None = None,
+    gradient_bytes: int | None = None,
+) -> Costs:
     """What computing and sending cost: a calibration file, else paced compute (as `plan` was made for, unless the
     configuration says), else published defaults; and what the run overlaps. `said`: fields of Software that are known
     otherwise."""
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else None
-    software = make(Software, {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather,
-                               **(said or {})}, "software")
-    return Costs(calibration=calibration, pace_layer_ms=pace(config, plan), software=software,
-                 pace_factors=train.pace_factors or (plan.pace_factors if plan else None),
-                 gradient_bytes=gradient_bytes, dtype=None if train.dtype == "auto" else train.dtype)
+    software = make(
+        Software,
+        {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather, **(said or {})},
+        "software",
+    )
+    return Costs(
+        calibration=calibration,
+        pace_layer_ms=pace(config, plan),
+        software=software,
+        pace_factors=train.pace_factors or (plan.pace_factors if plan else None),
+        gradient_bytes=gradient_bytes,
+        dtype=None if train.dtype == "auto" else train.dtype,
+    )
 
 
 def read_calibration(path: str, wanted: Plan | Configuration) -> Calibration:
@@ -107,8 +119,11 @@ def learned(config: Configuration, root: str) -> tuple[Learned, list[str]]:
         except (HolmesError, KeyError, TypeError, ValueError, AttributeError) as e:
             others.append(f"{record.name}: {e if isinstance(e, HolmesError) else 'its record lacks something'}")
     if not runs:
-        raise ConfigError("no run to learn from" + (f" ({others[0]})" if others else ""), where=f"--learn {root}",
-                          hint=f"give a directory with runs of at least {WARM_UP + 2} steps")
+        raise ConfigError(
+            "no run to learn from" + (f" ({others[0]})" if others else ""),
+            where=f"--learn {root}",
+            hint=f"give a directory with runs of at least {WARM_UP + 2} steps",
+        )
     return learn(runs[-LEARNED:]), others
 
 
@@ -123,12 +138,18 @@ def _observed(record: RunDirectory, calibration: str | None) -> Observed:
     if len(kept) < 2:
         raise RecordError(f"fewer than {WARM_UP + 2} steps", where=str(record.path), hint="let it run longer")
     computed = zip(*([float(stage["compute_s"]) for stage in line["breakdown"]] for line in kept), strict=True)
-    return Observed(record.name, plan, costs(replace(config, calibration=calibration), plan),
-                    median(float(line["step_time_s"]) for line in kept), tuple(median(stage) for stage in computed))
+    return Observed(
+        record.name,
+        plan,
+        costs(replace(config, calibration=calibration), plan),
+        median(float(line["step_time_s"]) for line in kept),
+        tuple(median(stage) for stage in computed),
+    )
 
 
-def make_plan(config: Configuration, on: Site | None = None, clock: Clock | None = None,
-              known: Costs | None = None) -> Plan:
+def make_plan(
+    config: Configuration, on: Site | None = None, clock: Clock | None = None, known: Costs | None = None
+) -> Plan:
     """The plan that `config` names, or the best one for its model and site by `known` (else the configuration's costs);
     `clock` as for :func:`best_plan`."""
     if config.plan_file:
@@ -146,8 +167,12 @@ def with_gpu(on: Site, name: str) -> Site:
     """`on` with GPUs of the kind that `name` names, in every fabric."""
     gpu = read_vocabulary().gpu(name)
     if gpu is None:
-        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", hint="use a kind of holmes_hpc/fabric/gpu_kinds.yaml,"
-                          " such as a100-80gb or h100; others have their figures in the site file")
+        raise ConfigError(
+            f"unknown GPU {name!r}",
+            where="--gpu",
+            hint="use a kind of holmes_hpc/fabric/gpu_kinds.yaml,"
+            " such as a100-80gb or h100; others have their figures in the site file",
+        )
     return replace(on, fabrics=tuple(replace(f, gpu=gpu) for f in on.fabrics))
 
 
@@ -165,15 +190,30 @@ def for_calibration(config: Configuration) -> Configuration:
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:
         plan = replace(plan, pp=len(used))
     layers = min(config.model.layers, 4 * max(len(used), plan.pp or 1))
-    return replace(config, plan=plan, model=replace(config.model, layers=layers),
-                   batch=replace(batch, global_size=2 * sum(ranks) * batch.micro_size))
+    return replace(
+        config,
+        plan=plan,
+        model=replace(config.model, layers=layers),
+        batch=replace(batch, global_size=2 * sum(ranks) * batch.micro_size),
+    )
 
 
 def with_software(on: Site, attention: str | None, fused_norm: bool | None) -> Site:
     """`on` with GPUs on which the software does this, where it is not None, in every fabric."""
-    return replace(on, fabrics=tuple(replace(f, gpu=replace(
-        f.gpu, attention=attention or f.gpu.attention,
-        fused_norm=f.gpu.fused_norm if fused_norm is None else fused_norm)) for f in on.fabrics))
+    return replace(
+        on,
+        fabrics=tuple(
+            replace(
+                f,
+                gpu=replace(
+                    f.gpu,
+                    attention=attention or f.gpu.attention,
+                    fused_norm=f.gpu.fused_norm if fused_norm is None else fused_norm,
+                ),
+            )
+            for f in on.fabrics
+        ),
+    )
 
 
 def check_site(plan: Plan, on: Site) -> None:
@@ -183,13 +223,23 @@ def check_site(plan: Plan, on: Site) -> None:
     for part in plan.components:
         was = plan.site.fabric(part.fabric)
         if part.fabric not in names:
-            raise PlanError(f"the plan is for site {plan.site.name}, whose fabric {part.fabric!r} is not here "
-                            f"(here: {', '.join(names)})", where=f"site {on.name}", hint=hint)
+            raise PlanError(
+                f"the plan is for site {plan.site.name}, whose fabric {part.fabric!r} is not here "
+                f"(here: {', '.join(names)})",
+                where=f"site {on.name}",
+                hint=hint,
+            )
         now = on.fabric(part.fabric)
         for what in ("nic", "partition", "constraint", "gpus_per_node"):
             if getattr(was, what) != getattr(now, what):
-                raise PlanError(f"the plan was made for {what} {getattr(was, what)}, here it is {getattr(now, what)}",
-                                where=f"site {on.name}: fabric {part.fabric}", hint=hint)
+                raise PlanError(
+                    f"the plan was made for {what} {getattr(was, what)}, here it is {getattr(now, what)}",
+                    where=f"site {on.name}: fabric {part.fabric}",
+                    hint=hint,
+                )
         if part.nodes > now.nodes:
-            raise PlanError(f"the plan wants {part.nodes} nodes, {now.nodes} can be used",
-                            where=f"site {on.name}: fabric {part.fabric}", hint=hint)
+            raise PlanError(
+                f"the plan wants {part.nodes} nodes, {now.nodes} can be used",
+                where=f"site {on.name}: fabric {part.fabric}",
+                hint=hint,
+            )

@@ -86,16 +86,20 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                 if not isinstance(e, BlockingIOError):
                     raise failed(path, e) from e
                 if time.monotonic() > end:
-                    raise RecordError(f"another writer has held it for {wait_s:.0f} s", where=str(path),
-                                      hint="find the process that hangs, or try again") from e
+                    raise RecordError(
+                        f"another writer has held it for {wait_s:.0f} s",
+                        where=str(path),
+                        hint="find the process that hangs, or try again",
+                    ) from e
                 time.sleep(0.01)
         yield
     finally:
         os.close(handle)  # releases the lock as well
 
 
-def read_yaml(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it",
-              ) -> dict[str, Any]:
+def read_yaml(
+    path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it"
+) -> dict[str, Any]:
     """A YAML mapping from a file, safely loaded. `error` with the file's name and `hint` where it is none."""
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
@@ -139,6 +143,5 @@ def _finite(value: Any) -> Any:
 def failed(path: Path, error: OSError) -> RunFailed:
     """An error of the file system as one line."""
     full = error.errno in (28, 122)  # ENOSPC, EDQUOT
-    hint = ("free some space, then `holmes resume` the run" if full
-            else "make the run directory writable from this node")
+    hint = "free some space, then `holmes resume` the run" if full else "make the run directory writable from this node"
     return RunFailed(error.strerror or str(error), where=str(path), hint=hint)

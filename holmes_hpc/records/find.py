@@ -49,13 +49,19 @@ def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> 
         if RunDirectory(path).exists():
             return RunDirectory(path)
     runs = list(run_directories(base)) if base.is_dir() else []
-    if word.isdigit() and (held := [(str(data["created"] or ""), run) for run in runs
-                                    if (data := _readable(run)) and int(word) in job_ids(data)]):
+    if word.isdigit() and (
+        held := [
+            (str(data["created"] or ""), run) for run in runs if (data := _readable(run)) and int(word) in job_ids(data)
+        ]
+    ):
         return max(held, key=lambda pair: pair[0])[1]
     named = [run for run in runs if run.name == word]
     if len(named) > 1:
-        raise RecordError(f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}", where=word,
-                          hint="give the directory")
+        raise RecordError(
+            f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}",
+            where=word,
+            hint="give the directory",
+        )
     if named:
         return named[0]
     close = difflib.get_close_matches(word, [run.name for run in runs], n=1)

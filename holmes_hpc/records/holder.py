@@ -83,8 +83,11 @@ def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
                 other = _said(path)
                 if kept := other is not None and is_over(other):
                     return handle
-                raise RecordError(f"it is taken by {other or 'another process'}", where=str(path.parent),
-                                  hint="wait for its end, `holmes cancel` the run, or end that process")
+                raise RecordError(
+                    f"it is taken by {other or 'another process'}",
+                    where=str(path.parent),
+                    hint="wait for its end, `holmes cancel` the run, or end that process",
+                )
         except OSError as e:
             kept = False
             raise failed(path, e) from e
@@ -115,8 +118,14 @@ def _said(path: Path) -> Holder | None:
     while True:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             said = json.loads(path.read_text(encoding="utf-8"))
-            return Holder(str(said["what"]), str(said["user"]), str(said["host"]), int(said["pid"]), str(said["job"]),
-                          float(said["since"]))
+            return Holder(
+                str(said["what"]),
+                str(said["user"]),
+                str(said["host"]),
+                int(said["pid"]),
+                str(said["job"]),
+                float(said["since"]),
+            )
         if time.monotonic() > end:
             return None
         time.sleep(0.02)

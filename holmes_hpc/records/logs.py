@@ -62,8 +62,9 @@ class GrowingFile:
         return self._rest.decode("utf-8", errors="replace")
 
 
-def follow_logs(run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None,
-                poll_s: float = 0.5) -> Iterator[tuple[int, str]]:
+def follow_logs(
+    run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None, poll_s: float = 0.5
+) -> Iterator[tuple[int, str]]:
     """(rank, line) as the ranks write their logs, until `done()` says that the run has ended and all lines are out.
 
     `ranks`: only these (default: every log there is, also those that appear later). Lines are whole; one that a rank

@@ -22,8 +22,14 @@ BREAKDOWN = {
     "other_s": "everything else",
 }
 PARTS = tuple(BREAKDOWN)
-PART_NAMES = {"compute_s": "compute", "pipeline_wait_s": "pipeline wait", "grad_sync_s": "gradient sync",
-              "param_sync_s": "parameter sync", "optimizer_s": "optimizer", "other_s": "other"}  # for people
+PART_NAMES = {
+    "compute_s": "compute",
+    "pipeline_wait_s": "pipeline wait",
+    "grad_sync_s": "gradient sync",
+    "param_sync_s": "parameter sync",
+    "optimizer_s": "optimizer",
+    "other_s": "other",
+}  # for people
 WAYS = ("tx", "rx")  # of bytes: sent, received
 
 

@@ -96,29 +96,53 @@ class RunDirectory:
     # -- run.yaml ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], plan_text: str | None = None, config: Mapping[str, Any] | None = None,
-               overrides: Sequence[str] = (), **ids: Any) -> RunDirectory:
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        plan_text: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        overrides: Sequence[str] = (),
+        **ids: Any,
+    ) -> RunDirectory:
         """Make a run directory. `plan_text`: plan.yaml's text; `ids`: more keys of run.yaml (plan_id, slurm, …).
 
         run.yaml is written last, so a directory that has one is complete. RecordError when it already holds a run.
         """
         run = cls(path)
         if run.exists():
-            raise RecordError("it already holds a run", where=str(run.path),
-                              hint="`holmes resume` goes on with it; or give another directory")
+            raise RecordError(
+                "it already holds a run",
+                where=str(run.path),
+                hint="`holmes resume` goes on with it; or give another directory",
+            )
         try:
             for directory in (run.path, run.logs, run.trace, run.checkpoints, run.exits):
                 if directory.is_symlink() and not directory.exists():
-                    raise RecordError(f"it is a link to {os.readlink(directory)}, which is not there",
-                                      where=str(directory), hint="remove it, or mount that file system")
+                    raise RecordError(
+                        f"it is a link to {os.readlink(directory)}, which is not there",
+                        where=str(directory),
+                        hint="remove it, or mount that file system",
+                    )
                 directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(run.path),
-                              hint="give a directory that can be made, on a file system all nodes share") from e
+            raise RecordError(
+                e.strerror or str(e),
+                where=str(run.path),
+                hint="give a directory that can be made, on a file system all nodes share",
+            ) from e
         if plan_text is not None:
             write_whole(run.plan_path, plan_text)
-        run._write_run({"version": VERSION, "name": run.name, "created": now(), **ids, "config": dict(config or {}),
-                        "overrides": list(overrides), "attempts": []})
+        run._write_run(
+            {
+                "version": VERSION,
+                "name": run.name,
+                "created": now(),
+                **ids,
+                "config": dict(config or {}),
+                "overrides": list(overrides),
+                "attempts": [],
+            }
+        )
         return run
 
     def read_run(self) -> dict[str, Any]:
@@ -126,11 +150,15 @@ class RunDirectory:
         try:
             text = self.run_path.read_text(encoding="utf-8")
         except FileNotFoundError as e:
-            raise RecordError("not a run directory (no run.yaml)", where=str(self.path),
-                              hint="give a directory under runs/ (or HOLMES_RUNS)") from e
+            raise RecordError(
+                "not a run directory (no run.yaml)",
+                where=str(self.path),
+                hint="give a directory under runs/ (or HOLMES_RUNS)",
+            ) from e
         except (OSError, UnicodeDecodeError) as e:
-            raise RecordError(getattr(e, "strerror", None) or str(e), where=str(self.run_path),
-                              hint="restore the file") from e
+            raise RecordError(
+                getattr(e, "strerror", None) or str(e), where=str(self.run_path), hint="restore the file"
+            ) from e
         return parse_run(text, str(self.run_path))
 
     @property
@@ -165,11 +193,13 @@ class RunDirectory:
 
     def _write_run(self, data: dict[str, Any]) -> None:
         try:
-            text = yaml.dump(_plain(data), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110,
-                             allow_unicode=True)
+            text = yaml.dump(
+                _plain(data), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+            )
         except yaml.YAMLError as e:
-            raise RecordError(f"not plain data: {e}", where=str(self.run_path),
-                              hint="record strings, numbers, lists") from e
+            raise RecordError(
+                f"not plain data: {e}", where=str(self.run_path), hint="record strings, numbers, lists"
+            ) from e
         write_whole(self.run_path, text)
 
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
@@ -222,8 +252,15 @@ class RunDirectory:
     def write_exit(self, rank: int, state: str, error: str | None = None, host: str | None = None, **more: Any) -> None:
         """What rank `rank` itself knows of its end; `error` is one line. Ranks write this, never result.json."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
-        data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename,
-                "attempt": self.attempt, "time": time.time(), **more}
+        data = {
+            "rank": rank,
+            "state": state,
+            "error": error,
+            "host": host or os.uname().nodename,
+            "attempt": self.attempt,
+            "time": time.time(),
+            **more,
+        }
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 
     def read_exits(self) -> list[dict[str, Any]]:
@@ -240,15 +277,25 @@ class RunDirectory:
         then the first. `result` must have `state` (one of STATES).
         """
         if writer not in WRITERS:
-            raise RecordError(f"{writer!r} may not write it", where=str(self.result_path),
-                              hint=f"only {' and '.join(WRITERS)} do; ranks write exits/")
+            raise RecordError(
+                f"{writer!r} may not write it",
+                where=str(self.result_path),
+                hint=f"only {' and '.join(WRITERS)} do; ranks write exits/",
+            )
         if result.get("state") not in STATES:
-            raise RecordError(f"state is {result.get('state')!r}", where=str(self.result_path),
-                              hint=f"use one of {', '.join(STATES)}")
+            raise RecordError(
+                f"state is {result.get('state')!r}", where=str(self.result_path), hint=f"use one of {', '.join(STATES)}"
+            )
         blank = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK_RESULT}
         with locked(self.path / ".lock"):
-            data = {"version": VERSION, **blank, "attempt": self.attempt, "time": time.time(), **result,
-                    "writer": writer}
+            data = {
+                "version": VERSION,
+                **blank,
+                "attempt": self.attempt,
+                "time": time.time(),
+                **result,
+                "writer": writer,
+            }
             old = _read_json(self.result_path)
             if old is not None and _authority(old) >= _authority(data):
                 return False
@@ -262,8 +309,14 @@ class RunDirectory:
         """Make a run that ended ready to go on: its result, and its plan where `plan_text` is another, are kept under
         names with the attempt's number; which they are comes back."""
         with locked(self.path / ".lock"):
-            kept = {path: self.path / f"{path.stem}-{self.attempt}{path.suffix}" for path, wanted in (
-                (self.plan_path, plan_text is not None), (self.result_path, self.result_path.exists())) if wanted}
+            kept = {
+                path: self.path / f"{path.stem}-{self.attempt}{path.suffix}"
+                for path, wanted in (
+                    (self.plan_path, plan_text is not None),
+                    (self.result_path, self.result_path.exists()),
+                )
+                if wanted
+            }
             for path, place in kept.items():
                 os.replace(path, place)
             if plan_text is not None:
@@ -292,8 +345,11 @@ class RunDirectory:
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
     writer, final = result.get("writer"), result.get("final") or {}
-    return (int(result.get("attempt") or 0), WRITERS.index(writer) if writer in WRITERS else -1,
-            int(final.get("step") or 0))
+    return (
+        int(result.get("attempt") or 0),
+        WRITERS.index(writer) if writer in WRITERS else -1,
+        int(final.get("step") or 0),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -316,4 +372,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)
     return value
-

@@ -25,8 +25,21 @@ from holmes_hpc.records.files import SAFE_LOADER
 
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
-OWN_FILES = {"run.yaml", "plan.yaml", "metrics.jsonl", "result.json", ".lock", ".training", "checkpoints", "logs",
-             "trace", "exits", "nics", "submission", "data"}  # of a run directory whose run has not made a step
+OWN_FILES = {
+    "run.yaml",
+    "plan.yaml",
+    "metrics.jsonl",
+    "result.json",
+    ".lock",
+    ".training",
+    "checkpoints",
+    "logs",
+    "trace",
+    "exits",
+    "nics",
+    "submission",
+    "data",
+}  # of a run directory whose run has not made a step
 STATES = ("completed", "failed", "cancelled", "timeout", "preempted")  # of result.json
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 
@@ -62,8 +75,15 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RecordError("not a run record", where=where, hint="restore the file")
     check_version(data, where)
-    empty: dict[str, Any] = {"version": VERSION, "name": Path(where).resolve().parent.name, "created": None,
-                             "config": {}, "overrides": [], "slurm": {}, "attempts": []}
+    empty: dict[str, Any] = {
+        "version": VERSION,
+        "name": Path(where).resolve().parent.name,
+        "created": None,
+        "config": {},
+        "overrides": [],
+        "slurm": {},
+        "attempts": [],
+    }
     return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
 
 
@@ -71,13 +91,19 @@ def missing_fields(record: Mapping[str, Any]) -> list[str]:
     """What this release writes of every run that made a step, and `record` (of :func:`parse_run`) has not: an older
     release made it. The version, the name and no overrides are taken for granted where they are not there."""
     filled, some = ("created", "config", "attempts"), ("cpus",)  # `some`: only some runs have it
-    return [name for name in RUN_FIELDS
-            if (name not in record and name not in some) or (name in filled and not record[name])]
+    return [
+        name
+        for name in RUN_FIELDS
+        if (name not in record and name not in some) or (name in filled and not record[name])
+    ]
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:
     """RecordError where a record is of a newer version than this release reads."""
     version = data.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
-        raise RecordError(f"record version {version!r}, this release reads up to {VERSION}", where=where,
-                          hint="use the holmes_hpc release that wrote it, or a newer one")
+        raise RecordError(
+            f"record version {version!r}, this release reads up to {VERSION}",
+            where=where,
+            hint="use the holmes_hpc release that wrote it, or a newer one",
+        )

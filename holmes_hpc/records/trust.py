@@ -56,11 +56,16 @@ def strangers(path: str | os.PathLike[str]) -> str | None:
 def refuse_strangers(path: str | os.PathLike[str]) -> None:
     """RecordError where somebody else may replace what is to be run from `path`."""
     if (who := strangers(path)) is not None:
-        hint = ("run it as that user, or give a directory of your own" if " belongs to " in who else
-                "chmod go-w it, or use another place" if who.endswith("everybody") else
-                "chmod g-w it, or where all of that group may act for you: export HOLMES_TRUST_GROUP=1")
-        raise RecordError(f"{who}, so its owner is not the only one who decides what would run", where=str(path),
-                          hint=hint)
+        hint = (
+            "run it as that user, or give a directory of your own"
+            if " belongs to " in who
+            else "chmod go-w it, or use another place"
+            if who.endswith("everybody")
+            else "chmod g-w it, or where all of that group may act for you: export HOLMES_TRUST_GROUP=1"
+        )
+        raise RecordError(
+            f"{who}, so its owner is not the only one who decides what would run", where=str(path), hint=hint
+        )
 
 
 def _chain(path: Path) -> Iterator[Path]:

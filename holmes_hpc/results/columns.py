@@ -18,8 +18,11 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "run": ("string", "path of the run below the loaded directory (its name where that is the run itself)"),
     "path": ("string", "its directory"),
     "name": ("string", "its name"),
-    "state": ("string", "completed, failed, cancelled, timeout, preempted; unfinished: steps or a start but no end; "
-                        "not-started; unreadable: `error` says why"),
+    "state": (
+        "string",
+        "completed, failed, cancelled, timeout, preempted; unfinished: steps or a start but no end; "
+        "not-started; unreadable: `error` says why",
+    ),
     "error": ("string", "the error, one line; also of a completed run whose files are damaged"),
     "exit_code": ("Int64", "of the job"),
     "failed_rank": ("Int64", "the rank that failed first"),
@@ -96,9 +99,21 @@ STEP_COLUMNS: dict[str, tuple[str, str]] = {
     "step": ("int32", FIELDS["step"].meaning),
     "attempt": ("int16", "the attempt that counts"),
     "warmup": ("bool", "left out of the run's figures"),
-    **{name: ("float64", f"{FIELDS[name].unit}: {FIELDS[name].meaning}".removeprefix(": ")) for name in (
-        "time", "step_time_s", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_s",
-        "samples_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")},
+    **{
+        name: ("float64", f"{FIELDS[name].unit}: {FIELDS[name].meaning}".removeprefix(": "))
+        for name in (
+            "time",
+            "step_time_s",
+            "loss",
+            "validation_loss",
+            "grad_norm",
+            "learning_rate",
+            "tokens_per_s",
+            "samples_per_s",
+            "model_tflops_per_gpu",
+            "hardware_tflops_per_gpu",
+        )
+    },
     **{part: ("float64", f"s: {what}, mean over stages") for part, what in BREAKDOWN.items()},
     # and for every fabric (or ethernet) NAME: tx_bytes_NAME, rx_bytes_NAME, float64, summed over all nodes
 }
@@ -109,9 +124,16 @@ STAGE_COLUMNS: dict[str, tuple[str, str]] = {
     **{part: ("float64", "median over steps") for part in PARTS},
 }
 
-_ARROW = {"string": pa.string(), "Int64": pa.int64(), "int32": pa.int32(), "int16": pa.int16(),
-          "float64": pa.float64(), "boolean": pa.bool_(), "bool": pa.bool_(),
-          "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC")}
+_ARROW = {
+    "string": pa.string(),
+    "Int64": pa.int64(),
+    "int32": pa.int32(),
+    "int16": pa.int16(),
+    "float64": pa.float64(),
+    "boolean": pa.bool_(),
+    "bool": pa.bool_(),
+    "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC"),
+}
 
 
 def arrow_type(kind: str) -> pa.DataType:

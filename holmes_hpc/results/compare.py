@@ -25,19 +25,76 @@ from holmes_hpc.results.tables import interval, known, number, pace, unpacked, w
 from holmes_hpc.slurm.hostlist import compress
 
 # What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
-CELL = ["system", "varied", "environment", "placement", "strategy", "layers_per_stage", "schedule", "transport",
-        "overlap", "partition", "model", "model_spec", "sequence_length", "global_batch", "micro_batch", "nodes", "tp",
-        "pp", "dp", "virtual_stages", "edge_dtype", "recompute", "pace_layer_ms", "device"]
+CELL = [
+    "system",
+    "varied",
+    "environment",
+    "placement",
+    "strategy",
+    "layers_per_stage",
+    "schedule",
+    "transport",
+    "overlap",
+    "partition",
+    "model",
+    "model_spec",
+    "sequence_length",
+    "global_batch",
+    "micro_batch",
+    "nodes",
+    "tp",
+    "pp",
+    "dp",
+    "virtual_stages",
+    "edge_dtype",
+    "recompute",
+    "pace_layer_ms",
+    "device",
+]
 LEARNED = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
 SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
-REDUNDANT = ("name", "run_dir", "plan_file", "labels", "hydra", "model.name", "batch", "slurm.account", "slurm.qos",
-        "slurm.reservation", "slurm.timeout_min", "slurm.nodelist", "slurm.exclude",
-        "train.seed", "data.seed", "data.prefix", "data.split", "train.steps", "train.trace", "train.log_interval",
-        "train.tensorboard", "train.wandb", "train.mlflow", "train.max_restarts", "train.watchdog_s",
-        "train.net_timeout_s", "train.pace_layer_ms",
-        "plan.nodes", "plan.strategy", "plan.transport", "plan.partition", "plan.schedule", "plan.layers_per_stage",
-        "plan.tp", "plan.pp", "plan.dp", "plan.virtual_stages", "plan.edge_dtype", "plan.recompute")
+REDUNDANT = (
+    "name",
+    "run_dir",
+    "plan_file",
+    "labels",
+    "hydra",
+    "model.name",
+    "batch",
+    "slurm.account",
+    "slurm.qos",
+    "slurm.reservation",
+    "slurm.timeout_min",
+    "slurm.nodelist",
+    "slurm.exclude",
+    "train.seed",
+    "data.seed",
+    "data.prefix",
+    "data.split",
+    "train.steps",
+    "train.trace",
+    "train.log_interval",
+    "train.tensorboard",
+    "train.wandb",
+    "train.mlflow",
+    "train.max_restarts",
+    "train.watchdog_s",
+    "train.net_timeout_s",
+    "train.pace_layer_ms",
+    "plan.nodes",
+    "plan.strategy",
+    "plan.transport",
+    "plan.partition",
+    "plan.schedule",
+    "plan.layers_per_stage",
+    "plan.tp",
+    "plan.pp",
+    "plan.dp",
+    "plan.virtual_stages",
+    "plan.edge_dtype",
+    "plan.recompute",
+)
 # What makes cells different and is not in their tables' rows: it is told where rows would look alike (see _told_apart).
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
@@ -61,17 +118,23 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
     for key, seen in values.items():
         seen.update(found.get(key) for found in given)
     differ = sorted(key for key, seen in values.items() if len(seen) > 1)
-    return runs.assign(system=[_system(row) for _, row in entries(runs)],
-                       varied=[" ".join(f"{key}={found[key]}" for key in differ if key in found) for found in given])
+    return runs.assign(
+        system=[_system(row) for _, row in entries(runs)],
+        varied=[" ".join(f"{key}={found[key]}" for key in differ if key in found) for found in given],
+    )
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    given = {key: value for key, _, value in (word.lstrip("+~").partition("=")
-                                              for word in unpacked(run, "overrides") or [])}
+    given = {
+        key: value for key, _, value in (word.lstrip("+~").partition("=") for word in unpacked(run, "overrides") or [])
+    }
     both = {given.get(f"train.overlap_{what}", "true").lower() for what in ("grad_reduce", "param_gather")}
     told = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
-    return {key: value for key, value in given.items()
-            if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in told)}
+    return {
+        key: value
+        for key, value in given.items()
+        if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in told)
+    }
 
 
 def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
@@ -106,11 +169,30 @@ def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
         group = complete if len(complete) else every  # half a run says something only where no whole one does
         runs.loc[group.index, "cell"] = index
         rows.append({**entries(group)[0][1], "cell": index, **_figures(group)})
-    cells = pd.DataFrame(rows, columns=[*CELL, "cell", "repeats", "completed", "step_time_s", "step_time_low_s",
-                                        "step_time_high_s", "samples_per_s", "samples_low", "samples_high",
-                                        "predicted_samples_per_s", "predicted_step_time_s", "mape", *PARTS,
-                                        "stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step", "names",
-                                        *LEARNED])
+    cells = pd.DataFrame(
+        rows,
+        columns=[
+            *CELL,
+            "cell",
+            "repeats",
+            "completed",
+            "step_time_s",
+            "step_time_low_s",
+            "step_time_high_s",
+            "samples_per_s",
+            "samples_low",
+            "samples_high",
+            "predicted_samples_per_s",
+            "predicted_step_time_s",
+            "mape",
+            *PARTS,
+            "stage_breakdown",
+            "tx_bytes_per_step",
+            "planned_bytes_per_step",
+            "names",
+            *LEARNED,
+        ],
+    )
     key = "samples_per_s" if by == "throughput" else loss_of(cells)
     cells = cells.sort_values(key, ascending=by != "throughput", kind="stable").set_index("cell")
     return Comparison(_told_apart(with_shares(_with_speedups(cells, runs))), runs)
@@ -132,16 +214,23 @@ def named(names: Sequence[str]) -> str:
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     time, rate = _step_time(group), repeats_interval(group["samples_per_s"])
     middle = group.iloc[(group["step_time_s"] - group["step_time_s"].median()).abs().argsort().iloc[0]]
-    return {"repeats": len(group), "completed": int((group["state"] == "completed").sum()), "step_time_s": time.median,
-            "step_time_low_s": time.low, "step_time_high_s": time.high,
-            "samples_per_s": rate.median, "samples_low": rate.low, "samples_high": rate.high,
-            "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
-            "predicted_step_time_s": float(group["predicted_step_time_s"].median()),
-            "names": named([str(name) for name in group["run"]]),
-            **{name: float(group[name].median()) for name in LEARNED},
-            "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
-            **{part: float(group[part].median()) for part in PARTS},
-            **{name: middle[name] for name in ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")}}
+    return {
+        "repeats": len(group),
+        "completed": int((group["state"] == "completed").sum()),
+        "step_time_s": time.median,
+        "step_time_low_s": time.low,
+        "step_time_high_s": time.high,
+        "samples_per_s": rate.median,
+        "samples_low": rate.low,
+        "samples_high": rate.high,
+        "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
+        "predicted_step_time_s": float(group["predicted_step_time_s"].median()),
+        "names": named([str(name) for name in group["run"]]),
+        **{name: float(group[name].median()) for name in LEARNED},
+        "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
+        **{part: float(group[part].median()) for part in PARTS},
+        **{name: middle[name] for name in ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")},
+    }
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:
@@ -162,24 +251,34 @@ def _told_apart(cells: pd.DataFrame) -> pd.DataFrame:
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
-            words[index] = " ".join(_sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}"
-                                    for name in differ)
+            words[index] = " ".join(
+                _sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}" for name in differ
+            )
     return cells.assign(apart=words)
 
 
 def _sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
     """In what the model's sizes differ from those of others in `group`."""
     mine, others = unpacked(cell, "model_spec"), [unpacked(other, "model_spec") for _, other in entries(group)]
-    return " ".join(f"{key}={value}" for key, value in mine.items()
-                    if key != "name" and any(other.get(key) != value for other in others))
+    return " ".join(
+        f"{key}={value}"
+        for key, value in mine.items()
+        if key != "name" and any(other.get(key) != value for other in others)
+    )
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     found, whole = [], _whole(cells)
     for index, cell in entries(cells):
         baseline = _baseline(whole, index, cell)
-        row: dict[str, Any] = {"cell": index, "baseline": baseline, "pairs": 0, "speedup": math.nan,
-                               "speedup_low": math.nan, "speedup_high": math.nan}
+        row: dict[str, Any] = {
+            "cell": index,
+            "baseline": baseline,
+            "pairs": 0,
+            "speedup": math.nan,
+            "speedup_low": math.nan,
+            "speedup_high": math.nan,
+        }
         if baseline is not None and baseline != index:
             row["speedup"] = cell["samples_per_s"] / cells.loc[baseline, "samples_per_s"]
             labelled = runs[runs["session"].notna()]
@@ -213,8 +312,12 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
     for index, cell in entries(whole):
         if not known(cell["environment"]) or cell["environment"] != "hybrid":
             continue
-        rates = [float(whole["samples_per_s"][_equal(whole, {**cell, "environment": kind}, ["environment", *SAME_WORK])]
-                       .max()) for kind in ("IB", "RoCE")]
+        rates = [
+            float(
+                whole["samples_per_s"][_equal(whole, {**cell, "environment": kind}, ["environment", *SAME_WORK])].max()
+            )
+            for kind in ("IB", "RoCE")
+        ]
         if all(map(known, rates)):
             mean[index] = fraction_of_homogeneous(float(cell["samples_per_s"]), rates)
     return cells.assign(of_linear=linear, of_mean=mean)
@@ -230,8 +333,11 @@ def scaled(cells: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
 def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str]) -> Any:
     equal = np.ones(len(frame), dtype=bool)
     for name in columns:
-        equal &= frame[name].isna().to_numpy() if not known(cell[name]) else (
-            frame[name] == cell[name]).fillna(False).to_numpy(dtype=bool)
+        equal &= (
+            frame[name].isna().to_numpy()
+            if not known(cell[name])
+            else (frame[name] == cell[name]).fillna(False).to_numpy(dtype=bool)
+        )
     return equal
 
 
@@ -244,19 +350,34 @@ def label(cell: Mapping[str, Any]) -> str:
     """A cell in words: `hybrid, ib-a:2 roce-a:2, holmes`."""
     if not known(cell["placement"]):
         return "a run without a plan"
-    return ", ".join(str(cell[name]) for name in ("environment", "placement", "system", "varied", "apart")
-                     if known(cell.get(name)) and cell[name])
+    return ", ".join(
+        str(cell[name])
+        for name in ("environment", "placement", "system", "varied", "apart")
+        if known(cell.get(name)) and cell[name]
+    )
 
 
 def labels(cells: pd.DataFrame) -> list[str]:
     """What to call each of `cells` beside the others: its run, or how many, and in what it differs from them."""
-    parts = [name for name in ("environment", "placement", "system", "varied", "apart")
-             if cells[name].nunique(dropna=False) > 1]
-    made = [", ".join([*([str(c["names"])] if c["repeats"] == 1 else []),
-                       *(str(c[name]) for name in parts if known(c[name]) and c[name])]) or str(c["names"])
-            for _, c in entries(cells)]
-    return [text if made.count(text) == 1 else f"{text} ({c['names']})"
-            for text, (_, c) in zip(made, entries(cells), strict=True)]
+    parts = [
+        name
+        for name in ("environment", "placement", "system", "varied", "apart")
+        if cells[name].nunique(dropna=False) > 1
+    ]
+    made = [
+        ", ".join(
+            [
+                *([str(c["names"])] if c["repeats"] == 1 else []),
+                *(str(c[name]) for name in parts if known(c[name]) and c[name]),
+            ]
+        )
+        or str(c["names"])
+        for _, c in entries(cells)
+    ]
+    return [
+        text if made.count(text) == 1 else f"{text} ({c['names']})"
+        for text, (_, c) in zip(made, entries(cells), strict=True)
+    ]
 
 
 def ranking(comparison: Comparison) -> list[str]:
@@ -291,8 +412,12 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
     paired = known(best["baseline"]) and best["baseline"] in others
     base = dict(entries(cells))[int(best["baseline"]) if paired else others[-1]]
     if not paired:  # what it has of pairs is of another one
-        best |= {"speedup": best["samples_per_s"] / base["samples_per_s"], "pairs": 0, "speedup_low": math.nan,
-                 "speedup_high": math.nan}
+        best |= {
+            "speedup": best["samples_per_s"] / base["samples_per_s"],
+            "pairs": 0,
+            "speedup_low": math.nan,
+            "speedup_high": math.nan,
+        }
     return {**best, "ratio": float(best["speedup"])}, base
 
 
@@ -311,8 +436,11 @@ def answer(comparison: Comparison) -> list[str]:
         said[0] += f" {len(others)} with more samples/s did {unlike}, or did not complete."
     if base is None:
         return said
-    bounds = (f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
-              if known(best["speedup_low"]) else "")
+    bounds = (
+        f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
+        if known(best["speedup_low"])
+        else ""
+    )
     plain = ", as plain Megatron-LM has" if base["system"] == "one transport" else ""
     times = f"That is {number(best['ratio'])} times {label(base)}{plain}{bounds}"
     if not differ(best, base):
@@ -325,8 +453,9 @@ def differ(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     else by those of the step times; where there are none, by more than a twentieth."""
     if known(best["speedup_low"]):
         return bool(best["speedup_low"] > 1)
-    if not all(map(known, (best["global_batch"], base["global_batch"], best["step_time_high_s"],
-                           base["step_time_low_s"]))):
+    if not all(
+        map(known, (best["global_batch"], base["global_batch"], best["step_time_high_s"], base["step_time_low_s"]))
+    ):
         return bool(best["ratio"] > 1.05)
     return bool(best["step_time_high_s"] / best["global_batch"] < base["step_time_low_s"] / base["global_batch"])
 
@@ -343,5 +472,7 @@ def why(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
         return "Why: the recorded parts of a step do not say."
     total = base["step_time_s"] / base["global_batch"] - best["step_time_s"] / best["global_batch"]
     share = f", {saved[top] / total:.0%} of what it saves" if total > 0 and saved[top] <= total else ""
-    return (f"Why: {PART_NAMES[top]} takes {number(best[top])} s of its step of {number(best['step_time_s'])} s, there "
-            f"{number(base[top])} s of {number(base['step_time_s'])} s{share}.")
+    return (
+        f"Why: {PART_NAMES[top]} takes {number(best[top])} s of its step of {number(best['step_time_s'])} s, there "
+        f"{number(base[top])} s of {number(base['step_time_s'])} s{share}."
+    )

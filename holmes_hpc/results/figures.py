@@ -31,9 +31,17 @@ WIDTH = 4.6  # inches
 MOST_BARS = 12  # bars of a figure
 LABEL = 52  # characters above a bar
 STYLE: Any = {
-    "font.family": "sans-serif", "font.size": 11, "axes.titlesize": 11, "axes.titleweight": "bold",
-    "legend.fontsize": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
-    "svg.fonttype": "none", "svg.hashsalt": "holmes"}
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "legend.fontsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "holmes",
+}
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
@@ -48,24 +56,35 @@ def svg(figure: Figure) -> str:
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    return text[text.index("<svg"):]
+    return text[text.index("<svg") :]
 
 
 def _look(index: int) -> dict[str, Any]:
-    return {"color": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], "edgecolor": "black",
-            "linewidth": 0.6}
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "hatch": HATCHES[index % len(HATCHES)],
+        "edgecolor": "black",
+        "linewidth": 0.6,
+    }
 
 
 def _legend(axes: Axes, handles: Any = None, columns: int = 1) -> None:
     """Below the axes, where it hides nothing."""
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
-    figure.legend(handles=handles or axes.get_legend_handles_labels()[0], loc="outside lower center", ncols=columns,
-                  frameon=False)
+    figure.legend(
+        handles=handles or axes.get_legend_handles_labels()[0], loc="outside lower center", ncols=columns, frameon=False
+    )
 
 
-def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], names: Sequence[str], ends: Sequence[str],
-          bounds: Sequence[tuple[float, float]] = ()) -> None:
+def _bars(
+    axes: Axes,
+    labels: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    names: Sequence[str],
+    ends: Sequence[str],
+    bounds: Sequence[tuple[float, float]] = (),
+) -> None:
     """Horizontal bars from top to bottom, each under its label, so that long labels need no margin; `rows`: stacked
     parts."""
     labels = distinct(labels)
@@ -87,8 +106,10 @@ def _bars(axes: Axes, labels: Sequence[str], rows: Sequence[Sequence[float]], na
     axes.set(xlim=(0, 1.25 * most), ylim=(len(rows) - 0.5, -0.8), yticks=[])
     axes.spines["left"].set_visible(False)
     if len(names) > 1:
-        patches = [Patch(facecolor=look["color"], hatch=look["hatch"], edgecolor="black", label=name)
-                   for look, name in ((_look(i), name) for i, name in enumerate(names))]
+        patches = [
+            Patch(facecolor=look["color"], hatch=look["hatch"], edgecolor="black", label=name)
+            for look, name in ((_look(i), name) for i, name in enumerate(names))
+        ]
         _legend(axes, patches, 2)
 
 
@@ -98,12 +119,12 @@ def distinct(labels: Sequence[str], width: int = LABEL) -> list[str]:
     long = [text for text in labels if len(text) > width]
     if not long:
         return list(labels)
-    alike = takewhile(lambda at: len({text[at:at + 1] for text in labels}) == 1, range(min(map(len, labels))))
-    shared = labels[0][:len(list(alike))] if len(labels) > 1 else ""
-    shared = shared[:max(shared.rfind(" "), shared.rfind(",")) + 1]
-    cut = [f"…{text[len(shared):]}" if shared else text for text in labels]
-    made = [text if len(text) <= width else f"{text[:width // 2]}…{text[-(width - width // 2 - 1):]}" for text in cut]
-    return [text if made.count(text) == 1 else f"{at + 1}: {text[:width - 5]}" for at, text in enumerate(made)]
+    alike = takewhile(lambda at: len({text[at : at + 1] for text in labels}) == 1, range(min(map(len, labels))))
+    shared = labels[0][: len(list(alike))] if len(labels) > 1 else ""
+    shared = shared[: max(shared.rfind(" "), shared.rfind(",")) + 1]
+    cut = [f"…{text[len(shared) :]}" if shared else text for text in labels]
+    made = [text if len(text) <= width else f"{text[: width // 2]}…{text[-(width - width // 2 - 1) :]}" for text in cut]
+    return [text if made.count(text) == 1 else f"{at + 1}: {text[: width - 5]}" for at, text in enumerate(made)]
 
 
 def _plain(name: object) -> str:
@@ -122,11 +143,18 @@ def throughput(cells: pd.DataFrame, most: int = MOST_BARS) -> Figure:
     `most`, which the title says where there are more."""
     rows = [c for _, c in entries(cells.head(most))]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
-    _bars(axes, labels(cells.head(most)), [[c["samples_per_s"]] for c in rows], ["samples/s"],
-          [f"{c['samples_per_s']:.3g}" for c in rows], [(c["samples_low"], c["samples_high"]) for c in rows])
+    _bars(
+        axes,
+        labels(cells.head(most)),
+        [[c["samples_per_s"]] for c in rows],
+        ["samples/s"],
+        [f"{c['samples_per_s']:.3g}" for c in rows],
+        [(c["samples_low"], c["samples_high"]) for c in rows],
+    )
     left_out = fastest(cells, most)
-    axes.set(xlabel="throughput, samples/s",
-             title="Throughput by NIC environment" + (f"\n{left_out}" if left_out else ""))
+    axes.set(
+        xlabel="throughput, samples/s", title="Throughput by NIC environment" + (f"\n{left_out}" if left_out else "")
+    )
     return figure
 
 
@@ -147,18 +175,27 @@ def scaling(cells: pd.DataFrame) -> Figure:
     """Samples/s over nodes, one line per setting that did the same work on several node counts, and what linear scaling
     from its smallest would give."""
     groups = scaled(cells)
-    told = [key for key in SAME_WORK if key not in ("nodes", "model_spec")
-            and len({word(first[key]) for first, _ in groups}) > 1]
+    told = [
+        key
+        for key in SAME_WORK
+        if key not in ("nodes", "model_spec") and len({word(first[key]) for first, _ in groups}) > 1
+    ]
     figure, axes = _axes(3.2 + 0.25 * len(groups))
     for index, (first, group) in enumerate(groups):
         name = [first[key] for key in ("environment", "system", "varied") if known(first[key]) and first[key]]
         name += [f"{key}={word(first[key])}" for key in told]
         line = group.groupby("nodes")["samples_per_s"].max()
         nodes = line.index.to_numpy(dtype=float)
-        axes.plot(nodes, line.to_numpy(), marker=MARKERS[index % len(MARKERS)], color=COLOURS[index % len(COLOURS)],
-                  label=_plain(", ".join(map(str, name))))
-        axes.plot(nodes, line.iloc[0] * nodes / nodes[0], color=COLOURS[index % len(COLOURS)], linestyle=":",
-                  linewidth=1)
+        axes.plot(
+            nodes,
+            line.to_numpy(),
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            label=_plain(", ".join(map(str, name))),
+        )
+        axes.plot(
+            nodes, line.iloc[0] * nodes / nodes[0], color=COLOURS[index % len(COLOURS)], linestyle=":", linewidth=1
+        )
     axes.set(xlabel="nodes", ylabel="throughput, samples/s", title="Scaling (dotted: linear)", ylim=(0, None))
     if groups:
         axes.set_xticks(sorted({int(n) for _, group in groups for n in group["nodes"].dropna()}))
@@ -196,17 +233,25 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
     figure, axes = _axes(4.2)
     kept = runs[runs["predicted_step_time_s"].notna() & runs["step_time_s"].notna()]
     for index, (name, group) in enumerate(kept.groupby("environment", sort=False)):
-        axes.scatter(group["step_time_s"], group["predicted_step_time_s"], marker=MARKERS[index % len(MARKERS)],
-                     color=COLOURS[index % len(COLOURS)], edgecolor="black", linewidth=0.5, zorder=3,
-                     label=_plain(name))
+        axes.scatter(
+            group["step_time_s"],
+            group["predicted_step_time_s"],
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            edgecolor="black",
+            linewidth=0.5,
+            zorder=3,
+            label=_plain(name),
+        )
     if len(kept):
         ends = np.array([0.0, 1.15 * max(kept["step_time_s"].max(), kept["predicted_step_time_s"].max())])
         axes.plot(ends, ends, color="black", linewidth=1)
         axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#dddddd", zorder=0)
         axes.set(xlim=ends, ylim=ends)
         _legend(axes, columns=2)
-    axes.set(xlabel="measured step time, s", ylabel="predicted step time, s",
-             title="Predicted against measured (band: 10%)")
+    axes.set(
+        xlabel="measured step time, s", ylabel="predicted step time, s", title="Predicted against measured (band: 10%)"
+    )
     return figure
 
 
@@ -220,12 +265,23 @@ def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | No
         axes.plot(at, run["loss"], label=_plain(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
         taken = run["validation_loss"].notna() if "validation_loss" in run else np.zeros(len(run), dtype=bool)
         if taken.any():
-            axes.plot(at[taken], run["validation_loss"][taken], color=colour, linestyle="none", markersize=5,
-                      marker=MARKERS[index % len(MARKERS)], markerfacecolor="none", label="_validation")
+            axes.plot(
+                at[taken],
+                run["validation_loss"][taken],
+                color=colour,
+                linestyle="none",
+                markersize=5,
+                marker=MARKERS[index % len(MARKERS)],
+                markerfacecolor="none",
+                label="_validation",
+            )
         for begun in at[run["attempt"].diff() > 0]:
             axes.axvline(begun, color=colour, linestyle=":", linewidth=1)
-    axes.set(xlabel={"step": "step", "tokens": "tokens"}.get(by, "time of the run, minutes"),
-             ylabel="loss, nats a token", title="Loss (markers: validation; dotted: restarts)")
+    axes.set(
+        xlabel={"step": "step", "tokens": "tokens"}.get(by, "time of the run, minutes"),
+        ylabel="loss, nats a token",
+        title="Loss (markers: validation; dotted: restarts)",
+    )
     if 1 < steps["run"].nunique() <= 8:
         _legend(axes)
     return figure
@@ -245,8 +301,14 @@ def step_times(steps: pd.DataFrame) -> Figure:
     figure, axes = _axes(2.8)
     for warm, face in ((True, "none"), (False, COLOURS[0])):
         part = steps[steps["warmup"] == warm]
-        axes.scatter(part["step"], part["step_time_s"], s=14, facecolor=face, edgecolor=COLOURS[0],
-                     label="warm-up" if warm else "counted")
+        axes.scatter(
+            part["step"],
+            part["step_time_s"],
+            s=14,
+            facecolor=face,
+            edgecolor=COLOURS[0],
+            label="warm-up" if warm else "counted",
+        )
     most = steps["step_time_s"].max() if len(steps) else 1.0
     axes.set(xlabel="step", ylabel="step time, s", title="Step times", ylim=(0, 1.05 * most if known(most) else 1.0))
     axes.legend(frameon=False)
@@ -265,8 +327,16 @@ def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> F
     for axes, (name, frame) in zip(all_axes, panels, strict=True):
         for kind, look in looks.items():
             part = frame[frame["kind"] == kind]
-            axes.barh(part["stage"], part["end_s"] - part["start_s"], 0.7, left=part["start_s"], edgecolor="black",
-                      linewidth=0.4, label=kind, **look)
+            axes.barh(
+                part["stage"],
+                part["end_s"] - part["start_s"],
+                0.7,
+                left=part["start_s"],
+                edgecolor="black",
+                linewidth=0.4,
+                label=kind,
+                **look,
+            )
         axes.set(ylim=(stages - 0.5, -0.5), yticks=range(stages), ylabel="stage", title=f"Pipeline, {name}")
     all_axes[-1].set_xlabel("time in the step, s")
     _legend(all_axes[0], columns=2)

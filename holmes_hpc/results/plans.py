@@ -12,14 +12,33 @@ import yaml
 from holmes_hpc.records.files import SAFE_LOADER, to_json
 from holmes_hpc.records.run import RunDirectory
 
-NIC_WORDS = {"ib": "IB", "roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "omnipath": "Omni-Path",
-             "ethernet": "Ethernet"}
+NIC_WORDS = {
+    "ib": "IB",
+    "roce": "RoCE",
+    "efa": "EFA",
+    "slingshot": "Slingshot",
+    "omnipath": "Omni-Path",
+    "ethernet": "Ethernet",
+}
 
 SHAPE: dict[str, Any] = {  # of what is reckoned with here
-    "model": {}, "batch": {}, "parallel": {}, "schedule": {}, "site": {"fabrics": [{}]}, "stages": [{}],
-    "components": [{"nodes": 0, "gpus_per_node": 0}], "transports": [{"ranks": [0]}],
-    "predicted": {"step_time_s": 0.0, "samples_per_s": 0.0, "model_tflops_per_gpu": 0.0, "hardware_tflops_per_gpu": 0.0,
-                  "memory_bytes_per_gpu": [0], "nic_bytes_per_step": {}}}
+    "model": {},
+    "batch": {},
+    "parallel": {},
+    "schedule": {},
+    "site": {"fabrics": [{}]},
+    "stages": [{}],
+    "components": [{"nodes": 0, "gpus_per_node": 0}],
+    "transports": [{"ranks": [0]}],
+    "predicted": {
+        "step_time_s": 0.0,
+        "samples_per_s": 0.0,
+        "model_tflops_per_gpu": 0.0,
+        "hardware_tflops_per_gpu": 0.0,
+        "memory_bytes_per_gpu": [0],
+        "nic_bytes_per_step": {},
+    },
+}
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
@@ -43,8 +62,15 @@ def _shaped(value: Any, shape: Any) -> Any:
     if isinstance(shape, dict):
         return {key: _shaped(held, shape.get(key)) for key, held in mapping(value).items()}
     if isinstance(shape, list):
-        return [_shaped(held, shape[0]) for held in value if isinstance(held, type(shape[0]))
-                and not isinstance(held, bool)] if isinstance(value, list) else []
+        return (
+            [
+                _shaped(held, shape[0])
+                for held in value
+                if isinstance(held, type(shape[0])) and not isinstance(held, bool)
+            ]
+            if isinstance(value, list)
+            else []
+        )
     if isinstance(shape, int):
         return whole(value)
     return number(value) if isinstance(shape, float) else value
@@ -60,20 +86,27 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
         nodes[str(c.get("fabric"))] = nodes.get(str(c.get("fabric")), 0) + int(c.get("nodes") or 0)
     stages = [s.get("layers") for s in plan.get("stages") or [] if isinstance(s, dict)]
     return {
-        "strategy": text(plan.get("strategy")), "transport": text(plan.get("transport_mode")),
-        "schedule": text(mapping(plan.get("schedule")).get("kind")), "recompute": text(plan.get("recompute")),
-        "edge_dtype": text(plan.get("edge_dtype")), "site": text(site.get("name")),
+        "strategy": text(plan.get("strategy")),
+        "transport": text(plan.get("transport_mode")),
+        "schedule": text(mapping(plan.get("schedule")).get("kind")),
+        "recompute": text(plan.get("recompute")),
+        "edge_dtype": text(plan.get("edge_dtype")),
+        "site": text(site.get("name")),
         "environment": environment(nodes, nic_types(plan)) if nodes else None,
         "placement": " ".join(f"{name}:{count}" for name, count in nodes.items()) or None,
-        "layers_per_stage": ",".join(map(str, stages)) or None, "nodes": sum(nodes.values()) if nodes else None,
+        "layers_per_stage": ",".join(map(str, stages)) or None,
+        "nodes": sum(nodes.values()) if nodes else None,
         "ranks": sum(int(c.get("nodes") or 0) * int(c.get("gpus_per_node") or 0) for c in components) or None,
-        "model": text(model.get("name")), "model_spec": to_json(model) if model else None,
-        "global_batch": whole(batch.get("global_size")), "micro_batch": whole(batch.get("micro_size")),
+        "model": text(model.get("name")),
+        "model_spec": to_json(model) if model else None,
+        "global_batch": whole(batch.get("global_size")),
+        "micro_batch": whole(batch.get("micro_size")),
         "sequence_length": whole(batch.get("sequence_length")),
         "virtual_stages": whole(parallel.get("virtual_stages")),
         **{name: whole(parallel.get(name)) for name in ("tp", "pp", "dp")},
         "predicted_step_time_s": number(predicted.get("step_time_s")),
-        "predicted_samples_per_s": number(predicted.get("samples_per_s"))}
+        "predicted_samples_per_s": number(predicted.get("samples_per_s")),
+    }
 
 
 def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""What `holmes report` says: of one run its throughput, step breakdown and bytes; of several, which is fastest and why.
-"""
+"""What `holmes report` says: of one run throughput, step breakdown and bytes; of several, which is fastest and why."""
 
 from __future__ import annotations
 
@@ -70,9 +69,12 @@ class Report:
         """The same for scripts: numbers in seconds and bytes, null where unknown."""
         data: dict[str, Any] = {"answer": self.answer(), "runs": _records(self.comparison.runs)}
         if self.single:
-            data.update(traffic=tables.traffic(self.run, self.plan), transports=tables.transports(self.plan),
-                        stages=tables.unpacked(self.run, "stage_breakdown") or [],
-                        setup_tx_bytes=tables.unpacked(self.run, "setup_tx_bytes"))
+            data.update(
+                traffic=tables.traffic(self.run, self.plan),
+                transports=tables.transports(self.plan),
+                stages=tables.unpacked(self.run, "stage_breakdown") or [],
+                setup_tx_bytes=tables.unpacked(self.run, "setup_tx_bytes"),
+            )
         else:
             data["cells"] = _records(self.comparison.cells.reset_index())
         return data
@@ -86,13 +88,15 @@ class Report:
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """The only run's measured timeline, for Perfetto. RecordError without a trace."""
         if not self.single:
-            raise RecordError(f"a timeline is of one run, these are {len(self.runs)}", where=str(path),
-                              hint="name one run")
+            raise RecordError(
+                f"a timeline is of one run, these are {len(self.runs)}", where=str(path), hint="name one run"
+            )
         write_perfetto(RunDirectory(self.run["path"]), path)
 
 
-def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None,
-                by: str = "throughput") -> Report:
+def load_report(
+    paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None, by: str = "throughput"
+) -> Report:
     """The report of runs, or of all runs below directories (sweeps). RecordError when there is nothing to report.
 
     `simulate`: gives the simulated timeline of a run's plan.yaml (events with stage, kind, start_s, end_s); asked for
@@ -115,8 +119,11 @@ def load_report(paths: Sequence[str | os.PathLike[str]], simulate: Simulate | No
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
         wanted.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
-        raise RecordError("no runs there", where=", ".join(map(str, paths)) or "load_report",
-                          hint="give run directories, their names, or directories that hold runs")
+        raise RecordError(
+            "no runs there",
+            where=", ".join(map(str, paths)) or "load_report",
+            hint="give run directories, their names, or directories that hold runs",
+        )
     runs = pd.concat(frames, ignore_index=True)
     whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
     comparison = compare.compare(runs, by)
@@ -147,18 +154,24 @@ def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     if not tables.known(run["steps"]) or not run["steps"]:
         return [f"{run['name']} is {run['state']}: no steps are recorded."]
-    said = [f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, "
-            f"{tables.number(run['tokens_per_s'])} tokens/s, a step takes {tables.number(run['step_time_s'])} s "
-            f"({compare.work(run)}).", _what_it_was(run)]
+    said = [
+        f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, "
+        f"{tables.number(run['tokens_per_s'])} tokens/s, a step takes {tables.number(run['step_time_s'])} s "
+        f"({compare.work(run)}).",
+        _what_it_was(run),
+    ]
     if tables.known(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
-        said.append(f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
-                    f"({tables.percent(error)} of the measured).")
+        said.append(
+            f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
+            f"({tables.percent(error)} of the measured)."
+        )
     parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
     if parts and run["step_time_s"]:
         top = sorted(parts, key=lambda part: -parts[part])[:2]
-        said.append("Of a step " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} is {PART_NAMES[p]}"
-                                                for p in top) + ".")
+        said.append(
+            "Of a step " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} is {PART_NAMES[p]}" for p in top) + "."
+        )
     sent = [(r["kind"], r["counted_bytes"] or 0) for r in tables.traffic(run, plan)]
     total = sum(count for _, count in sent)
     if total:
@@ -179,8 +192,11 @@ def _what_it_was(run: dict[str, Any]) -> str:
         said.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
     if tables.known(run["global_batch"]):
         said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
-    said += [f"{name.replace('_', ' ')} {train[name]:g}" for name in HYPERPARAMETERS
-             if isinstance(train.get(name), int | float)]
+    said += [
+        f"{name.replace('_', ' ')} {train[name]:g}"
+        for name in HYPERPARAMETERS
+        if isinstance(train.get(name), int | float)
+    ]
     text = ", ".join(said)
     return f"{text[0].upper()}{text[1:]}."
 
@@ -201,5 +217,15 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-_JSON = {"labels", "config", "overrides", "model_spec", "planned_bytes_per_step", "stage_breakdown",
-         "tx_bytes_per_step", "rx_bytes_per_step", "setup_tx_bytes", "header_factors"}
+_JSON = {
+    "labels",
+    "config",
+    "overrides",
+    "model_spec",
+    "planned_bytes_per_step",
+    "stage_breakdown",
+    "tx_bytes_per_step",
+    "rx_bytes_per_step",
+    "setup_tx_bytes",
+    "header_factors",
+}

@@ -127,8 +127,9 @@ def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.fl
     return (t / n) / np.mean(t[base] / n[base])
 
 
-def paired_ratios(runs: pd.DataFrame, system: str, baseline: object, candidate: object,
-                  within: Sequence[str] = ()) -> pd.DataFrame:
+def paired_ratios(
+    runs: pd.DataFrame, system: str, baseline: object, candidate: object, within: Sequence[str] = ()
+) -> pd.DataFrame:
     """Ratios candidate / baseline of samples/s of runs that stood side by side in time: in each session (and cell,
     `within`) the k-th run of one system with the k-th of the other, by start time. What drifts between sessions
     cancels; unpaired runs drop out.
@@ -141,6 +142,7 @@ def paired_ratios(runs: pd.DataFrame, system: str, baseline: object, candidate: 
     for key, group in used.groupby(keys, dropna=False, sort=True):
         sides = [group[group[system] == side][rate].to_numpy(dtype=float) for side in (baseline, candidate)]
         for index, (b, c) in enumerate(zip(*sides, strict=False)):
-            rows.append({**dict(zip(keys, key, strict=True)), "pair": index, "baseline": b, "candidate": c,
-                         "ratio": c / b})
+            rows.append(
+                {**dict(zip(keys, key, strict=True)), "pair": index, "baseline": b, "candidate": c, "ratio": c / b}
+            )
     return pd.DataFrame(rows, columns=[*keys, "pair", "baseline", "candidate", "ratio"])

@@ -15,10 +15,18 @@ from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
-GROUP_WORDS = {"world": "all ranks", "tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline",
-               "mp": "model parallel", "embd": "embeddings", "intra_dp": "data parallel, inside",
-               "inter_dp": "data parallel, across", "edge": "edge between stages",
-               "control": "control, host memory"}
+GROUP_WORDS = {
+    "world": "all ranks",
+    "tp": "tensor parallel",
+    "dp": "data parallel",
+    "pp": "pipeline",
+    "mp": "model parallel",
+    "embd": "embeddings",
+    "intra_dp": "data parallel, inside",
+    "inter_dp": "data parallel, across",
+    "edge": "edge between stages",
+    "control": "control, host memory",
+}
 MODES = {"single": "one transport for all groups, as plain Megatron-LM", "holmes": "the best transport of each group"}
 
 
@@ -44,8 +52,12 @@ def number(value: Any, digits: int = 3) -> str:
 
 def known(value: Any) -> bool:
     """Whether there is a value: not None, not pandas' missing ones, and a float is finite."""
-    return value is not None and value is not pd.NA and value is not pd.NaT and not (
-        isinstance(value, float) and not math.isfinite(value))
+    return (
+        value is not None
+        and value is not pd.NA
+        and value is not pd.NaT
+        and not (isinstance(value, float) and not math.isfinite(value))
+    )
 
 
 def word(value: Any) -> str:
@@ -66,8 +78,11 @@ def interval(low: Any, high: Any, digits: int = 3) -> str:
 def pace(run: Mapping[str, Any]) -> str:
     """How computing was paced: it belongs under every table of measured figures."""
     value: Any = run.get("pace_layer_ms")
-    return (f"paced compute: {float(value):g} ms a layer forward, twice that backward" if known(value)
-            else "compute not paced")
+    return (
+        f"paced compute: {float(value):g} ms a layer forward, twice that backward"
+        if known(value)
+        else "compute not paced"
+    )
 
 
 def unpacked(run: Mapping[str, Any], column: str) -> Any:
@@ -78,8 +93,9 @@ def unpacked(run: Mapping[str, Any], column: str) -> Any:
 
 def basis(run: Mapping[str, Any]) -> str:
     """Which steps the figures are of, and how computing was paced."""
-    count, earlier, left = (int(run[name]) if known(run[name]) else 0
-                            for name in ("steps", "earlier_steps", "warmup_steps"))
+    count, earlier, left = (
+        int(run[name]) if known(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
+    )
     before = f" and {earlier} under an earlier plan" if earlier else ""
     return f"{count - earlier - left} steps after {left} of warm-up{before}; {pace(run)}"
 
@@ -88,26 +104,46 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Measured figures with their intervals, beside the predicted ones."""
     predicted = plan.get("predicted") or {}
     memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None  # a process is not a device
-    rows = [_figure("step time, s (median)", run["step_time_s"], (run["step_time_low_s"], run["step_time_high_s"]),
-                    predicted.get("step_time_s")),
-            _figure("samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s"),
-                    told=True),
-            _figure("tokens/s", run["tokens_per_s"]),
-            _figure("model TFLOP/s per GPU", run["model_tflops_per_gpu"],
-                    predicted=predicted.get("model_tflops_per_gpu"), told=True),
-            _figure("hardware TFLOP/s per GPU", run["hardware_tflops_per_gpu"],
-                    predicted=predicted.get("hardware_tflops_per_gpu"), told=True),
-            _figure("peak memory, GiB (most of any rank)", _gib(run["peak_memory_bytes"]),
-                    predicted=_gib(max(memory or [math.nan]))),
-            ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""],
-            *([["validation loss, the last", number(run["validation_loss"], 4), "", "", ""]]
-              if known(run["validation_loss"]) else [])]
+    rows = [
+        _figure(
+            "step time, s (median)",
+            run["step_time_s"],
+            (run["step_time_low_s"], run["step_time_high_s"]),
+            predicted.get("step_time_s"),
+        ),
+        _figure("samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s"), told=True),
+        _figure("tokens/s", run["tokens_per_s"]),
+        _figure(
+            "model TFLOP/s per GPU",
+            run["model_tflops_per_gpu"],
+            predicted=predicted.get("model_tflops_per_gpu"),
+            told=True,
+        ),
+        _figure(
+            "hardware TFLOP/s per GPU",
+            run["hardware_tflops_per_gpu"],
+            predicted=predicted.get("hardware_tflops_per_gpu"),
+            told=True,
+        ),
+        _figure(
+            "peak memory, GiB (most of any rank)",
+            _gib(run["peak_memory_bytes"]),
+            predicted=_gib(max(memory or [math.nan])),
+        ),
+        ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""],
+        *(
+            [["validation loss, the last", number(run["validation_loss"], 4), "", "", ""]]
+            if known(run["validation_loss"])
+            else []
+        ),
+    ]
     columns = ["figure", "measured", "95% interval", "predicted", "error of prediction"]
     return Table(f"Throughput of {run['name']}", columns, rows, basis(run))
 
 
-def _figure(name: str, value: Any, bounds: tuple[Any, Any] = (math.nan, math.nan), predicted: Any = None,
-            told: bool = False) -> list[str]:
+def _figure(
+    name: str, value: Any, bounds: tuple[Any, Any] = (math.nan, math.nan), predicted: Any = None, told: bool = False
+) -> list[str]:
     """A row. `told`: its error is that of the step time, the one sign for all: above 0 is longer than measured."""
     error = float(percentage_errors([predicted], [value])[0]) if known(predicted) and known(value) else math.nan
     return [name, number(value), interval(*bounds), number(predicted), "" if told else percent(error)]
@@ -127,12 +163,23 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         place = placed[index] if index < len(placed) else {}
         total = sum(v for v in parts.values() if known(v))
         fabric = str(place.get("fabric", NONE))
-        rows.append([str(index), f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})",
-                     str(place.get("layers", NONE)),
-                     *(f"{number(parts.get(p))} {parts[p] / total:.0%}" if known(parts.get(p)) and total else NONE
-                       for p in PARTS)])
-    return Table("Step time by stage: seconds, share", ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)],
-                 rows, f"medians over {basis(run)}; mean over a stage's ranks")
+        rows.append(
+            [
+                str(index),
+                f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})",
+                str(place.get("layers", NONE)),
+                *(
+                    f"{number(parts.get(p))} {parts[p] / total:.0%}" if known(parts.get(p)) and total else NONE
+                    for p in PARTS
+                ),
+            ]
+        )
+    return Table(
+        "Step time by stage: seconds, share",
+        ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)],
+        rows,
+        f"medians over {basis(run)}; mean over a stage's ranks",
+    )
 
 
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -146,34 +193,51 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
         sent = counted.get(kind, 0.0 if counted else None)
         payload = sent / factor if known(sent) and known(factor) and factor else None
         plan_bytes = planned.get(kind)
-        rows.append({
-            "kind": kind, "nic": types.get(kind, kind if kind == "ethernet" else None),
-            "planned_bytes": plan_bytes, "counted_bytes": sent,
-            "header_factor": factor if known(factor) else None, "payload_bytes": payload,
-            "difference_percent": 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None})
+        rows.append(
+            {
+                "kind": kind,
+                "nic": types.get(kind, kind if kind == "ethernet" else None),
+                "planned_bytes": plan_bytes,
+                "counted_bytes": sent,
+                "header_factor": factor if known(factor) else None,
+                "payload_bytes": payload,
+                "difference_percent": 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None,
+            }
+        )
     return rows
 
 
 def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """:func:`traffic` as a table, with what was sent before the first step as a row of its own."""
     nothing = "none" if plan.get("predicted") else NONE
-    rows = [[_nic_name(r), nothing if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
-             data_size(r["counted_bytes"]), number(r["header_factor"], 4), data_size(r["payload_bytes"]),
-             percent(r["difference_percent"])] for r in traffic(run, plan)]
+    rows = [
+        [
+            _nic_name(r),
+            nothing if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
+            data_size(r["counted_bytes"]),
+            number(r["header_factor"], 4),
+            data_size(r["payload_bytes"]),
+            percent(r["difference_percent"]),
+        ]
+        for r in traffic(run, plan)
+    ]
     setup = {k: v for k, v in unpacked(run, "setup_tx_bytes").items() if v}
     spread = ""
     if rows or setup:
-        rows.append(["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE,
-                     NONE, NONE])
+        rows.append(
+            ["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE, NONE, NONE]
+        )
         parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
         spread = f"; rendezvous and control, before the first step: {parts}" if parts else ""
     if not rows:
         rows = [["none: all ranks were on one node" if len(_hosts(plan)) < 2 else "no counters", *[""] * 5]]
         return Table("Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], rows, basis(run))
-    return Table("Bytes sent per step, all nodes together",
-                 ["NIC kind", "planned", "counted", "header factor", "counted / factor", "difference"], rows,
-                 f"medians over {basis(run)}; header factor: bytes on the wire per byte of payload, measured here"
-                 + spread)
+    return Table(
+        "Bytes sent per step, all nodes together",
+        ["NIC kind", "planned", "counted", "header factor", "counted / factor", "difference"],
+        rows,
+        f"medians over {basis(run)}; header factor: bytes on the wire per byte of payload, measured here" + spread,
+    )
 
 
 def _nic_name(entry: Mapping[str, Any]) -> str:
@@ -197,13 +261,30 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
             key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
             counts[key] += 1
             example.setdefault(key, list(group.get("ranks") or []))
-    return [{"kind": key[0], "transport": key[1], "nic": key[2] or None, "fabric": key[3] or None, "groups": count,
-             "ranks": example[key]} for key, count in counts.items()]
+    return [
+        {
+            "kind": key[0],
+            "transport": key[1],
+            "nic": key[2] or None,
+            "fabric": key[3] or None,
+            "groups": count,
+            "ranks": example[key],
+        }
+        for key, count in counts.items()
+    ]
 
 
 def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    rows = [[GROUP_WORDS.get(t["kind"], t["kind"]), str(t["groups"]), _carrier(t, run["device"]), t["fabric"] or NONE,
-             _ranks(t["ranks"])] for t in transports(plan)]
+    rows = [
+        [
+            GROUP_WORDS.get(t["kind"], t["kind"]),
+            str(t["groups"]),
+            _carrier(t, run["device"]),
+            t["fabric"] or NONE,
+            _ranks(t["ranks"]),
+        ]
+        for t in transports(plan)
+    ]
     columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
     return Table("Transport of each process group", columns, rows, f"{MODES.get(str(run['transport']))}; {pace(run)}")
 
@@ -223,9 +304,13 @@ def ending(run: Mapping[str, Any]) -> Table | None:
     """How a run that did not complete ended; None for one that did."""
     if run["state"] == "completed":
         return None
-    rows = [["state", str(run["state"])], *([["error", str(run["error"])]] if known(run["error"]) else []),
-            *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if known(run["failed_rank"]) else []),
-            ["attempts", str(run["attempts"])], ["steps recorded", str(run["steps"])]]
+    rows = [
+        ["state", str(run["state"])],
+        *([["error", str(run["error"])]] if known(run["error"]) else []),
+        *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if known(run["failed_rank"]) else []),
+        ["attempts", str(run["attempts"])],
+        ["steps recorded", str(run["steps"])],
+    ]
     how = "has not ended" if run["state"] == "unfinished" else "did not complete"
     return Table(f"{run['name']} {how}", ["", "what is known"], rows, "")
 

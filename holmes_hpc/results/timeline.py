@@ -17,8 +17,17 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.statistics import warmup_steps
 
 COMPUTING = ("forward", "backward")
-TYPES = {"rank": "int64", "step": "int64", "stage": "int64", "kind": "object", "micro_batch": "float64",
-         "chunk": "int64", "start_s": "float64", "end_s": "float64", "held": "float64"}
+TYPES = {
+    "rank": "int64",
+    "step": "int64",
+    "stage": "int64",
+    "kind": "object",
+    "micro_batch": "float64",
+    "chunk": "int64",
+    "start_s": "float64",
+    "end_s": "float64",
+    "held": "float64",
+}
 
 
 def read_trace(run: RunDirectory) -> pd.DataFrame:
@@ -35,9 +44,16 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
         for line in path.read_bytes().split(b"\n"):
             try:
                 event = json.loads(line)
-                event = {"rank": int(rank), "held": None, "micro_batch": None, "chunk": 0, **event,
-                         "step": int(event["step"]), "start_s": float(event["start_s"]),
-                         "end_s": float(event["end_s"])}
+                event = {
+                    "rank": int(rank),
+                    "held": None,
+                    "micro_batch": None,
+                    "chunk": 0,
+                    **event,
+                    "step": int(event["step"]),
+                    "start_s": float(event["start_s"]),
+                    "end_s": float(event["end_s"]),
+                }
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
             computed = tuple(event.get(key) for key in ("step", "kind", "micro_batch", "chunk"))
@@ -59,7 +75,7 @@ def typical_step(trace: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
         return trace
     if step is None:
         spans = trace.groupby("step").agg(start=("start_s", "min"), end=("end_s", "max"))
-        lengths = (spans["end"] - spans["start"]).iloc[warmup_steps(len(spans)):].sort_values()
+        lengths = (spans["end"] - spans["start"]).iloc[warmup_steps(len(spans)) :].sort_values()
         step = int(lengths.index[(len(lengths) - 1) // 2])
     one = trace[trace["step"] == step]
     one = one[one["rank"] == one.groupby("stage")["rank"].transform("min")]
@@ -90,9 +106,17 @@ def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dic
             lines.append(_name("thread_name", pid, threads[pid, thread], thread))
         number = event.get("micro_batch")
         label = event["kind"] if number is None or pd.isna(number) else f"{event['kind']} {int(number)}"
-        lines.append({"ph": "X", "pid": pid, "tid": threads[pid, thread], "name": label, "cat": event["kind"],
-                      "ts": round((event["start_s"] - first) * 1e6, 3),
-                      "dur": round((event["end_s"] - event["start_s"]) * 1e6, 3)})
+        lines.append(
+            {
+                "ph": "X",
+                "pid": pid,
+                "tid": threads[pid, thread],
+                "name": label,
+                "cat": event["kind"],
+                "ts": round((event["start_s"] - first) * 1e6, 3),
+                "dur": round((event["end_s"] - event["start_s"]) * 1e6, 3),
+            }
+        )
     return {"traceEvents": lines, "displayTimeUnit": "ms"}
 
 

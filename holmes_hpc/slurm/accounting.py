@@ -26,8 +26,20 @@ class Qos:
 def read_job_limits() -> dict[str, int]:
     """Limits on the number of this user's jobs, where the site's accounting sets any."""
     names = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
-    answer = patient(["sacctmgr", "--noheader", "--parsable2", "show", "association", "where",
-                      f"user={getpass.getuser()}", "format=" + ",".join(names)], patience_s=0, timeout_s=10)
+    answer = patient(
+        [
+            "sacctmgr",
+            "--noheader",
+            "--parsable2",
+            "show",
+            "association",
+            "where",
+            f"user={getpass.getuser()}",
+            "format=" + ",".join(names),
+        ],
+        patience_s=0,
+        timeout_s=10,
+    )
     least: dict[str, int] = {}
     for line in answer.out.splitlines() if answer.ok else ():
         for name, text in zip(names, line.split("|"), strict=False):
@@ -38,11 +50,14 @@ def read_job_limits() -> dict[str, int]:
 
 def read_qos() -> Qos:
     """The site's QOS as far as they limit numbers of jobs; nothing where the accounting does not answer."""
+
     def rows(*words: str) -> list[list[str]]:
         answer = patient(["sacctmgr", "--noheader", "--parsable2", "show", *words], patience_s=0, timeout_s=10)
         return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
 
-    limits = {name: {key: int(text) for key, text in zip(_OF_QOS, texts, strict=False) if text.isdigit()}
-              for name, *texts in rows("qos", "format=" + ",".join(("Name", *_OF_QOS)))}
+    limits = {
+        name: {key: int(text) for key, text in zip(_OF_QOS, texts, strict=False) if text.isdigit()}
+        for name, *texts in rows("qos", "format=" + ",".join(("Name", *_OF_QOS)))
+    }
     own = [row[0] for row in rows("association", "where", f"user={getpass.getuser()}", "format=DefaultQOS") if row[0]]
     return Qos(limits, own[0] if own else "")

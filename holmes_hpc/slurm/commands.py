@@ -13,20 +13,67 @@ from dataclasses import dataclass
 
 from holmes_hpc.errors import SiteError, SubmissionError
 
-AWAY = ("Socket timed out", "Unable to contact slurm controller", "Connection refused", "Connection timed out",
-        "Communication connection failure", "Zero Bytes were transmitted", "backup controller", "slurm_persist_conn",
-        "Problem talking to the database", "Connection reset", "Transport endpoint", "Slurm temporarily unable",
-        "Unable to connect", "Message receive failure")
+AWAY = (
+    "Socket timed out",
+    "Unable to contact slurm controller",
+    "Connection refused",
+    "Connection timed out",
+    "Communication connection failure",
+    "Zero Bytes were transmitted",
+    "backup controller",
+    "slurm_persist_conn",
+    "Problem talking to the database",
+    "Connection reset",
+    "Transport endpoint",
+    "Slurm temporarily unable",
+    "Unable to connect",
+    "Message receive failure",
+)
 OUTPUT_WAIT_S = 30
 WITHOUT = "without Slurm: `holmes plan --site FILE`, `holmes run launcher=local`"
 # sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
-_COMPONENT_OPTIONS = ("PARTITION", "CONSTRAINT", "CLUSTER_CONSTRAINT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES",
-                      "EXCLUSIVE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "ARRAY_INX", "CPUS_PER_GPU",
-                      "DISTRIBUTION", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "JOB_NAME", "OPEN_MODE", "SIGNAL", "WAIT",
-                      "OVERCOMMIT", "HINT", "CORE_SPEC", "THREAD_SPEC", "USE_MIN_NODES", "TEST_ONLY", "IGNORE_PBS",
-                      "OUTPUT", "ERROR", "INPUT")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_WORKING_CLUSTER", "SLURM_CONF_SERVER",
-         "SLURM_SACK_SOCKET")  # the last one: where auth/slurm gives credentials
+_COMPONENT_OPTIONS = (
+    "PARTITION",
+    "CONSTRAINT",
+    "CLUSTER_CONSTRAINT",
+    "GPUS",
+    "GPUS_PER_NODE",
+    "GPUS_PER_TASK",
+    "GRES",
+    "EXCLUSIVE",
+    "MEM_PER_CPU",
+    "MEM_PER_GPU",
+    "MEM_PER_NODE",
+    "ARRAY_INX",
+    "CPUS_PER_GPU",
+    "DISTRIBUTION",
+    "NO_REQUEUE",
+    "REQUEUE",
+    "TIMELIMIT",
+    "JOB_NAME",
+    "OPEN_MODE",
+    "SIGNAL",
+    "WAIT",
+    "OVERCOMMIT",
+    "HINT",
+    "CORE_SPEC",
+    "THREAD_SPEC",
+    "USE_MIN_NODES",
+    "TEST_ONLY",
+    "IGNORE_PBS",
+    "OUTPUT",
+    "ERROR",
+    "INPUT",
+)
+_KEPT = (
+    "SLURM_CONF",
+    "SLURM_CLUSTERS",
+    "SLURM_JWT",
+    "SLURM_TIME_FORMAT",
+    "SLURM_WORKING_CLUSTER",
+    "SLURM_CONF_SERVER",
+    "SLURM_SACK_SOCKET",
+)  # the last one: where auth/slurm gives credentials
 
 
 @dataclass(frozen=True)
@@ -57,8 +104,17 @@ class Answer:
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         kept = []
         for line in lines:
-            for prefix in ("sbatch: ", "scontrol: ", "squeue: ", "sacct: ", "srun: ", "scancel: ", "error: ",
-                           "allocation failure: ", "Batch job submission failed: "):
+            for prefix in (
+                "sbatch: ",
+                "scontrol: ",
+                "squeue: ",
+                "sacct: ",
+                "srun: ",
+                "scancel: ",
+                "error: ",
+                "allocation failure: ",
+                "Batch job submission failed: ",
+            ):
                 line = line.removeprefix(prefix)
             if line and line not in kept:
                 kept.append(line)
@@ -67,10 +123,15 @@ class Answer:
 
 def clean_environment() -> dict[str, str]:
     """The environment without what would change a job behind its script: options as variables, an outer job's."""
-    return {k: v for k, v in os.environ.items()
-            if not (k.startswith("SBATCH_") and k[7:] in _COMPONENT_OPTIONS)
-            and not (k.startswith(("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER"))
-                     and k not in _KEPT)}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if not (k.startswith("SBATCH_") and k[7:] in _COMPONENT_OPTIONS)
+        and not (
+            k.startswith(("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER"))
+            and k not in _KEPT
+        )
+    }
 
 
 _interrupts: list[int] = []  # those that wait
@@ -106,9 +167,17 @@ def interrupt_here() -> None:
 def _run(words: Sequence[str], timeout_s: float, **more: str) -> subprocess.CompletedProcess[str]:
     """The command in a clean environment, with `more` variables. It does not hear Ctrl-C."""
     environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **more}
-    return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=environment,
-                          check=False, stdin=subprocess.DEVNULL,
-                          start_new_session=True)  # a terminal's Ctrl-C goes to all that was started in it
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        env=environment,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # a terminal's Ctrl-C goes to all that was started in it
 
 
 def _lost() -> str:
@@ -126,8 +195,11 @@ def slurm(*words: str, timeout_s: float = 60, seconds_as_epoch: bool = False) ->
     try:
         done = _run(words, timeout_s, **more)
     except FileNotFoundError as e:
-        raise SubmissionError(f"no {words[0]} on this machine", where="Slurm",
-                              hint="load Slurm's client commands, or bring the testbed up; " + WITHOUT) from e
+        raise SubmissionError(
+            f"no {words[0]} on this machine",
+            where="Slurm",
+            hint="load Slurm's client commands, or bring the testbed up; " + WITHOUT,
+        ) from e
     except subprocess.TimeoutExpired:
         return Answer(124, "", f"{words[0]}: Socket timed out after {timeout_s:.0f} s")
     return Answer(done.returncode, done.stdout, done.stderr)
@@ -153,15 +225,20 @@ def output(*words: str) -> str:
     try:
         done = _run(words, OUTPUT_WAIT_S)
     except FileNotFoundError as e:
-        raise SiteError(f"no command {words[0]}", where="Slurm",
-                        hint="load Slurm's client commands; " + WITHOUT) from e
+        raise SiteError(f"no command {words[0]}", where="Slurm", hint="load Slurm's client commands; " + WITHOUT) from e
     except subprocess.TimeoutExpired as e:
-        raise SiteError(f"no answer to {' '.join(words)} in {OUTPUT_WAIT_S} s", where="Slurm",
-                        hint="see that slurmctld runs (scontrol ping); " + WITHOUT) from e
+        raise SiteError(
+            f"no answer to {' '.join(words)} in {OUTPUT_WAIT_S} s",
+            where="Slurm",
+            hint="see that slurmctld runs (scontrol ping); " + WITHOUT,
+        ) from e
     if done.returncode:
         text = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise SiteError(text, where=" ".join(words),
-                        hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT)
+        raise SiteError(
+            text,
+            where=" ".join(words),
+            hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT,
+        )
     return done.stdout
 
 
@@ -175,7 +252,8 @@ def partial_output(*words: str, timeout_s: float) -> tuple[str, str]:
     except subprocess.TimeoutExpired as e:
         printed = e.stdout or b""
         return printed if isinstance(printed, str) else printed.decode(errors="replace"), (
-            f"no answer in {timeout_s:.0f} s")
+            f"no answer in {timeout_s:.0f} s"
+        )
     if not done.returncode:
         return done.stdout, ""
     return done.stdout, (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]

@@ -87,7 +87,7 @@ def _expand_one(part: str, whole: str) -> list[str]:
         closing = _closing(rest)
         inner = [name for item in _split(rest[1:closing], whole) for name in _expand_item(item, whole)]
         pieces.append(inner)
-        rest = rest[closing + 1:]
+        rest = rest[closing + 1 :]
     count = 1
     for choices in pieces:
         count *= len(choices)

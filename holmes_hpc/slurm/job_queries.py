@@ -15,8 +15,15 @@ _TOKEN = re.compile(r"submission_file_([0-9a-f]{32})")  # in the path of a batch
 
 
 def sacct_command(ids: Iterable[str]) -> list[str]:
-    return ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}",
-            "--format=" + ",".join(SACCT_FIELDS), "--jobs=" + ",".join(sorted({i.partition("_")[0] for i in ids}))]
+    return [
+        "sacct",
+        "--allocations",
+        "--noheader",
+        "--parsable2",
+        f"--delimiter={SEPARATOR}",
+        "--format=" + ",".join(SACCT_FIELDS),
+        "--jobs=" + ",".join(sorted({i.partition("_")[0] for i in ids})),
+    ]
 
 
 def parse_sacct(text: str) -> list[Row]:
@@ -28,8 +35,19 @@ def parse_sacct(text: str) -> list[Row]:
         exited = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", cells[2])
         code, signal = (int(exited[1]), int(exited[2] or 0)) if exited else (0, 0)
         status = (code or 128 * bool(signal) + signal) if exited else None
-        rows += [Row(*identity, _word(cells[1]), cells[6], _number(cells[3]), _none(cells[5]), _none(cells[4]),
-                     status, token=_token("".join(cells[7:]))) for identity in _identities(cells[0])]
+        rows += [
+            Row(
+                *identity,
+                _word(cells[1]),
+                cells[6],
+                _number(cells[3]),
+                _none(cells[5]),
+                _none(cells[4]),
+                status,
+                token=_token("".join(cells[7:])),
+            )
+            for identity in _identities(cells[0])
+        ]
     return rows
 
 
@@ -45,9 +63,19 @@ def parse_squeue(text: str) -> list[Row]:
     for line in text.splitlines():
         cells = line.split(SEPARATOR)
         if len(cells) >= 6:
-            rows += [Row(*identity, _word(cells[1]), cells[5], _number(cells[2]), _none(cells[4]), _none(cells[3]),
-                         start=_number("".join(cells[6:7])), token=_token("".join(cells[7:])))
-                     for identity in _identities(cells[0])]
+            rows += [
+                Row(
+                    *identity,
+                    _word(cells[1]),
+                    cells[5],
+                    _number(cells[2]),
+                    _none(cells[4]),
+                    _none(cells[3]),
+                    start=_number("".join(cells[6:7])),
+                    token=_token("".join(cells[7:])),
+                )
+                for identity in _identities(cells[0])
+            ]
     return rows
 
 
@@ -69,15 +97,26 @@ def parse_scontrol(text: str) -> list[Row]:
         nodes, submitted = re.search(r"\sNodeList=(\S+)", line), re.search(r"\bSubmitTime=(\S+)", line)
         start, command = re.search(r"\bStartTime=(\S+)", line), re.search(r"\bCommand=(.*?)\s+WorkDir=", line)
         array = re.search(r"\bArrayJobId=(\d+) ArrayTaskId=(\S+)", line)
-        own = _identities(f"{array.group(1)}_[{array.group(2)}]") if array else [
-            (leader.group(1) if leader else job.group(1), int(offset.group(1)) if offset else 0)]
-        rows += [Row(
-            *identity, _word(state.group(1)),
-            name.group(1) if name else "", _number(submitted.group(1)) if submitted else None,
-            _none(nodes.group(1)) if nodes else "", _none(reason.group(1)) if reason else "",
-            int(exit_code.group(1)) or int(exit_code.group(2)) if exit_code else None,
-            int(restarts.group(1)) if restarts else 0, _number(start.group(1)) if start else None,
-            _token(command.group(1)) if command else "") for identity in own]
+        own = (
+            _identities(f"{array.group(1)}_[{array.group(2)}]")
+            if array
+            else [(leader.group(1) if leader else job.group(1), int(offset.group(1)) if offset else 0)]
+        )
+        rows += [
+            Row(
+                *identity,
+                _word(state.group(1)),
+                name.group(1) if name else "",
+                _number(submitted.group(1)) if submitted else None,
+                _none(nodes.group(1)) if nodes else "",
+                _none(reason.group(1)) if reason else "",
+                int(exit_code.group(1)) or int(exit_code.group(2)) if exit_code else None,
+                int(restarts.group(1)) if restarts else 0,
+                _number(start.group(1)) if start else None,
+                _token(command.group(1)) if command else "",
+            )
+            for identity in own
+        ]
     return rows
 
 
@@ -123,8 +162,11 @@ def ending_state(job_id: str) -> JobState | None:
     if not job_id:
         return None
     answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10)
-    rows = [replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row
-            for row in (parse_scontrol(answer.out) if answer.ok else []) if row.offset == 0]
+    rows = [
+        replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row
+        for row in (parse_scontrol(answer.out) if answer.ok else [])
+        if row.offset == 0
+    ]
     return join(rows, "scontrol") if rows else None
 
 

@@ -16,18 +16,52 @@ from datetime import datetime
 UNKNOWN = "UNKNOWN"  # ours: nobody could say, or the controller does not know the job
 NOT_SUBMITTED = "NOT_SUBMITTED"  # ours too
 # Of several components' states the first of these is the job's; then the first of those that end a job.
-ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING", "CONFIGURING",
-          "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PENDING", "READY",
-          NOT_SUBMITTED, UNKNOWN)
-ENDED = ("NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "PREEMPTED", "FAILED", "CANCELLED",
-         "REVOKED", "COMPLETED")
+ACTIVE = (
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "STOPPED",
+    "STAGE_OUT",
+    "SIGNALING",
+    "RESIZING",
+    "CONFIGURING",
+    "REQUEUED",
+    "EXPEDITING",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+    "PENDING",
+    "READY",
+    NOT_SUBMITTED,
+    UNKNOWN,
+)
+ENDED = (
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+    "DEADLINE",
+    "PREEMPTED",
+    "FAILED",
+    "CANCELLED",
+    "REVOKED",
+    "COMPLETED",
+)
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld
-_DUE = re.compile(r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
-                  r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?")
-_DUE_STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL",
-               "JOB REQUEUE": "PREEMPTED", "": "CANCELLED"}
+_DUE = re.compile(
+    r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
+    r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?"
+)
+_DUE_STATES = {
+    "TIME LIMIT": "TIMEOUT",
+    "PREEMPTION": "PREEMPTED",
+    "NODE FAILURE": "NODE_FAIL",
+    "JOB REQUEUE": "PREEMPTED",
+    "": "CANCELLED",
+}
 _NO_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
 _STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit")  # sacct keeps why a job once waited
 
@@ -105,12 +139,21 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     state = active[0] if active else next((s for s in ENDED if s in states), states[0])
     codes = [r.exit_code for r in ordered if r.exit_code]
     nodes = ",".join(r.nodes for r in ordered if r.nodes)
-    reason = next((r.reason for r in ordered if r.reason and r.state == state
-                   and (active or r.reason not in _STALE)), "")
+    reason = next(
+        (r.reason for r in ordered if r.reason and r.state == state and (active or r.reason not in _STALE)), ""
+    )
     code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
-    return JobState(state, reason, nodes, code, tuple(states), source, max(r.restarts for r in ordered),
-                    component_nodes=tuple(r.nodes for r in ordered),
-                    start=max((r.start for r in ordered if r.start), default=None) if state in WAITING else None)
+    return JobState(
+        state,
+        reason,
+        nodes,
+        code,
+        tuple(states),
+        source,
+        max(r.restarts for r in ordered),
+        component_nodes=tuple(r.nodes for r in ordered),
+        start=max((r.start for r in ordered if r.start), default=None) if state in WAITING else None,
+    )
 
 
 def out_of_memory(text: str) -> str | None:

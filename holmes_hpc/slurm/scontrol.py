@@ -12,9 +12,26 @@ from holmes_hpc.slurm.hostlist import expand
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
 # A node in one of these states takes no new job; the trailing mark * (not responding) says the same.
-UNUSABLE = frozenset(("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "NOT_RESPONDING", "NO_RESPOND",
-                      "UNKNOWN", "ERROR", "FUTURE", "MAINT", "INVALID_REG", "INVAL", "REBOOT_ISSUED",
-                      "REBOOT_REQUESTED"))
+UNUSABLE = frozenset(
+    (
+        "DOWN",
+        "DRAIN",
+        "DRAINED",
+        "DRAINING",
+        "FAIL",
+        "FAILING",
+        "NOT_RESPONDING",
+        "NO_RESPOND",
+        "UNKNOWN",
+        "ERROR",
+        "FUTURE",
+        "MAINT",
+        "INVALID_REG",
+        "INVAL",
+        "REBOOT_ISSUED",
+        "REBOOT_REQUESTED",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -109,11 +126,19 @@ class Config:
         found = []
         scheduler = self.get("SchedulerType")
         if scheduler != "sched/backfill":
-            found.append((f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
-                          "set SchedulerType=sched/backfill"))
+            found.append(
+                (
+                    f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
+                    "set SchedulerType=sched/backfill",
+                )
+            )
         if "disable_hetjob_steps" in self.options("SchedulerParameters"):
-            found.append(("SchedulerParameters has disable_hetjob_steps: no step can span the components of a job",
-                          "remove disable_hetjob_steps"))
+            found.append(
+                (
+                    "SchedulerParameters has disable_hetjob_steps: no step can span the components of a job",
+                    "remove disable_hetjob_steps",
+                )
+            )
         return found
 
 
@@ -123,7 +148,7 @@ def parse_record(line: str) -> dict[str, str]:
     record: dict[str, str] = {}
     marks = list(_KEY.finditer(line))
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        value = line[mark.end():following.start() if following else len(line)].strip()
+        value = line[mark.end() : following.start() if following else len(line)].strip()
         record.setdefault(mark[1], "" if value == "(null)" else value)
     return record
 
@@ -148,7 +173,7 @@ def parse_states(text: str) -> tuple[str, ...]:
     for word in text.split("+"):
         bare = word.rstrip("*~#!%$@^-")
         states.append(bare.upper())
-        if "*" in word[len(bare):]:
+        if "*" in word[len(bare) :]:
             states.append("NOT_RESPONDING")
     return tuple(dict.fromkeys(s for s in states if s))
 
@@ -157,25 +182,45 @@ def parse_node(line: str) -> Node:
     """A node from its line of `scontrol show node -o`."""
     record = parse_record(line)
     if "NodeName" not in record:
-        raise SiteError(f"{line[:60]!r} is not a node", where="scontrol show node",
-                        hint="report it with `scontrol --version`")
+        raise SiteError(
+            f"{line[:60]!r} is not a node", where="scontrol show node", hint="report it with `scontrol --version`"
+        )
     available = _words(record.get("AvailableFeatures", record.get("Features", "")))
     active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
-    return Node(record["NodeName"], _words(record.get("Partitions", "")), parse_states(record.get("State", "UNKNOWN")),
-                active, available, _int(record.get("CPUEfctv") or record.get("CPUTot")), _int(record.get("RealMemory")),
-                parse_gres(record.get("Gres", "")), record.get("NodeAddr", ""), record.get("Version", ""),
-                record.get("Reason", ""))
+    return Node(
+        record["NodeName"],
+        _words(record.get("Partitions", "")),
+        parse_states(record.get("State", "UNKNOWN")),
+        active,
+        available,
+        _int(record.get("CPUEfctv") or record.get("CPUTot")),
+        _int(record.get("RealMemory")),
+        parse_gres(record.get("Gres", "")),
+        record.get("NodeAddr", ""),
+        record.get("Version", ""),
+        record.get("Reason", ""),
+    )
 
 
 def parse_partition(line: str) -> Partition:
     """A partition from its line of `scontrol show partition -o`."""
     record = parse_record(line)
     if "PartitionName" not in record:
-        raise SiteError(f"{line[:60]!r} is not a partition", where="scontrol show partition",
-                        hint="report it with `scontrol --version`")
-    return Partition(record["PartitionName"], tuple(expand(record.get("Nodes", ""))), record.get("Default") == "YES",
-                     record.get("State", "UP") == "UP", record.get("MaxTime", ""), record.get("MaxNodes", ""),
-                     _int(record.get("PriorityTier")), record.get("QoS", "").replace("N/A", ""))
+        raise SiteError(
+            f"{line[:60]!r} is not a partition",
+            where="scontrol show partition",
+            hint="report it with `scontrol --version`",
+        )
+    return Partition(
+        record["PartitionName"],
+        tuple(expand(record.get("Nodes", ""))),
+        record.get("Default") == "YES",
+        record.get("State", "UP") == "UP",
+        record.get("MaxTime", ""),
+        record.get("MaxNodes", ""),
+        _int(record.get("PriorityTier")),
+        record.get("QoS", "").replace("N/A", ""),
+    )
 
 
 def parse_config(text: str) -> Config:

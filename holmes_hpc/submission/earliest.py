@@ -44,12 +44,19 @@ class PlannedStart:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; times as ISO 8601 with the offset of this machine's clock."""
+
         def iso(seconds: float | None) -> str | None:
             return None if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat("T", "seconds")
 
-        return {"plan_id": self.plan.id, "nodes": {c.fabric: c.nodes for c in self.plan.components},
-                "start": iso(self.start), "duration_s": self.duration_s, "end": iso(self.end),
-                "timeout_min": self.timeout_min, "why_not": self.reason or None}
+        return {
+            "plan_id": self.plan.id,
+            "nodes": {c.fabric: c.nodes for c in self.plan.components},
+            "start": iso(self.start),
+            "duration_s": self.duration_s,
+            "end": iso(self.end),
+            "timeout_min": self.timeout_min,
+            "why_not": self.reason or None,
+        }
 
 
 def plans_to_try(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, most: int = 16) -> list[Plan]:
@@ -57,9 +64,12 @@ def plans_to_try(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, 
     their nodes, largest first. `plan_for` plans for the given nodes (fabric -> nodes; None: free); what it finds
     impossible is left out."""
     found = {(best := plan_for(None)).id: best}
-    parts = {tuple((f.name, max(1, f.nodes // share)) for f in chosen)
-             for share in (1, 2, 4) for size in range(1, len(site.fabrics) + 1)
-             for chosen in combinations(site.fabrics, size)}
+    parts = {
+        tuple((f.name, max(1, f.nodes // share)) for f in chosen)
+        for share in (1, 2, 4)
+        for size in range(1, len(site.fabrics) + 1)
+        for chosen in combinations(site.fabrics, size)
+    }
     for part in sorted(parts, key=lambda part: (-sum(nodes for _, nodes in part), part)):
         if len(found) >= most:
             break
@@ -119,14 +129,22 @@ def earliest(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list
 
 def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells of those that can run: what runs where, start, duration, end."""
+
     def clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
     rows = []
     for start in starts:
         if start.start is not None and start.end is not None:
-            rows.append([nodes_of(start.plan), start.plan.parallel.words, clock(start.start),
-                         f"{start.duration_s / 60:.1f} min", clock(start.end)])
+            rows.append(
+                [
+                    nodes_of(start.plan),
+                    start.plan.parallel.words,
+                    clock(start.start),
+                    f"{start.duration_s / 60:.1f} min",
+                    clock(start.end),
+                ]
+            )
     return ["nodes", "layout", "start", "duration", "end"], rows
 
 

@@ -38,8 +38,13 @@ class LocalRankTask(RankTask):
 
     def __call__(self) -> Any:
         own = submitit.JobEnvironment()
-        os.environ.update(RANK=str(own.global_rank), WORLD_SIZE=str(own.num_tasks), LOCAL_RANK=str(own.local_rank),
-                          LOCAL_WORLD_SIZE=str(own.num_tasks), TORCHELASTIC_RUN_ID=self.start)
+        os.environ.update(
+            RANK=str(own.global_rank),
+            WORLD_SIZE=str(own.num_tasks),
+            LOCAL_RANK=str(own.local_rank),
+            LOCAL_WORLD_SIZE=str(own.num_tasks),
+            TORCHELASTIC_RUN_ID=self.start,
+        )
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
             os.environ.pop(name, None)
         return super().__call__()
@@ -70,16 +75,25 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def run_plan_here(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any],
-                  config: Mapping[str, Any], settings: SlurmSettings) -> Job:
+def run_plan_here(
+    plan: Plan,
+    run_dir: str | Path,
+    function: Callable[[dict[str, Any]], Any],
+    config: Mapping[str, Any],
+    settings: SlurmSettings,
+) -> Job:
     """Start `plan`'s ranks as processes of this machine; they survive this process. The job to follow comes back."""
     run = RunDirectory(Path(run_dir).absolute())
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
     folder, forked = run.path / "submission", not gpus and sys.platform == "linux"
     executor = _LoadedOnce(folder, ranks) if forked else LocalExecutor(folder)
-    executor.update_parameters(tasks_per_node=1 if forked else ranks, gpus_per_node=gpus, stderr_to_stdout=True,
-                               timeout_min=int(minutes(settings.timeout_min) or 60))
+    executor.update_parameters(
+        tasks_per_node=1 if forked else ranks,
+        gpus_per_node=gpus,
+        stderr_to_stdout=True,
+        timeout_min=int(minutes(settings.timeout_min) or 60),
+    )
     started = time.time()
     config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
     task = LocalRankTask(function, config, secrets.token_hex(8))

@@ -29,6 +29,7 @@ PICKLE_WAIT_S = 60  # as submitit: the job's number, and so its pickle's name, i
 
 def loads_first(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
     """A rank's function whose `load(config)` imports what takes long, so that the ranks of a machine share it."""
+
     def mark(function: F) -> F:
         function.load = load  # type: ignore[attr-defined]
         return function
@@ -87,8 +88,9 @@ def _be(rank: int, ranks: int, paths: JobPaths, both: bool, parent: int) -> None
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    os.environ.update(SUBMITIT_LOCAL_NTASKS=str(ranks), SUBMITIT_LOCAL_LOCALID=str(rank),
-                      SUBMITIT_LOCAL_GLOBALID=str(rank))
+    os.environ.update(
+        SUBMITIT_LOCAL_NTASKS=str(ranks), SUBMITIT_LOCAL_LOCALID=str(rank), SUBMITIT_LOCAL_GLOBALID=str(rank)
+    )
     for number, path in ((1, paths.stdout), (2, paths.stdout if both else paths.stderr)):
         to = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(to, number)

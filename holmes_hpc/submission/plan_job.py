@@ -62,19 +62,33 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
     made = []
     for index, part in enumerate(plan.components):
         own = fabrics.get(part.fabric) or FabricSettings()
-        values = {**settings.given(), **own.given(), "additional": {**(settings.additional or {}),
-                                                                   **(own.additional or {})}}
+        values = {
+            **settings.given(),
+            **own.given(),
+            "additional": {**(settings.additional or {}), **(own.additional or {})},
+        }
         fabric = plan.site.fabric(part.fabric)
         gpus = part.gpus_per_node if fabric.gres and not values.get("gres") else None
         if fabric.gres and (settings.share if own.share is None else own.share) is not False:
             said = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
-            share = node_share(part.gpus_per_node, fabric.node_gpus or fabric.gpus_per_node, fabric.node_cpus,
-                               fabric.node_memory_gib, part.gpus_per_node, values.get("exclusive") is True)
+            share = node_share(
+                part.gpus_per_node,
+                fabric.node_gpus or fabric.gpus_per_node,
+                fabric.node_cpus,
+                fabric.node_memory_gib,
+                part.gpus_per_node,
+                values.get("exclusive") is True,
+            )
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in said}, **values}
         if own.container is not None and own.python is None:  # the image's own, or the one outside
             values["python"] = "python3" if own.container else shlex.quote(sys.executable)
-        values |= {"partition": part.partition or None, "constraint": part.constraint or None, "nodes": part.nodes,
-                   "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
+        values |= {
+            "partition": part.partition or None,
+            "constraint": part.constraint or None,
+            "nodes": part.nodes,
+            "tasks_per_node": part.gpus_per_node,
+            "gpus_per_node": gpus,
+        }
         made.append(component(values, index))
     return tuple(made)
 
@@ -82,16 +96,26 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
 class PlanExecutor(SlurmHetExecutor):
     """The executor, arranged around a run directory: logs/rank-N.txt, and result.json at the end."""
 
-    def __init__(self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str,
-                 settings: SlurmSettings) -> None:
+    def __init__(
+        self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
+    ) -> None:
         self.run_path = Path(run.path).expanduser().absolute()
         self.container = settings.container
         python = "python3" if self.container else None  # the image's own
-        super().__init__(self.run_path / "submission", components=list(parts), python=python,  # type: ignore[arg-type]
-                         max_num_timeout=WHILE_IT_GAINS)
+        super().__init__(
+            self.run_path / "submission",
+            components=list(parts),  # type: ignore[arg-type]
+            python=python,
+            max_num_timeout=WHILE_IT_GAINS,
+        )
         self._internal_update_parameters(
-            job_name=name, time=settings.timeout_min, setup=list(settings.setup),
-            container=self.container, requeue=True, distribution=settings.distribution)
+            job_name=name,
+            time=settings.timeout_min,
+            setup=list(settings.setup),
+            container=self.container,
+            requeue=True,
+            distribution=settings.distribution,
+        )
 
     @classmethod
     def name(cls) -> str:
@@ -106,19 +130,34 @@ class PlanExecutor(SlurmHetExecutor):
 
     def _text(self, request: JobRequest, command: str) -> str:
         judge = finish_command(self.run_path)
-        begin = [f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
-                 f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {finish_command(self.run_path, "1", "")} --again || exit']
-        return script_text(request, self._commands(request, command), begin=begin, interrupted=[f"{judge} --so-far"],
-                           finish=[f"{judge}; status=$?"])
+        begin = [
+            f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
+            f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {finish_command(self.run_path, "1", "")} --again || exit',
+        ]
+        return script_text(
+            request,
+            self._commands(request, command),
+            begin=begin,
+            interrupted=[f"{judge} --so-far"],
+            finish=[f"{judge}; status=$?"],
+        )
 
 
 def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
     """`request` with its logs in a run directory, and the signal that training listens for."""
     logs = run_path / "logs"
     environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
-    return replace(request, environment=environment, signal=USER_SIGNAL, output=str(logs / "batch.txt"), error=None,
-                   rank_output=str(logs / "rank-%t.txt"), rank_error=None, step_errors=str(logs / "srun.txt"),
-                   directories=(*request.directories, str(logs)))
+    return replace(
+        request,
+        environment=environment,
+        signal=USER_SIGNAL,
+        output=str(logs / "batch.txt"),
+        error=None,
+        rank_output=str(logs / "rank-%t.txt"),
+        rank_error=None,
+        step_errors=str(logs / "srun.txt"),
+        directories=(*request.directories, str(logs)),
+    )
 
 
 def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
@@ -137,8 +176,16 @@ def script_for_plan(plan: Plan, run_dir: str | Path, settings: SlurmSettings) ->
     return _executor(plan, run_dir, settings).job_script()
 
 
-def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any],
-                settings: SlurmSettings, *, name: str | None = None, line: Line | None = None) -> SlurmHetJob:
+def submit_plan(
+    plan: Plan,
+    run_dir: str | Path,
+    function: Callable[[dict[str, Any]], Any],
+    config: Mapping[str, Any],
+    settings: SlurmSettings,
+    *,
+    name: str | None = None,
+    line: Line | None = None,
+) -> SlurmHetJob:
     """Submit `plan`: every rank calls ``function(config)``, with `config["plan_file"]` and `config["run_dir"]` set.
 
     `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. `name`: the job's, else made of
@@ -155,8 +202,14 @@ def submit_plan(plan: Plan, run_dir: str | Path, function: Callable[[dict[str, A
     with uninterrupted():
         job: SlurmHetJob = executor.submit(task)
         with cancelled_on_error(job.job_id):
-            run.update_run(slurm={"job_id": int(job.job_id), "components": len(plan.components),
-                                  "name": request.name, "submitted": time.time()})
+            run.update_run(
+                slurm={
+                    "job_id": int(job.job_id),
+                    "components": len(plan.components),
+                    "name": request.name,
+                    "submitted": time.time(),
+                }
+            )
         with contextlib.suppress(OSError):  # the job is Slurm's now: nothing may look like a failed submission
             for rank in range(plan.world_size):  # where submitit looks for a task's output
                 link = job.paths.folder / f"{job.job_id}_{rank}_log.out"

@@ -45,15 +45,25 @@ USAGE_OF_PLAN = """\
 """
 
 
-def script_for(plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSettings, overrides: Sequence[str],
-               restarts: int = 0) -> str:
+def script_for(
+    plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSettings, overrides: Sequence[str], restarts: int = 0
+) -> str:
     """The batch script of a plan for those who want nothing but sbatch; it makes its run directory itself, and Slurm
     writes what the script says into the folder that sbatch is called in. Raises SubmissionError as submitting would."""
-    text = _script(plan_components(plan, settings), restarts=restarts, container=settings.container,
-                   overrides=overrides, timeout_min=settings.timeout_min, setup=settings.setup,
-                   distribution=settings.distribution)
-    for mark, variable, value in ((RUN, "$run", ""), (PLAN, "${PLAN:-%s}", str(plan_path.absolute())),
-                                  (PYTHON, "${PYTHON:-%s}", sys.executable)):
+    text = _script(
+        plan_components(plan, settings),
+        restarts=restarts,
+        container=settings.container,
+        overrides=overrides,
+        timeout_min=settings.timeout_min,
+        setup=settings.setup,
+        distribution=settings.distribution,
+    )
+    for mark, variable, value in (
+        (RUN, "$run", ""),
+        (PLAN, "${PLAN:-%s}", str(plan_path.absolute())),
+        (PYTHON, "${PYTHON:-%s}", sys.executable),
+    ):
         text = text.replace(mark, f'"{variable % _inside(value) if value else variable}"')
     text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_inside(run_dir)}}}"')
     first, rest = text.split("\n", 1)
@@ -63,13 +73,15 @@ def script_for(plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSetting
 def _inside(value: str) -> str:
     """A text as it stands between double quotes of a shell."""
     if "}" in value or not value.isprintable():
-        raise SubmissionError(f"the path {value!r} holds a brace or a control character", where="template",
-                              hint="use another path")
+        raise SubmissionError(
+            f"the path {value!r} holds a brace or a control character", where="template", hint="use another path"
+        )
     return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
-def _template(name: str, what: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0,
-              container: str | None = None) -> str:
+def _template(
+    name: str, what: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0, container: str | None = None
+) -> str:
     text = _script(parts, restarts=restarts, container=container)
     for mark, variable in ((RUN, '"$run"'), (PLAN, '"${PLAN:-plan.yaml}"'), (PYTHON, '"${PYTHON:-python3}"')):
         text = text.replace(mark, variable)
@@ -77,24 +89,46 @@ def _template(name: str, what: str, parts: tuple[ComponentRequest, ...], *, rest
     return f"{first}\n{USAGE.format(name=name, what=what)}{rest}"
 
 
-def _script(parts: tuple[ComponentRequest, ...], *, restarts: int, container: str | None, timeout_min: int | str = 60,
-            setup: Sequence[str] = (), distribution: str = "block:block", overrides: Sequence[str] = ()) -> str:
+def _script(
+    parts: tuple[ComponentRequest, ...],
+    *,
+    restarts: int,
+    container: str | None,
+    timeout_min: int | str = 60,
+    setup: Sequence[str] = (),
+    distribution: str = "block:block",
+    overrides: Sequence[str] = (),
+) -> str:
     """The script with marks for run directory, plan and Python."""
     per_node = [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
     job = JobRequest(
-        parts, name="holmes", timeout_min=timeout_min, setup=tuple(setup), distribution=distribution,
-        output="holmes-%j.txt", rank_output=f"{RUN}/logs/rank-%t.txt",
-        step_errors=f"{RUN}/logs/srun.txt", requeue=True, environment=((LEADER, "%j"), *per_node),
-        container=container)
+        parts,
+        name="holmes",
+        timeout_min=timeout_min,
+        setup=tuple(setup),
+        distribution=distribution,
+        output="holmes-%j.txt",
+        rank_output=f"{RUN}/logs/rank-%t.txt",
+        step_errors=f"{RUN}/logs/srun.txt",
+        requeue=True,
+        environment=((LEADER, "%j"), *per_node),
+        container=container,
+    )
     judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'
     inner = "python3" if container else PYTHON
     own = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # it says these
     said = ["# shellcheck disable=SC2016 # words that stay as they are", f'set -- {words(own)} "$@"'] if own else []
     return script_text(
-        job, f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
-        begin=[*said, "run=${RUN:-runs/$SLURM_JOB_ID}",
-               f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit'],
-        interrupted=[f"{judge} --so-far"], finish=[f"{judge}; status=$?"])
+        job,
+        f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
+        begin=[
+            *said,
+            "run=${RUN:-runs/$SLURM_JOB_ID}",
+            f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit',
+        ],
+        interrupted=[f"{judge} --so-far"],
+        finish=[f"{judge}; status=$?"],
+    )
 
 
 def templates() -> dict[str, str]:
@@ -102,18 +136,30 @@ def templates() -> dict[str, str]:
     return {
         "one_fabric.sbatch": _template("one_fabric.sbatch", "A plan on one fabric: a plain job.", (IB,)),
         "two_components.sbatch": _template(
-            "two_components.sbatch", "A plan over two fabrics: one heterogeneous job, one step.", (IB, ROCE)),
+            "two_components.sbatch", "A plan over two fabrics: one heterogeneous job, one step.", (IB, ROCE)
+        ),
         "three_components.sbatch": _template(
-            "three_components.sbatch", "A plan over three fabrics: one heterogeneous job, one step.", (IB, ROCE, ETH)),
+            "three_components.sbatch", "A plan over three fabrics: one heterogeneous job, one step.", (IB, ROCE, ETH)
+        ),
         "requeue.sbatch": _template(
-            "requeue.sbatch", "As two_components, and it goes on after a failed rank or node too, at most 3 times,"
-            "\n# while it gains steps (after preemption and time-outs they all do).", (IB, ROCE), restarts=3),
+            "requeue.sbatch",
+            "As two_components, and it goes on after a failed rank or node too, at most 3 times,"
+            "\n# while it gains steps (after preemption and time-outs they all do).",
+            (IB, ROCE),
+            restarts=3,
+        ),
         "container_pyxis.sbatch": _template(
-            "container_pyxis.sbatch", "As two_components, in a container of pyxis (srun --container-image).",
-            (IB, ROCE), container="holmes_hpc:latest"),
+            "container_pyxis.sbatch",
+            "As two_components, in a container of pyxis (srun --container-image).",
+            (IB, ROCE),
+            container="holmes_hpc:latest",
+        ),
         "container_apptainer.sbatch": _template(
-            "container_apptainer.sbatch", "As two_components, in an apptainer image.", (IB, ROCE),
-            container="holmes_hpc.sif"),
+            "container_apptainer.sbatch",
+            "As two_components, in an apptainer image.",
+            (IB, ROCE),
+            container="holmes_hpc.sif",
+        ),
     }
 
 

@@ -53,8 +53,15 @@ def _down_error() -> TestbedError:
 
 def _bed(directory: Path, record: Record) -> Bed:
     shape = topology.parse(record.topology, f"{directory / FILE}: topology")
-    return Bed(Places(directory), Wiring(shape, record.prefix, record.subnet), record.ports, record.password,
-               userland.root_of(directory, record.release), Path(record.slurm) if record.slurm else None, record.auth)
+    return Bed(
+        Places(directory),
+        Wiring(shape, record.prefix, record.subnet),
+        record.ports,
+        record.password,
+        userland.root_of(directory, record.release),
+        Path(record.slurm) if record.slurm else None,
+        record.auth,
+    )
 
 
 def _current() -> tuple[Path, Record, Bed]:
@@ -67,8 +74,15 @@ def _current() -> tuple[Path, Record, Bed]:
 
 # --- up ---------------------------------------------------------------------------------------------------------------
 
-def up(topology_path: str | Path | None = None, release: str | None = None, *, slurm: str | Path | None = None,
-       source: str | Path | None = None, progress: Callable[[str], None] = _quiet) -> None:
+
+def up(
+    topology_path: str | Path | None = None,
+    release: str | None = None,
+    *,
+    slurm: str | Path | None = None,
+    source: str | Path | None = None,
+    progress: Callable[[str], None] = _quiet,
+) -> None:
     """Bring the testbed up and wait until every node can run jobs; when it is up, see that it is whole.
 
     :param topology_path: a topology file, or the name of one under slurm/testbed/; None: what is up, or else `default`.
@@ -93,9 +107,12 @@ def up(topology_path: str | Path | None = None, release: str | None = None, *, s
         record = Record.read(directory)
         if record is not None and record.ready:
             if asked not in (None, (record.release, record.slurm)) or (wanted is not None and record.topology != text):
-                raise TestbedError(f"another one is up ({_bed(directory, record).wiring.topology.name}, "
-                                   f"{record.slurm or record.release})", where=f"testbed in {directory}",
-                                   hint="holmes testbed down")
+                raise TestbedError(
+                    f"another one is up ({_bed(directory, record).wiring.topology.name}, "
+                    f"{record.slurm or record.release})",
+                    where=f"testbed in {directory}",
+                    hint="holmes testbed down",
+                )
             if _repair(_bed(directory, record), progress):
                 return
             progress("the testbed is broken: making it anew")
@@ -143,8 +160,9 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _build(directory: Path, shape: Topology, text: str, release: str, prefix: str, made: bool,
-           progress: Callable[[str], None]) -> None:
+def _build(
+    directory: Path, shape: Topology, text: str, release: str, prefix: str, made: bool, progress: Callable[[str], None]
+) -> None:
     auth, needed = MUNGE, packages.SLURM if release == userland.NATIVE else packages.DEBOOTSTRAP
     if prefix:
         version = installed.check(Path(prefix))
@@ -176,9 +194,17 @@ def _new_record(directory: Path, shape: Topology, text: str, release: str, made:
     prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in taken))
     subnet = network.free_subnet(prefix)
     wiring = Wiring(shape, prefix, subnet)
-    return Record(prefix=prefix, subnet=subnet, ports=_free_ports(subnet), password=secrets.token_hex(16),
-                  release=release, topology=text, namespaces=wiring.namespaces, made_directory=made,
-                  run_netns=network.run_netns_state())
+    return Record(
+        prefix=prefix,
+        subnet=subnet,
+        ports=_free_ports(subnet),
+        password=secrets.token_hex(16),
+        release=release,
+        topology=text,
+        namespaces=wiring.namespaces,
+        made_directory=made,
+        run_netns=network.run_netns_state(),
+    )
 
 
 def _free_ports(subnet: str) -> dict[str, int]:
@@ -189,16 +215,21 @@ def _free_ports(subnet: str) -> dict[str, int]:
     for name in ("slurmctld", "slurmdbd", "slurmd", "database"):
         port = free_port(ports, "0.0.0.0")
         if port is None:
-            raise TestbedError("no TCP port between 20000 and 32000 is free", where="testbed",
-                               hint="end what listens on so many")
+            raise TestbedError(
+                "no TCP port between 20000 and 32000 is free", where="testbed", hint="end what listens on so many"
+            )
         found[name] = port
     return found
 
 
 def _start_servers(bed: Bed, programs: Sequence[str]) -> None:
     """Start those of the servers, in the order in which they need each other."""
-    makers = {"munged": daemons.munged, "mariadbd": daemons.mariadbd, "slurmdbd": daemons.slurmdbd,
-              "slurmctld": daemons.slurmctld}
+    makers = {
+        "munged": daemons.munged,
+        "mariadbd": daemons.mariadbd,
+        "slurmdbd": daemons.slurmdbd,
+        "slurmctld": daemons.slurmctld,
+    }
     for program in bed.servers:
         if program not in programs:
             continue
@@ -224,8 +255,9 @@ def registered(state: str) -> bool:
     return not state.endswith("*") and not state.startswith(AWAY)
 
 
-def _wait_for_nodes(bed: Bed, progress: Callable[[str], None], watch: Callable[[], None],
-                    timeout_s: float = READY_S) -> None:
+def _wait_for_nodes(
+    bed: Bed, progress: Callable[[str], None], watch: Callable[[], None], timeout_s: float = READY_S
+) -> None:
     deadline, told = time.monotonic() + timeout_s, time.monotonic()
     while True:
         states = _node_states(bed)
@@ -235,8 +267,11 @@ def _wait_for_nodes(bed: Bed, progress: Callable[[str], None], watch: Callable[[
             return
         if time.monotonic() > deadline:
             said = ", ".join(f"{node} is {states[node]}" for node in waiting[:5])
-            raise TestbedError(f"{said} after {timeout_s:g} s", where="testbed",
-                               hint=f"see that no firewall drops traffic of {bed.wiring.uplink}")
+            raise TestbedError(
+                f"{said} after {timeout_s:g} s",
+                where="testbed",
+                hint=f"see that no firewall drops traffic of {bed.wiring.uplink}",
+            )
         if time.monotonic() - told > 5:
             told = time.monotonic()
             progress(f"waiting for {len(waiting)} nodes")
@@ -244,6 +279,7 @@ def _wait_for_nodes(bed: Bed, progress: Callable[[str], None], watch: Callable[[
 
 
 # --- looking after it -------------------------------------------------------------------------------------------------
+
 
 def _inodes(layout_namespaces: Sequence[str]) -> dict[int, str]:
     found = {network.inode(name): name for name in layout_namespaces}
@@ -257,8 +293,9 @@ def _living(bed: Bed) -> dict[str, bool]:
     servers = {f.program for f in found}
     nodes = {inodes.get(f.namespace) for f in found if f.program == "slurmd"}
     living = {program: program in servers for program in bed.servers}
-    living.update({f"slurmd.{node.name}": bed.wiring.namespace(node.name) in nodes
-                   for node in bed.wiring.topology.nodes})
+    living.update(
+        {f"slurmd.{node.name}": bed.wiring.namespace(node.name) in nodes for node in bed.wiring.topology.nodes}
+    )
     return living
 
 
@@ -271,8 +308,11 @@ def _repair(bed: Bed, progress: Callable[[str], None]) -> bool:
         if dead:
             progress(f"starting again: {', '.join(dead)}")
             _start_servers(bed, dead)
-        watch = daemons.start([daemons.slurmd(bed, node.name) for node in bed.wiring.topology.nodes
-                               if f"slurmd.{node.name}" in dead], bed, READY_S)
+        watch = daemons.start(
+            [daemons.slurmd(bed, node.name) for node in bed.wiring.topology.nodes if f"slurmd.{node.name}" in dead],
+            bed,
+            READY_S,
+        )
         _wait_for_nodes(bed, progress, watch)
     except TestbedError as error:
         progress(str(error))
@@ -296,11 +336,25 @@ def status() -> dict[str, Any]:
             version = bed.slurm(["sinfo", "-V"]).strip()
             states = _node_states(bed)
     shape = bed.wiring.topology
-    nodes = [{"name": node.name, "partition": node.fabric.partition, "features": list(shape.features(node.fabric)),
-              "state": states.get(node.name, "unknown"),
-              "nics": {nic.name: nic.mbit for nic in bed.wiring.nics(node)}} for node in shape.nodes]
-    return {"up": record.ready and all(living.values()), "state_dir": str(directory), "topology": shape.name,
-            "release": record.slurm or record.release, "slurm": version, "daemons": living, "nodes": nodes}
+    nodes = [
+        {
+            "name": node.name,
+            "partition": node.fabric.partition,
+            "features": list(shape.features(node.fabric)),
+            "state": states.get(node.name, "unknown"),
+            "nics": {nic.name: nic.mbit for nic in bed.wiring.nics(node)},
+        }
+        for node in shape.nodes
+    ]
+    return {
+        "up": record.ready and all(living.values()),
+        "state_dir": str(directory),
+        "topology": shape.name,
+        "release": record.slurm or record.release,
+        "slurm": version,
+        "daemons": living,
+        "nodes": nodes,
+    }
 
 
 def nodes() -> list[str]:
@@ -308,8 +362,9 @@ def nodes() -> list[str]:
     return [node.name for node in _current()[2].wiring.topology.nodes]
 
 
-def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s: float | None = None,
-            ) -> subprocess.CompletedProcess[str]:
+def exec_in(
+    node: str, argv: Sequence[str], *, capture: bool = False, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `argv` on a node, with its NICs, hostname and /sys; its exit code is in the answer, and with `capture`
     its output too.
 
@@ -324,8 +379,14 @@ def exec_in(node: str, argv: Sequence[str], *, capture: bool = False, timeout_s:
     _require_machine()
     environment = {**system_env(), **os.environ, **_env(bed)}
     try:
-        return subprocess.run(daemons.within(bed, node, argv), env=environment, check=False, text=True,
-                              capture_output=capture, timeout=timeout_s)
+        return subprocess.run(
+            daemons.within(bed, node, argv),
+            env=environment,
+            check=False,
+            text=True,
+            capture_output=capture,
+            timeout=timeout_s,
+        )
     except subprocess.TimeoutExpired:
         raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
 
@@ -348,6 +409,7 @@ def env() -> dict[str, str]:
 
 
 # --- down -------------------------------------------------------------------------------------------------------------
+
 
 def down(progress: Callable[[str], None] = _quiet) -> bool:
     """Remove all that `up` made, also what a killed `up` or crashed daemons left; False where there was nothing.

@@ -54,8 +54,11 @@ def _build(source: Path, place: Path, mark: Mapping[str, str], progress: Callabl
     packages.install(packages.BUILD, progress)
     work.mkdir()
     with log.open("wb") as out:
-        for argv in ([str(tree / "configure"), f"--prefix={prefix}", f"--sysconfdir={prefix}/etc", *OPTIONS,
-                      f"CFLAGS={FLAGS}"], ["make", f"-j{len(os.sched_getaffinity(0))}"], ["make", "install"]):
+        for argv in (
+            [str(tree / "configure"), f"--prefix={prefix}", f"--sysconfdir={prefix}/etc", *OPTIONS, f"CFLAGS={FLAGS}"],
+            ["make", f"-j{len(os.sched_getaffinity(0))}"],
+            ["make", "install"],
+        ):
             _step(argv, work, out.fileno(), log, f"--slurm-source {source}", mark, progress)
     shutil.rmtree(work)
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -84,17 +87,29 @@ def _unpacked(source: Path, into: Path) -> Path:
             raise TestbedError(f"no tarball: {e}", where=where, hint="give slurm-VERSION.tar.bz2 or .tar.gz") from None
         tree = next((path.parent for path in sorted(into.glob("*/configure"))), into)
     if not (tree / "configure").is_file() or not (tree / "META").is_file():
-        raise TestbedError("holds no Slurm (configure, META)", where=where,
-                           hint="give the folder, or the tarball, of a release of Slurm's source")
+        raise TestbedError(
+            "holds no Slurm (configure, META)",
+            where=where,
+            hint="give the folder, or the tarball, of a release of Slurm's source",
+        )
     return tree
 
 
-def _step(argv: Sequence[str], work: Path, out: int, log: Path, where: str, mark: Mapping[str, str],
-          progress: Callable[[str], None]) -> None:
+def _step(
+    argv: Sequence[str],
+    work: Path,
+    out: int,
+    log: Path,
+    where: str,
+    mark: Mapping[str, str],
+    progress: Callable[[str], None],
+) -> None:
     began, name = time.monotonic(), Path(argv[0]).name + "".join(f" {word}" for word in argv[1:] if word == "install")
     ended = threading.Event()
-    with subprocess.Popen(argv, cwd=work, env=system_env(mark), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                          start_new_session=True) as process:
+    with subprocess.Popen(
+        argv, cwd=work, env=system_env(mark), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+    ) as process:
+
         def tell() -> None:
             while not ended.wait(TELL_S):
                 progress(f"building Slurm: {name}, {time.monotonic() - began:.0f} s: {_last(log)[:80]}")

@@ -22,15 +22,25 @@ def present(program: str) -> bool:
     return shutil.which(program, path=SYSTEM_PATH) is not None
 
 
-def run(argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60,
-        hint: str = "") -> str:
+def run(
+    argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60, hint: str = ""
+) -> str:
     """The command's stdout.
 
     :raises TestbedError: it is missing, failed, or took longer than `timeout_s`; with the last line it said.
     """
     try:
-        done = subprocess.run(list(argv), input=stdin, env=system_env(env), timeout=timeout_s, check=False,
-                              capture_output=True, text=True, errors="replace", start_new_session=True)
+        done = subprocess.run(
+            list(argv),
+            input=stdin,
+            env=system_env(env),
+            timeout=timeout_s,
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
     except FileNotFoundError:
         raise TestbedError("not installed", where=argv[0], hint=hint or "install it") from None
     except subprocess.TimeoutExpired:
@@ -44,8 +54,18 @@ def run(argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None =
 def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
     """Whether the command exits 0; whatever it prints is dropped."""
     try:
-        return subprocess.run(list(argv), env=system_env(), timeout=timeout_s, check=False, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+        return (
+            subprocess.run(
+                list(argv),
+                env=system_env(),
+                timeout=timeout_s,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            ).returncode
+            == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 

@@ -71,8 +71,15 @@ class Bed:
 def within(bed: Bed, node: str, argv: Sequence[str]) -> list[str]:
     """`argv` as it runs on a node."""
     inner = ["sh", "-c", ENTER, node, str(bed.places.hosts), *_covered(bed, "slurm", node, argv)]
-    return ["ip", "netns", "exec", bed.wiring.namespace(node), "unshare", "--uts",
-            *userland.entering(bed.userland, inner)]
+    return [
+        "ip",
+        "netns",
+        "exec",
+        bed.wiring.namespace(node),
+        "unshare",
+        "--uts",
+        *userland.entering(bed.userland, inner),
+    ]
 
 
 def _covered(bed: Bed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
@@ -102,8 +109,11 @@ def write_files(bed: Bed) -> None:
     places.slurm_conf.write_text(slurmconf.slurm_conf(places, bed.wiring, bed.ports, bed.auth), encoding="utf-8")
     (places.etc / "cgroup.conf").write_text(slurmconf.cgroup_conf(plugin), encoding="utf-8")
     places.hosts.write_text(bed.wiring.hosts(), encoding="utf-8")
-    _write_secret(places.etc / "slurmdbd.conf", 0o600, slurmconf.slurmdbd_conf(
-        places, bed.wiring, bed.ports, bed.password, bed.auth).encode())
+    _write_secret(
+        places.etc / "slurmdbd.conf",
+        0o600,
+        slurmconf.slurmdbd_conf(places, bed.wiring, bed.ports, bed.password, bed.auth).encode(),
+    )
     _write_secret(places.etc / "database.sql", 0o600, slurmconf.database_sql(bed.password).encode())
     key, mode = (places.munge_key, 0o400) if bed.auth == slurmconf.MUNGE else (places.slurm_key, 0o600)
     if not key.exists():
@@ -119,9 +129,21 @@ def _write_secret(path: Path, mode: int, content: bytes) -> None:
 def make_database(bed: Bed) -> None:
     """MariaDB's own tables: about a second."""
     places = bed.places
-    run(userland.private(bed.userland, [
-        "mariadb-install-db", "--no-defaults", f"--datadir={places.database}", "--user=root", "--skip-test-db",
-        "--auth-root-authentication-method=socket", f"--tmpdir={places.run}"]), env=bed.mark)
+    run(
+        userland.private(
+            bed.userland,
+            [
+                "mariadb-install-db",
+                "--no-defaults",
+                f"--datadir={places.database}",
+                "--user=root",
+                "--skip-test-db",
+                "--auth-root-authentication-method=socket",
+                f"--tmpdir={places.run}",
+            ],
+        ),
+        env=bed.mark,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,30 +174,55 @@ def _accepts(path: Path) -> bool:
 def munged(bed: Bed) -> Daemon:
     places = bed.places
     # --force: the directory may lie below one that only root enters, such as a test's temporary one.
-    argv = ("munged", "--foreground", "--force", f"--key-file={places.munge_key}", f"--socket={places.munge_socket}",
-            f"--pid-file={places.run}/munged.pid", f"--log-file={places.log}/munged.log",
-            f"--seed-file={places.run}/munged.seed", "--num-threads=4")
+    argv = (
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={places.munge_key}",
+        f"--socket={places.munge_socket}",
+        f"--pid-file={places.run}/munged.pid",
+        f"--log-file={places.log}/munged.log",
+        f"--seed-file={places.run}/munged.seed",
+        "--num-threads=4",
+    )
     return Daemon("munged", argv, lambda: _accepts(places.munge_socket))
 
 
 def mariadbd(bed: Bed) -> Daemon:
     places = bed.places
-    argv = ("mariadbd", "--no-defaults", "--user=root", f"--datadir={places.database}",
-            f"--socket={places.database_socket}", f"--port={bed.ports['database']}", "--bind-address=127.0.0.1",
-            f"--pid-file={places.run}/mariadbd.pid", f"--tmpdir={places.run}", "--skip-name-resolve",
-            f"--init-file={places.etc}/database.sql", "--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M",
-            "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900", "--performance-schema=off")
+    argv = (
+        "mariadbd",
+        "--no-defaults",
+        "--user=root",
+        f"--datadir={places.database}",
+        f"--socket={places.database_socket}",
+        f"--port={bed.ports['database']}",
+        "--bind-address=127.0.0.1",
+        f"--pid-file={places.run}/mariadbd.pid",
+        f"--tmpdir={places.run}",
+        "--skip-name-resolve",
+        f"--init-file={places.etc}/database.sql",
+        "--innodb-buffer-pool-size=64M",
+        "--innodb-log-file-size=16M",
+        "--innodb-flush-log-at-trx-commit=0",
+        "--innodb-lock-wait-timeout=900",
+        "--performance-schema=off",
+    )
     return Daemon("mariadbd", argv, lambda: _listens("127.0.0.1", bed.ports["database"]))
 
 
 def slurmdbd(bed: Bed) -> Daemon:
-    return Daemon("slurmdbd", _server(bed, ["slurmdbd", "-D"]),
-                  lambda: _listens(bed.wiring.gateway, bed.ports["slurmdbd"]))
+    return Daemon(
+        "slurmdbd", _server(bed, ["slurmdbd", "-D"]), lambda: _listens(bed.wiring.gateway, bed.ports["slurmdbd"])
+    )
 
 
 def slurmctld(bed: Bed) -> Daemon:
-    return Daemon("slurmctld", _server(bed, ["slurmctld", "-D", "-f", str(bed.places.slurm_conf)]),
-                  lambda: _listens(bed.wiring.gateway, bed.ports["slurmctld"]))
+    return Daemon(
+        "slurmctld",
+        _server(bed, ["slurmctld", "-D", "-f", str(bed.places.slurm_conf)]),
+        lambda: _listens(bed.wiring.gateway, bed.ports["slurmctld"]),
+    )
 
 
 def _server(bed: Bed, argv: Sequence[str]) -> tuple[str, ...]:
@@ -208,9 +255,15 @@ def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float) -> Callable[[],
         argv = daemon.argv if daemon.entered else userland.private(bed.userland, daemon.argv)
         with (places.log / f"{daemon.name}.out").open("wb") as out:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=places.run,
-                start_new_session=True, umask=0o022,
-                env=system_env({**bed.client_env, **bed.mark}))
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=places.run,
+                start_new_session=True,
+                umask=0o022,
+                env=system_env({**bed.client_env, **bed.mark}),
+            )
         started.append((daemon, process))
         _CHILDREN.append(process)
     deadline = time.monotonic() + timeout_s

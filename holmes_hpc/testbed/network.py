@@ -94,11 +94,14 @@ class Wiring:
 
     def nics(self, node: NodeSpec) -> tuple[NicSpec, ...]:
         """The node's NICs, management first."""
+
         def nic(name: str, bridge: str, address: str, mbit: float | None) -> NicSpec:
             return NicSpec(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
 
-        made = [nic("mgmt0", "br-mgmt", self.management(node), None),
-                nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit)]
+        made = [
+            nic("mgmt0", "br-mgmt", self.management(node), None),
+            nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit),
+        ]
         if node.fabric.interface:
             address = self._address(2 + node.fabric_index, FIRST_HOST + node.index)
             made.append(nic(node.fabric.interface, f"br-fabric{node.fabric_index}", address, node.fabric.rdma_mbit))
@@ -162,8 +165,9 @@ def names_in_use() -> list[str]:
     return links + ([path.name for path in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else [])
 
 
-_NOT_ALLOWED = ("run on a machine (or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN) that allows network "
-                "namespaces")
+_NOT_ALLOWED = (
+    "run on a machine (or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN) that allows network namespaces"
+)
 _NO_TBF = "this kernel lacks the token bucket (sch_tbf); run on one that has it"
 _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
 
@@ -186,8 +190,12 @@ def _set_kernel(namespace: str, values: dict[str, str]) -> None:
 
 # No neighbour discovery on data NICs (counters); no slow start after a paced pause, no memory of earlier connections;
 # and not BBR, some machines' default, which lets a connection stand still for 0.2 s every 10 s to probe its path.
-_NODE_KERNEL = {"net/ipv6/conf/default/disable_ipv6": "1", "net/ipv4/tcp_slow_start_after_idle": "0",
-                "net/ipv4/tcp_no_metrics_save": "1", "net/ipv4/tcp_congestion_control": "reno"}
+_NODE_KERNEL = {
+    "net/ipv6/conf/default/disable_ipv6": "1",
+    "net/ipv4/tcp_slow_start_after_idle": "0",
+    "net/ipv4/tcp_no_metrics_save": "1",
+    "net/ipv4/tcp_congestion_control": "reno",
+}
 
 
 def make(wiring: Wiring) -> None:
@@ -197,13 +205,30 @@ def make(wiring: Wiring) -> None:
     """
     _batch("ip", None, (f"netns add {name}" for name in wiring.namespaces))
     _set_kernel(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
-    _batch("ip", wiring.switch, (
-        f"link add {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0" for bridge in wiring.bridges),
-        _NO_BRIDGE)
-    _batch("ip", None, [f"link add {wiring.uplink} type veth peer name uplink netns {wiring.switch}",
-                        f"addr add {wiring.gateway}/24 dev {wiring.uplink}", f"link set {wiring.uplink} up"])
-    _batch("ip", wiring.switch, ["link set lo up", "link set uplink master br-mgmt up",
-                                 *(f"link set {bridge} up" for bridge in wiring.bridges)])
+    _batch(
+        "ip",
+        wiring.switch,
+        (f"link add {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0" for bridge in wiring.bridges),
+        _NO_BRIDGE,
+    )
+    _batch(
+        "ip",
+        None,
+        [
+            f"link add {wiring.uplink} type veth peer name uplink netns {wiring.switch}",
+            f"addr add {wiring.gateway}/24 dev {wiring.uplink}",
+            f"link set {wiring.uplink} up",
+        ],
+    )
+    _batch(
+        "ip",
+        wiring.switch,
+        [
+            "link set lo up",
+            "link set uplink master br-mgmt up",
+            *(f"link set {bridge} up" for bridge in wiring.bridges),
+        ],
+    )
     for node in wiring.topology.nodes:
         _make_node(wiring, node)
     ports = [nic for node in wiring.topology.nodes for nic in wiring.nics(node) if nic.mbit is not None]
@@ -216,12 +241,17 @@ def _make_node(wiring: Wiring, node: NodeSpec) -> None:
     _set_kernel(namespace, _NODE_KERNEL)
     lines = ["link set lo up"]
     for nic in nics:
-        lines += [f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {wiring.switch}",
-                  f"addr add {nic.address} dev {nic.name}",
-                  f"link set {nic.name} gso_max_size {bundle_bytes(nic.mbit)} up"]
+        lines += [
+            f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {wiring.switch}",
+            f"addr add {nic.address} dev {nic.name}",
+            f"link set {nic.name} gso_max_size {bundle_bytes(nic.mbit)} up",
+        ]
     _batch("ip", namespace, lines)
-    _batch("ip", wiring.switch, (f"link set {nic.port} gso_max_size {bundle_bytes(nic.mbit)} master {nic.bridge} up"
-                                 for nic in nics))
+    _batch(
+        "ip",
+        wiring.switch,
+        (f"link set {nic.port} gso_max_size {bundle_bytes(nic.mbit)} master {nic.bridge} up" for nic in nics),
+    )
     _batch("tc", namespace, (shape(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
 
 

@@ -13,7 +13,10 @@ from holmes_hpc.testbed.commands import present, succeeds, system_env
 
 # program -> packages that bring it, the first that apt knows is taken
 NODES = {
-    "ip": ("iproute2",), "tc": ("iproute2",), "unshare": ("util-linux",), "mount": ("mount",),
+    "ip": ("iproute2",),
+    "tc": ("iproute2",),
+    "unshare": ("util-linux",),
+    "mount": ("mount",),
     "hostname": ("hostname",),
 }
 DATABASE = {
@@ -23,8 +26,15 @@ DATABASE = {
 }
 MUNGE = {"munged": ("munge",)}
 SLURM = {
-    **MUNGE, **DATABASE, "slurmdbd": ("slurmdbd",), "slurmctld": ("slurmctld",), "slurmd": ("slurmd",),
-    "srun": ("slurm-client",), "sbatch": ("slurm-client",), "sinfo": ("slurm-client",), "sacct": ("slurm-client",),
+    **MUNGE,
+    **DATABASE,
+    "slurmdbd": ("slurmdbd",),
+    "slurmctld": ("slurmctld",),
+    "slurmd": ("slurmd",),
+    "srun": ("slurm-client",),
+    "sbatch": ("slurm-client",),
+    "sinfo": ("slurm-client",),
+    "sacct": ("slurm-client",),
 }
 POLICY = Path("/usr/sbin/policy-rc.d")
 _ASIDE = ".holmes-testbed"
@@ -32,10 +42,16 @@ _DENY = "#!/bin/sh\n# holmes testbed: no service starts while packages are insta
 
 
 DEBOOTSTRAP = {"debootstrap": ("debootstrap",)}
-BUILD = {"gcc": ("gcc",), "make": ("make",), "pkg-config": ("pkgconf", "pkg-config"),
-         "mariadb_config": ("libmariadb-dev",),
-         "/usr/include/json-c/json.h": ("libjson-c-dev",), "/usr/include/jwt.h": ("libjwt-dev",),
-         "/usr/include/munge.h": ("libmunge-dev",), "/usr/include/http_parser.h": ("libhttp-parser-dev",)}
+BUILD = {
+    "gcc": ("gcc",),
+    "make": ("make",),
+    "pkg-config": ("pkgconf", "pkg-config"),
+    "mariadb_config": ("libmariadb-dev",),
+    "/usr/include/json-c/json.h": ("libjson-c-dev",),
+    "/usr/include/jwt.h": ("libjwt-dev",),
+    "/usr/include/munge.h": ("libmunge-dev",),
+    "/usr/include/http_parser.h": ("libhttp-parser-dev",),
+}
 
 
 def _there(name: str) -> bool:
@@ -58,8 +74,11 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
     if not lacking:
         return
     if not present("apt-get"):
-        raise TestbedError(f"missing programs: {', '.join(lacking)}", where="testbed",
-                           hint="install Slurm, munge and MariaDB (this machine has no apt-get to do it)")
+        raise TestbedError(
+            f"missing programs: {', '.join(lacking)}",
+            where="testbed",
+            hint="install Slurm, munge and MariaDB (this machine has no apt-get to do it)",
+        )
     with _no_services():
         names = sorted({_package(programs[program]) for program in lacking})
         progress(f"installing {', '.join(names)}")
@@ -71,19 +90,41 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
             said = _apt(["install", "--no-install-recommends", *names], progress)
     lacking = [program for program in programs if not _there(program)]
     if said is not None or lacking:
-        raise TestbedError(f"apt-get could not install {', '.join(names)}: {said or 'programs still missing'}",
-                           where="testbed", hint=f"install {', '.join(names)} by hand")
+        raise TestbedError(
+            f"apt-get could not install {', '.join(names)}: {said or 'programs still missing'}",
+            where="testbed",
+            hint=f"install {', '.join(names)} by hand",
+        )
 
 
 def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
     """None when it worked, else its last error."""
-    argv = ["apt-get", "-q", "-y", "-o", "Dpkg::Use-Pty=0", "-o", "DPkg::Lock::Timeout=300",
-            "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold", *arguments]
+    argv = [
+        "apt-get",
+        "-q",
+        "-y",
+        "-o",
+        "Dpkg::Use-Pty=0",
+        "-o",
+        "DPkg::Lock::Timeout=300",
+        "-o",
+        "Dpkg::Options::=--force-confdef",
+        "-o",
+        "Dpkg::Options::=--force-confold",
+        *arguments,
+    ]
     env = system_env({"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"})
     env.update({key: value for key, value in os.environ.items() if key.lower().endswith("_proxy")})
     error = ""
-    with subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, errors="replace") as process:
+    with subprocess.Popen(
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             line = line.strip()

@@ -71,8 +71,11 @@ def find(directory: Path, namespaces: Collection[int]) -> list[Found]:
             namespace = _namespace(process.pid)
         except (psutil.Error, OSError):
             continue
-        if (namespace in namespaces or _marked(process, str(directory))
-                or (program in DAEMONS and _mentions(process, str(directory)))):
+        if (
+            namespace in namespaces
+            or _marked(process, str(directory))
+            or (program in DAEMONS and _mentions(process, str(directory)))
+        ):
             found.append(Found(process.pid, program, namespace))
     return found
 
@@ -89,8 +92,9 @@ def end_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15)
             return
         if time.monotonic() > deadline:
             names = ", ".join(f"{f.program} ({f.pid})" for f in found[:5])
-            raise TestbedError(f"still alive after SIGKILL: {names}", where=str(directory),
-                               hint="see dmesg, then `down` again")
+            raise TestbedError(
+                f"still alive after SIGKILL: {names}", where=str(directory), hint="see dmesg, then `down` again"
+            )
         for each in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)

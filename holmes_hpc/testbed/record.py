@@ -23,11 +23,15 @@ def state_dir() -> Path:
     """Where the testbed lives: ``$HOLMES_TESTBED`` or /var/lib/holmes-testbed, without links."""
     directory = Path(os.path.realpath(os.environ.get("HOLMES_TESTBED") or DEFAULT_DIRECTORY))
     if len(str(directory)) > MAX_PATH:
-        raise TestbedError(f"path longer than {MAX_PATH} characters", where=str(directory),
-                           hint="set HOLMES_TESTBED to a shorter one")
+        raise TestbedError(
+            f"path longer than {MAX_PATH} characters", where=str(directory), hint="set HOLMES_TESTBED to a shorter one"
+        )
     if any(c.isspace() or c in "#\"'\\%:," for c in str(directory)) or directory == Path("/"):
-        raise TestbedError("unfit as the testbed's directory", where=repr(str(directory)),
-                           hint="set HOLMES_TESTBED to a path of letters, digits and -_./")
+        raise TestbedError(
+            "unfit as the testbed's directory",
+            where=repr(str(directory)),
+            hint="set HOLMES_TESTBED to a path of letters, digits and -_./",
+        )
     return directory
 
 
@@ -63,16 +67,21 @@ class Record:
         except PermissionError:
             raise TestbedError("cannot be read", where=str(directory / FILE), hint="run as root") from None
         except (OSError, ValueError) as error:
-            raise TestbedError(f"cannot be read: {error}", where=str(directory / FILE),
-                               hint="restore it, or remove what it made by hand") from None
+            raise TestbedError(
+                f"cannot be read: {error}",
+                where=str(directory / FILE),
+                hint="restore it, or remove what it made by hand",
+            ) from None
         if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise TestbedError("made by another version of holmes", where=str(directory / FILE),
-                               hint="take it down with that version")
+            raise TestbedError(
+                "made by another version of holmes", where=str(directory / FILE), hint="take it down with that version"
+            )
         try:
             return cls(**{**data, "namespaces": tuple(data["namespaces"])})
         except (KeyError, TypeError) as error:
-            raise TestbedError(f"incomplete: {error}", where=str(directory / FILE),
-                               hint="restore it, or remove what it made by hand") from None
+            raise TestbedError(
+                f"incomplete: {error}", where=str(directory / FILE), hint="restore it, or remove what it made by hand"
+            ) from None
 
     def write(self, directory: Path) -> None:
         """Replace the record atomically; only root may ever read it (it holds the database's password), so it is made
@@ -107,8 +116,9 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
                 if not directory.is_dir():
                     raise TestbedError("is not a directory", where=str(directory), hint="set HOLMES_TESTBED") from None
             except OSError as error:
-                raise TestbedError(f"cannot be made: {error.strerror}", where=str(directory),
-                                   hint="run as root, or set HOLMES_TESTBED") from None
+                raise TestbedError(
+                    f"cannot be made: {error.strerror}", where=str(directory), hint="run as root, or set HOLMES_TESTBED"
+                ) from None
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

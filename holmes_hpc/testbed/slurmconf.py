@@ -81,9 +81,12 @@ def _trust(places: Places, auth: str) -> dict[str, str]:
     # A requeued job starts again after cred_expire; the default of 120 s makes recovery tests crawl.
     if auth == SLURM:
         return {"AuthType": "auth/slurm", "CredType": "cred/slurm", "AuthInfo": "cred_expire=5"}
-    return {"AuthType": "auth/munge", "AuthInfo": f"cred_expire=5,socket={places.munge_socket}",
-            # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
-            "AccountingStoragePass": str(places.munge_socket)}
+    return {
+        "AuthType": "auth/munge",
+        "AuthInfo": f"cred_expire=5,socket={places.munge_socket}",
+        # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
+        "AccountingStoragePass": str(places.munge_socket),
+    }
 
 
 def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str = MUNGE) -> str:
@@ -129,9 +132,12 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str 
     given = {key.lower() for key in topology.slurm}
     lines = [f"{key}={value}" for key, value in settings.items() if key.lower() not in given]
     lines += [f"{key}={value}" for key, value in topology.slurm.items()]
-    lines += [f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
-              f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
-              f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN" for node in topology.nodes]
+    lines += [
+        f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
+        f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
+        f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN"
+        for node in topology.nodes
+    ]
     return "\n".join(lines + _partitions(wiring)) + "\n"
 
 
@@ -140,34 +146,44 @@ def _partitions(wiring: Wiring) -> list[str]:
     for node in wiring.topology.nodes:
         members.setdefault(node.fabric.partition, []).append(node.name)
     default = next(iter(members))
-    lines = [f"PartitionName={name} Nodes={','.join(nodes)} Default={'YES' if name == default else 'NO'} "
-             f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF" for name, nodes in members.items()]
+    lines = [
+        f"PartitionName={name} Nodes={','.join(nodes)} Default={'YES' if name == default else 'NO'} "
+        f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF"
+        for name, nodes in members.items()
+    ]
     for extra in wiring.topology.partitions:
         nodes = [node.name for node in wiring.topology.nodes if node.fabric.name in extra.fabrics]
-        lines.append(f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
-                     f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}")
+        lines.append(
+            f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
+            f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}"
+        )
     return lines
 
 
 def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:
     """slurmdbd.conf; it must lie beside slurm.conf and be readable by root only."""
-    return "\n".join([
-        f"AuthType=auth/{auth}",
-        *([f"AuthInfo=socket={places.munge_socket}"] if auth == MUNGE else []),
-        f"DbdHost={machine()}",
-        f"DbdAddr={wiring.gateway}",
-        f"DbdPort={ports['slurmdbd']}",
-        "SlurmUser=root",
-        "DebugLevel=info",
-        f"LogFile={places.log}/slurmdbd.log",
-        f"PidFile={places.run}/slurmdbd.pid",
-        "StorageType=accounting_storage/mysql",
-        "StorageHost=127.0.0.1",
-        f"StoragePort={ports['database']}",
-        "StorageLoc=slurm_acct_db",
-        "StorageUser=slurm",
-        f"StoragePass={password}",
-    ]) + "\n"
+    return (
+        "\n".join(
+            [
+                f"AuthType=auth/{auth}",
+                *([f"AuthInfo=socket={places.munge_socket}"] if auth == MUNGE else []),
+                f"DbdHost={machine()}",
+                f"DbdAddr={wiring.gateway}",
+                f"DbdPort={ports['slurmdbd']}",
+                "SlurmUser=root",
+                "DebugLevel=info",
+                f"LogFile={places.log}/slurmdbd.log",
+                f"PidFile={places.run}/slurmdbd.pid",
+                "StorageType=accounting_storage/mysql",
+                "StorageHost=127.0.0.1",
+                f"StoragePort={ports['database']}",
+                "StorageLoc=slurm_acct_db",
+                "StorageUser=slurm",
+                f"StoragePass={password}",
+            ]
+        )
+        + "\n"
+    )
 
 
 def cgroup_conf(plugin: str) -> str:
@@ -176,5 +192,7 @@ def cgroup_conf(plugin: str) -> str:
 
 def database_sql(password: str) -> str:
     """What MariaDB runs at each start: Slurm's user and its rights."""
-    return (f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"
-            "GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n")
+    return (
+        f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"
+        "GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n"
+    )

@@ -24,12 +24,34 @@ _PREFIX = re.compile(r"[a-z][a-z0-9-]{0,5}")  # prefix, number and "-mgmt0" are 
 _SETTING = re.compile(r"[A-Za-z]+")
 _VALUE = re.compile(r"[^\s#\"'\\]{1,400}")
 # What the testbed itself must decide, or two testbeds (or the machine's own Slurm) would collide.
-RESERVED = frozenset(key.lower() for key in (
-    "ClusterName", "SlurmctldHost", "SlurmctldPort", "SlurmdPort", "SlurmUser", "SlurmdUser", "AuthType", "AuthInfo",
-    "StateSaveLocation", "SlurmdSpoolDir", "SlurmctldPidFile", "SlurmdPidFile", "SlurmctldLogFile", "SlurmdLogFile",
-    "AccountingStorageHost", "AccountingStoragePass",
-    "AccountingStoragePort", "AccountingStorageType", "NodeName", "PartitionName", "Include",
-    "PluginDir", "SlurmdParameters"))
+RESERVED = frozenset(
+    key.lower()
+    for key in (
+        "ClusterName",
+        "SlurmctldHost",
+        "SlurmctldPort",
+        "SlurmdPort",
+        "SlurmUser",
+        "SlurmdUser",
+        "AuthType",
+        "AuthInfo",
+        "StateSaveLocation",
+        "SlurmdSpoolDir",
+        "SlurmctldPidFile",
+        "SlurmdPidFile",
+        "SlurmctldLogFile",
+        "SlurmdLogFile",
+        "AccountingStorageHost",
+        "AccountingStoragePass",
+        "AccountingStoragePort",
+        "AccountingStorageType",
+        "NodeName",
+        "PartitionName",
+        "Include",
+        "PluginDir",
+        "SlurmdParameters",
+    )
+)
 
 
 def rate(mbit: float) -> str:
@@ -55,8 +77,9 @@ class FabricSpec:
     partition: Annotated[str, key("Slurm's partition of its nodes")]
     nodes: Annotated[int, key("how many", ge=1, lt=10**7)]
     prefix: Annotated[str, key("of its nodes' names; the partition's name unless said")] = ""
-    rdma_mbit: Annotated[float | None, key("rate of the RDMA NIC; none where nic is ethernet", unit="Mbit/s", gt=0,
-                                           lt=10**7)] = None
+    rdma_mbit: Annotated[
+        float | None, key("rate of the RDMA NIC; none where nic is ethernet", unit="Mbit/s", gt=0, lt=10**7)
+    ] = None
     ranks: Annotated[int, key("that each of its nodes holds", ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
@@ -125,8 +148,9 @@ class Topology:
         if not self.fabrics:
             raise _fail("no fabric", where, "list at least one under fabrics")
         self._check_unique("fabric", [f.name for f in self.fabrics])
-        self._check_unique("partition", [*dict.fromkeys(f.partition for f in self.fabrics),
-                                         *(p.name for p in self.partitions)])
+        self._check_unique(
+            "partition", [*dict.fromkeys(f.partition for f in self.fabrics), *(p.name for p in self.partitions)]
+        )
         self._check_unique("node", [n.name for n in self.nodes])
         if len(self.nodes) > MAX_NODES:
             raise _fail(f"{len(self.nodes)} nodes, at most {MAX_NODES} fit", where, "use fewer nodes")
@@ -155,15 +179,23 @@ class Topology:
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
         """All nodes, fabric after fabric: ``ib1, ib2, …, roce1, …``."""
-        names = [(f"{fabric.prefix}{number}", fabric, position)
-                 for position, fabric in enumerate(self.fabrics) for number in range(1, fabric.nodes + 1)]
+        names = [
+            (f"{fabric.prefix}{number}", fabric, position)
+            for position, fabric in enumerate(self.fabrics)
+            for number in range(1, fabric.nodes + 1)
+        ]
         return tuple(NodeSpec(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
 
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
         """The features that Slurm shows for a node of this fabric."""
         fast = self.ethernet_mbit if fabric.rdma_mbit is None else fabric.rdma_mbit
-        return (f"nic_{fabric.nic}", f"nic_{rate(fast)}", f"eth_{rate(self.ethernet_mbit)}", f"fabric_{fabric.name}",
-                *([f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []))
+        return (
+            f"nic_{fabric.nic}",
+            f"nic_{rate(fast)}",
+            f"eth_{rate(self.ethernet_mbit)}",
+            f"fabric_{fabric.name}",
+            *([f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []),
+        )
 
 
 def parse(text: str, where: str) -> Topology:

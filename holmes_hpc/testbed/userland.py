@@ -18,19 +18,38 @@ from holmes_hpc.testbed.commands import present, system_env
 
 NATIVE = "bookworm"  # the machine's own Slurm, whatever its release is
 RELEASES = (NATIVE, "trixie")
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge", "mariadb-server-core", "mariadb-client-core",
-            "iproute2", "procps", "python3", "python3-venv", "ca-certificates", "g++", "make", "git")
+PACKAGES = (
+    "slurmctld",
+    "slurmd",
+    "slurm-client",
+    "slurmdbd",
+    "munge",
+    "mariadb-server-core",
+    "mariadb-client-core",
+    "iproute2",
+    "procps",
+    "python3",
+    "python3-venv",
+    "ca-certificates",
+    "g++",
+    "make",
+    "git",
+)
 # What the release's /etc must share with the machine: who users are, how names are resolved, whom the machine trusts
 # and where it gets Python's packages from.
 SHARED = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
 PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first: `mount` runs with newer ones
 
 # $0 is the release's root. /usr/local stays the machine's.
-_ENTER = 'for p in ' + " ".join(PARTS) + '''; do
+_ENTER = (
+    "for p in "
+    + " ".join(PARTS)
+    + '''; do
   if [ -d "$0/usr/$p" ] && [ -d "/usr/$p" ]; then mount --bind "$0/usr/$p" "/usr/$p" || exit 125; fi
 done
 mount --bind "$0/etc" /etc || exit 125
 exec "$@"'''
+)
 
 
 def root_of(directory: Path, release: str) -> Path | None:
@@ -54,16 +73,33 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
     :raises TestbedError: debootstrap failed, or this machine's /bin and /lib are not below /usr.
     """
     if not Path("/lib").is_symlink() or not Path("/bin").is_symlink():
-        raise TestbedError("/bin and /lib are not links into /usr", where=f"testbed --release {release}",
-                           hint="use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)")
+        raise TestbedError(
+            "/bin and /lib are not links into /usr",
+            where=f"testbed --release {release}",
+            hint="use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)",
+        )
     if not present("debootstrap"):
         raise TestbedError("missing programs: debootstrap", where=f"testbed --release {release}", hint="install it")
-    argv = ["unshare", "--mount", "debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", release,
-            str(root)]
+    argv = [
+        "unshare",
+        "--mount",
+        "debootstrap",
+        "--variant=minbase",
+        f"--include={','.join(PACKAGES)}",
+        release,
+        str(root),
+    ]
     progress(f"fetching Debian {release} (half a gigabyte, a minute or two)")
     said, told = "", time.monotonic()
-    with subprocess.Popen(argv, env=system_env(mark), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, errors="replace") as process:
+    with subprocess.Popen(
+        argv,
+        env=system_env(mark),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -75,8 +111,11 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
             process.kill()
             raise
     if process.returncode:
-        raise TestbedError(f"debootstrap failed: {said}", where=f"testbed --release {release}",
-                           hint="see that the Debian mirror can be reached")
+        raise TestbedError(
+            f"debootstrap failed: {said}",
+            where=f"testbed --release {release}",
+            hint="see that the Debian mirror can be reached",
+        )
     for name in SHARED:
         source = Path("/etc") / name
         target = root / "etc" / name
@@ -96,5 +135,22 @@ def write_wrappers(root: Path, folder: Path) -> None:
         script.chmod(0o755)
 
 
-CLIENTS = frozenset(("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag",
-                     "sinfo", "sprio", "squeue", "sreport", "srun", "sstat"))
+CLIENTS = frozenset(
+    (
+        "sacct",
+        "sacctmgr",
+        "salloc",
+        "sattach",
+        "sbatch",
+        "sbcast",
+        "scancel",
+        "scontrol",
+        "sdiag",
+        "sinfo",
+        "sprio",
+        "squeue",
+        "sreport",
+        "srun",
+        "sstat",
+    )
+)

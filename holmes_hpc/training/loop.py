@@ -67,8 +67,9 @@ def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, An
         gc.unfreeze()  # else Triton's bindings tell, as the process ends, of each of theirs that nobody took away
 
 
-def _train(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals,
-           ) -> dict[str, Any]:
+def _train(
+    config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals
+) -> dict[str, Any]:
     plan = Plan.read(config.plan_file or run.plan_path)
     rank_exit.before_exit = dump_stacks
     watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
@@ -92,10 +93,17 @@ class Trainer:
         self.here, self.plan = here, here.plan
         pace_layer_ms = config.train.pace_layer_ms or here.plan.pace_layer_ms
         factors = config.train.pace_factors or here.plan.pace_factors
-        self.stragglers = Stragglers(here.plan.parallel.stage_ranks, [n.node for n in here.nodes],
-                                     *work_of_stages(here.plan, (factors or {}) if pace_layer_ms else None))
-        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors,
-                                dtype=gpt.dtype_name(config.train.dtype, here.cuda))
+        self.stragglers = Stragglers(
+            here.plan.parallel.stage_ranks,
+            [n.node for n in here.nodes],
+            *work_of_stages(here.plan, (factors or {}) if pace_layer_ms else None),
+        )
+        self.settings = replace(
+            config.train,
+            pace_layer_ms=pace_layer_ms,
+            pace_factors=factors,
+            dtype=gpt.dtype_name(config.train.dtype, here.cuda),
+        )
         train, plan, self.data = self.settings, here.plan, config.data
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
@@ -105,45 +113,62 @@ class Trainer:
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         self.document_end = document_end(config.data)
         dtype = gpt.dtype_of(train.dtype, here.cuda)
-        self.model_config = gpt.transformer_config(plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown,
-                                                   stage=pipeline_rank)
+        self.model_config = gpt.transformer_config(
+            plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
+        )
         attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
         attention.refuse_apart(self.document_end, here.cuda)
         chosen = config.checkpoint
         chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)
         if train.pace_layer_ms:
-            factor = paced_layers.factor(train.pace_factors or {}, [(n.fabric, n.node) for n in here.nodes],
-                                         here.launch.rank)
+            factor = paced_layers.factor(
+                train.pace_factors or {}, [(n.fabric, n.node) for n in here.nodes], here.launch.rank
+            )
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
-        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown,
-                                         here.groups.tied)
+        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown, here.groups.tied)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
 
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = schedules.communicator(plan, here.groups.edge, here.launch.rank, self.groups, self.model_config,
-                                            here.device)
+        self.edges = schedules.communicator(
+            plan, here.groups.edge, here.launch.rank, self.groups, self.model_config, here.device
+        )
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = schedules.forward_backward(plan, self.trace)
         if self.trace is not None and not schedules.runs_ahead(plan):
-            order = Order("interleaved" if len(self.models) > 1 else "1f1b", plan.parallel.pp, plan.micro_batches,
-                          len(self.models))
+            order = Order(
+                "interleaved" if len(self.models) > 1 else "1f1b",
+                plan.parallel.pp,
+                plan.micro_batches,
+                len(self.models),
+            )
             self.model_config.timers = TracedTimers(self.breakdown, self.trace, order.passes(pipeline_rank))
         everyone = range(plan.world_size)
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
-            here.run.checkpoints, plan, self.models, self.optimizer, attempt=here.attempt,
-            keep=train.checkpoint_keep, background=train.checkpoint_async, group=self.control,
-            elsewhere=train.checkpoint_dir)
+            here.run.checkpoints,
+            plan,
+            self.models,
+            self.optimizer,
+            attempt=here.attempt,
+            keep=train.checkpoint_keep,
+            background=train.checkpoint_async,
+            group=self.control,
+            elsewhere=train.checkpoint_dir,
+        )
         self.step = self.checkpoints.load(chosen)
         if chosen and here.attempt == 1 and self.step >= train.steps:
-            raise ConfigError(f"it stands at step {self.step}, and train.steps is {train.steps}",
-                              where=f"checkpoint {chosen}", hint="train.steps counts from step 0: raise it")
+            raise ConfigError(
+                f"it stands at step {self.step}, and train.steps is {train.steps}",
+                where=f"checkpoint {chosen}",
+                hint="train.steps counts from step 0: raise it",
+            )
         if here.cuda:
             watchdog.alive("warming up", LONG)
             warm_up.connect(self.groups, here.device)
-            warm_up.local_passes(self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length,
-                                 here.device)
+            warm_up.local_passes(
+                self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length, here.device
+            )
         replicas.check(chunks, plan.model.tied, here.groups.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
@@ -250,9 +275,14 @@ class Trainer:
         stored = self.forward_backward(
             forward_step_func=partial(forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
-            model=self.models if len(self.models) > 1 else self.models[0], num_microbatches=self.plan.micro_batches,
-            seq_length=self.plan.batch.sequence_length, micro_batch_size=self.plan.batch.micro_size,
-            forward_only=forward_only, p2p_communicator=self.edges, pg_collection=self.groups)
+            model=self.models if len(self.models) > 1 else self.models[0],
+            num_microbatches=self.plan.micro_batches,
+            seq_length=self.plan.batch.sequence_length,
+            micro_batch_size=self.plan.batch.micro_size,
+            forward_only=forward_only,
+            p2p_communicator=self.edges,
+            pg_collection=self.groups,
+        )
         if not stored or parallel_state.get_tensor_model_parallel_rank() != 0:
             return []
         return [entry["loss"] for entry in stored]
@@ -264,8 +294,10 @@ class Trainer:
     def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
         rank = parallel_state.get_data_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        return [batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
-                for _ in self.models]
+        return [
+            batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
+            for _ in self.models
+        ]
 
     def _evaluate(self) -> None:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
@@ -300,28 +332,44 @@ class Trainer:
         here, plan = self.here, self.plan
         session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
-        factors = {} if here.nodes[0].one_host else nic_bytes.header_factors(
-            plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda)
+        factors = (
+            {}
+            if here.nodes[0].one_host
+            else nic_bytes.header_factors(
+                plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda
+            )
+        )
         calibration = self._gather_all(here.traffic.take())
         if here.launch.rank > 0:
             return
-        setup_bytes = nic_bytes.sum_by_kind(plan, [[a + b for a, b in zip(x, y, strict=True)]
-                                                   for x, y in zip(setup, calibration, strict=True)])
+        setup_bytes = nic_bytes.sum_by_kind(
+            plan, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(setup, calibration, strict=True)]
+        )
         mean = round(sum(factors.values()) / len(factors), 4) if factors else None
-        here.run.update_run(**session.describe(here), pace_layer_ms=self.settings.pace_layer_ms,
-                            traffic={"setup": setup_bytes, "header_factor": mean,
-                                     "header_factors": {k: round(v, 4) for k, v in factors.items()}})
+        here.run.update_run(
+            **session.describe(here),
+            pace_layer_ms=self.settings.pace_layer_ms,
+            traffic={
+                "setup": setup_bytes,
+                "header_factor": mean,
+                "header_factors": {k: round(v, 4) for k, v in factors.items()},
+            },
+        )
         if not here.nodes[0].one_host:
             self._audit = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
             self._slow_links = slow_links.of_plan(plan, here.nodes, factors, self.settings.dtype)
         for kind, factor in factors.items():
-            say(f"{kind}: {factor:.3f} bytes on the wire per byte sent"
-                + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else ""))
+            say(
+                f"{kind}: {factor:.3f} bytes on the wire per byte sent"
+                + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else "")
+            )
         say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
-        say(f"plan {plan.id}: {plan.strategy}, {plan.parallel.words}, "
+        say(
+            f"plan {plan.id}: {plan.strategy}, {plan.parallel.words}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
-            + (f"; paced: {paced} ms a layer" if paced else ""))
+            + (f"; paced: {paced} ms a layer" if paced else "")
+        )
 
     def _gather_all(self, row: tuple[float, ...]) -> list[list[float]]:
         own = torch.tensor(row, dtype=torch.float64)
@@ -329,21 +377,26 @@ class Trainer:
         torch.distributed.all_gather(rows, own, group=self.control)
         return [r.tolist() for r in rows]
 
-    def _record(self, losses: list[float], figures: dict[str, Any], step_time_s: float,
-                parts: dict[str, float]) -> None:
+    def _record(
+        self, losses: list[float], figures: dict[str, Any], step_time_s: float, parts: dict[str, float]
+    ) -> None:
         """Send this step's figures to rank 0; write those of the step before."""
         self._finish_record()
         here = self.here
-        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, here.traffic.take(),
-                                    metrics_line.peak_memory_bytes(here.cuda))
+        row = metrics_line.rank_row(
+            sum(losses), len(losses), step_time_s, parts, here.traffic.take(), metrics_line.peak_memory_bytes(here.cuda)
+        )
         self.nic_log.add(self.step, here.traffic.by_nic)
-        self._gathering = metrics_line.Gathering(row, here.launch.rank, self.plan.world_size, self.control, self.step,
-                                            figures)
+        self._gathering = metrics_line.Gathering(
+            row, here.launch.rank, self.plan.world_size, self.control, self.step, figures
+        )
         self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
         if here.launch.rank > 0 and (self.step % 20 == 1 or time.monotonic() - self._said > 60):
             self._said = time.monotonic()
-            say(f"step {self.step}: {step_time_s:.3f} s, "
-                + ", ".join(f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items()))
+            say(
+                f"step {self.step}: {step_time_s:.3f} s, "
+                + ", ".join(f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items())
+            )
 
     def _finish_record(self) -> None:
         done, self._gathering = self._gathering, None
@@ -368,10 +421,12 @@ class Trainer:
         if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
             self._said = time.monotonic()
             self.watchdog.said()
-            say(f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
+            say(
+                f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
                 f"{entry['grad_norm'] if entry['grad_norm'] is None else format(entry['grad_norm'], '.3f')}, "
                 f"{entry['step_time_s']:.3f} s, {entry['samples_per_s']:.2f} samples/s, "
-                f"{entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU")
+                f"{entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
+            )
 
     def close(self) -> None:
         """Wait for what the edges still carry, and for the loggers."""

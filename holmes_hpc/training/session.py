@@ -84,8 +84,9 @@ def run_directory(path: str | None) -> RunDirectory:
     deadline = time.monotonic() + 20  # rank 0 may be making it, on a file system that takes its time
     while not run.exists():
         if time.monotonic() > deadline:
-            raise RunFailed("no run.yaml", where=str(run.path),
-                            hint="put run_dir on a file system that all nodes share")
+            raise RunFailed(
+                "no run.yaml", where=str(run.path), hint="put run_dir on a file system that all nodes share"
+            )
         time.sleep(0.1)
     return run
 
@@ -96,8 +97,9 @@ def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
         say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
 
 
-def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit,
-          bind_cpus: bool) -> Session:
+def start(
+    train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit, bind_cpus: bool
+) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place,
     GPU or network is one line, on every rank, before the first group is made."""
     began, owned = time.perf_counter(), None
@@ -134,8 +136,10 @@ def start(train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_e
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:
-        say(f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
-            f" ({own.by}, {device.type})")
+        say(
+            f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
+            f" ({own.by}, {device.type})"
+        )
     assert rank_exit.attempt is not None
     return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus, owned)
 
@@ -165,8 +169,9 @@ def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:
         return
     cpu.install()
     ranks_here = plan.components[plan.component_of(own.rank)].gpus_per_node
-    torch.set_num_threads(cpu.threads(os.environ, own.world_size if own.one_host else ranks_here,
-                                      len(os.sched_getaffinity(0))))
+    torch.set_num_threads(
+        cpu.threads(os.environ, own.world_size if own.one_host else ranks_here, len(os.sched_getaffinity(0)))
+    )
 
 
 def _check_cuda(plan: Plan, own: Launch, on_gpu: bool, train: TrainConfig) -> list[str]:
@@ -232,8 +237,9 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
     elif own.rank == 0:
         raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
     else:
-        raw, rank_exit.attempt = rendezvous.join_store(run.path, own, timeout_s, node.interface(TCP),
-                                                       partial(_note, rank_exit))
+        raw, rank_exit.attempt = rendezvous.join_store(
+            run.path, own, timeout_s, node.interface(TCP), partial(_note, rank_exit)
+        )
     store = dist.PrefixStore(f"holmes/{own.key}", raw)
     if own.address is not None:
         if own.rank == 0:
@@ -254,22 +260,27 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool
         store.wait(keys)
     except RuntimeError as e:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise NetworkError(f"ranks {missing} did not come", where="rendezvous",
-                           hint="look at their logs; they started late, died, or cannot reach rank 0") from e
+        raise NetworkError(
+            f"ranks {missing} did not come",
+            where="rendezvous",
+            hint="look at their logs; they started late, died, or cannot reach rank 0",
+        ) from e
     rows = [json.loads(text) for text in store.multi_get(keys)]
     other = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)
     if other is not None:
         words = [f"{rows[rank]['device']} (node {rows[rank]['node']})" for rank in (0, other)]
-        raise ConfigError(f"rank 0 has {words[0]}, rank {other} {words[1]}", where="train.device",
-                          hint="see `nvidia-smi` on both nodes, or use train.device=cpu")
+        raise ConfigError(
+            f"rank 0 has {words[0]}, rank {other} {words[1]}",
+            where="train.device",
+            hint="see `nvidia-smi` on both nodes, or use train.device=cpu",
+        )
     return [NodeTransports.from_dict(row) for row in rows]
 
 
 def tell_groups(session: Session) -> None:
     """On all ranks, before rank 0 calls :func:`describe`: the groups of which this rank is its node's first member."""
     rank, hosts = session.launch.rank, [n.node for n in session.nodes]
-    own = [entry for entry in session.groups.made
-           if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])]
+    own = [entry for entry in session.groups.made if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])]
     session.store.set(f"groups/{rank}", json.dumps(own))
     session.store.set(f"cpus/{rank}", session.cpus)
 
@@ -284,18 +295,34 @@ def _groups(session: Session) -> list[dict[str, Any]]:
             nics = found.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
             if node.node not in nics.setdefault(nic, []):
                 nics[nic].append(node.node)
-    return [{"kind": kind, "ranks": list(ranks), "transport": transport,
-             "interfaces": {nic: compress(nodes) for nic, nodes in nics.items()}}
-            for (kind, ranks, transport), nics in found.items()]
+    return [
+        {
+            "kind": kind,
+            "ranks": list(ranks),
+            "transport": transport,
+            "interfaces": {nic: compress(nodes) for nic, nodes in nics.items()},
+        }
+        for (kind, ranks, transport), nics in found.items()
+    ]
 
 
 def describe(session: Session) -> dict[str, Any]:
     """What run.yaml says about this start: hosts, NICs per group, versions, device."""
     import megatron.core
 
-    versions = {"holmes": __version__, "python": platform.python_version(), "torch": torch.__version__,
-                "megatron-core": megatron.core.__version__}
+    versions = {
+        "holmes": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+    }
     device = torch.cuda.get_device_name(session.device) if session.cuda else "cpu"
     cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(len(session.nodes))])]
-    return {**({"cpus": cpus} if any(cpus) else {}), "hosts": [n.node for n in session.nodes],
-            "nics": _groups(session), "versions": versions, "device": device, "plan_id": session.plan.id}
+    return {
+        **({"cpus": cpus} if any(cpus) else {}),
+        "hosts": [n.node for n in session.nodes],
+        "nics": _groups(session),
+        "versions": versions,
+        "device": device,
+        "plan_id": session.plan.id,
+    }

@@ -36,8 +36,9 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
     return list(found.values())
 
 
-def local_passes(models: Sequence[Any], config: Any, micro_size: int, sequence_length: int, device: torch.device,
-                 ) -> None:
+def local_passes(
+    models: Sequence[Any], config: Any, micro_size: int, sequence_length: int, device: torch.device
+) -> None:
     """One forward and one backward pass of each model chunk, on made-up data. No gradient, random number or buffer is
     other than before, but for the scales that fp8 goes by. `models`: under Megatron-Core's DDP, which neither gathers
     nor reduces here; ranks of a
@@ -45,16 +46,22 @@ def local_passes(models: Sequence[Any], config: Any, micro_size: int, sequence_l
     states = generators()
     tokens = torch.zeros(micro_size, sequence_length, dtype=torch.int64, device=device)
     positions = torch.arange(sequence_length, device=device).repeat(micro_size, 1)
-    length = sequence_length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel
-                                 else 1)
+    length = sequence_length // (
+        parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+    )
     for wrapped in models:
         chunk = gpt.inner(wrapped)
         buffers = [(buffer, buffer.clone()) for buffer in wrapped.module.buffers()]
         gathers = wrapped.ddp_config.overlap_param_gather
         if gathers:
             wrapped.disable_forward_pre_hook(param_sync=False)
-        given = None if chunk.pre_process else torch.zeros(
-            length, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True)
+        given = (
+            None
+            if chunk.pre_process
+            else torch.zeros(
+                length, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True
+            )
+        )
         chunk.set_input_tensor([given])
         with wrapped.no_sync():
             output = wrapped(tokens, positions, None, labels=tokens if chunk.post_process else None)

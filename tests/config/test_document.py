@@ -36,10 +36,18 @@ def test_what_hydra_composes_is_what_was_declared() -> None:
         assert load([f"batch={name}"]).batch == batch
 
 
-@pytest.mark.parametrize(("model", "batch", "tokens"), [
-    ("gpt_tiny", "tiny", 1024), ("gpt_3_6b", "paper_3_6b", 1536 * 1024), ("gpt_7_5b", "paper_7_5b", 3 << 20),
-    ("gpt_39b", "paper_39b", 3 << 20), ("gpt3_175b", None, 3 << 20), ("llama2_7b", None, 4 << 20),
-    ("llama3_70b", None, 4 << 20)])
+@pytest.mark.parametrize(
+    ("model", "batch", "tokens"),
+    [
+        ("gpt_tiny", "tiny", 1024),
+        ("gpt_3_6b", "paper_3_6b", 1536 * 1024),
+        ("gpt_7_5b", "paper_7_5b", 3 << 20),
+        ("gpt_39b", "paper_39b", 3 << 20),
+        ("gpt3_175b", None, 3 << 20),
+        ("llama2_7b", None, 4 << 20),
+        ("llama3_70b", None, 4 << 20),
+    ],
+)
 def test_a_named_model_brings_its_published_batch(model: str, batch: str | None, tokens: int) -> None:
     config = load([f"model={model}"])
     assert config.batch == BATCHES[batch or model] and config.batch.tokens == tokens
@@ -48,11 +56,13 @@ def test_a_named_model_brings_its_published_batch(model: str, batch: str | None,
     assert load([f"model={model}", "batch=tiny"]).batch == BATCHES["tiny"]
 
 
-def test_a_model_without_a_batch_of_its_own_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                                   ) -> None:
+def test_a_model_without_a_batch_of_its_own_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(document.conf_files()["model/gpt_tiny.yaml"]
-                                                  .replace("gpt_tiny", "mine"))
+    (tmp_path / "model" / "mine.yaml").write_text(
+        document.conf_files()["model/gpt_tiny.yaml"].replace("gpt_tiny", "mine")
+    )
     words = ["model=mine", f"hydra.searchpath=[file://{tmp_path}]"]
     with pytest.raises(ConfigError, match=r"batch: no batch is known for model mine; give batch=NAME, or batch.glob"):
         load(words)

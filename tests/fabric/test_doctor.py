@@ -16,8 +16,14 @@ from holmes_hpc.fabric.probe import probe
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
 
-HEALTHY = {"SchedulerType": "sched/backfill", "SLURM_VERSION": "24.11.5", "KillOnBadExit": "1", "ClusterName": "c",
-           "AccountingStorageType": "accounting_storage/slurmdbd", "SchedulerParameters": "(null)"}
+HEALTHY = {
+    "SchedulerType": "sched/backfill",
+    "SLURM_VERSION": "24.11.5",
+    "KillOnBadExit": "1",
+    "ClusterName": "c",
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+    "SchedulerParameters": "(null)",
+}
 IB = "nic_ib,nic_200g,eth_25g,fabric_a"
 NODES = [node("a1", IB, "ib", gres="gpu:a100:8"), node("a2", IB, "ib", gres="gpu:a100:8")]
 PARTITIONS = [partition("ib", "a[1-2]")]
@@ -36,26 +42,35 @@ def test_a_healthy_site_gets_no_line() -> None:
     assert lines(facts_=[facts("a1"), facts("a2")], env={"NCCL_DEBUG": "INFO"}) == []
 
 
-@pytest.mark.parametrize(("config", "says"), [
-    ({"SchedulerType": "sched/builtin"}, "error: slurm.conf: SchedulerType is sched/builtin"),
-    ({"SchedulerParameters": "bf_interval=1,disable_hetjob_steps"}, "error: slurm.conf: SchedulerParameters has dis"),
-    ({"SLURM_VERSION": "22.05.8"}, "warning: slurm.conf: Slurm 22.05.8"),
-    ({"SLURM_VERSION": "24.05.1"}, "warning: slurm.conf: Slurm 24.05.1"),
-    ({"AccountingStorageType": "accounting_storage/none"}, "warning: slurm.conf: no slurmdbd"),
-    ({"JobRequeue": "0"}, "warning: slurm.conf: JobRequeue is 0"),
-    ({"KillOnBadExit": "0"}, "info: slurm.conf: KillOnBadExit is 0"),
-    ({"NodeFeaturesPlugins": "node_features/helpers"}, "info: slurm.conf: node_features/helpers"),
-])
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"SchedulerType": "sched/builtin"}, "error: slurm.conf: SchedulerType is sched/builtin"),
+        (
+            {"SchedulerParameters": "bf_interval=1,disable_hetjob_steps"},
+            "error: slurm.conf: SchedulerParameters has dis",
+        ),
+        ({"SLURM_VERSION": "22.05.8"}, "warning: slurm.conf: Slurm 22.05.8"),
+        ({"SLURM_VERSION": "24.05.1"}, "warning: slurm.conf: Slurm 24.05.1"),
+        ({"AccountingStorageType": "accounting_storage/none"}, "warning: slurm.conf: no slurmdbd"),
+        ({"JobRequeue": "0"}, "warning: slurm.conf: JobRequeue is 0"),
+        ({"KillOnBadExit": "0"}, "info: slurm.conf: KillOnBadExit is 0"),
+        ({"NodeFeaturesPlugins": "node_features/helpers"}, "info: slurm.conf: node_features/helpers"),
+    ],
+)
 def test_each_setting_is_one_line_with_a_cure(config: dict[str, str], says: str) -> None:
     found = lines(config)
     assert len(found) == 1 and found[0].startswith(says) and "; " in found[0]
 
 
-@pytest.mark.parametrize(("features", "says"), [
-    ("ib,roce", "warning: node a2: not used: features name 2 NIC types"),
-    (IB + ",frobnicator", "info: nodes a2: nothing explains the feature frobnicator"),
-    (IB + ",nic_100g", "several values of nic_<rate>g"),
-])
+@pytest.mark.parametrize(
+    ("features", "says"),
+    [
+        ("ib,roce", "warning: node a2: not used: features name 2 NIC types"),
+        (IB + ",frobnicator", "info: nodes a2: nothing explains the feature frobnicator"),
+        (IB + ",nic_100g", "several values of nic_<rate>g"),
+    ],
+)
 def test_features(features: str, says: str) -> None:
     found = lines(nodes=[NODES[0], node("a2", features, "ib", gres="gpu:a100:8")])
     assert any(says in f for f in found)
@@ -76,16 +91,31 @@ def test_a_default_partition_over_two_fabrics() -> None:
     assert any("default partition has nodes of 2 fabrics (a, b)" in f for f in found)
 
 
-@pytest.mark.parametrize(("rest", "says"), [
-    ({"trouble": "ethernet interface eth0 is down; ip link set eth0 up"},
-     "error: node a2: no Ethernet address that others can reach: ethernet interface eth0 is down; ip link set eth0 up"),
-    ({"network": "10.9.0.0/24", "address": "10.9.0.2"}, "warning: node a2: its Ethernet address 10.9.0.2 (eth0) is"),
-    ({"skew_s": 120.0}, "warning: node a2: its clock is +120 s off"),
-    ({"ipoib": ("ib0",)}, "info: nodes a2: NCCL by itself tries ib0 first"),
-    ({"notes": ("mlx5_1:1 is DOWN",)}, "warning: node a2: mlx5_1:1 is DOWN"),
-    ({"findings": (Finding("error", "node a2", "Slurm's features say roce, the kernel says ib", "holmes label a2"),)},
-     "error: node a2: Slurm's features say roce, the kernel says ib; holmes label a2"),
-])
+@pytest.mark.parametrize(
+    ("rest", "says"),
+    [
+        (
+            {"trouble": "ethernet interface eth0 is down; ip link set eth0 up"},
+            "error: node a2: no Ethernet address that others can reach: ethernet interface eth0 is down; "
+            "ip link set eth0 up",
+        ),
+        (
+            {"network": "10.9.0.0/24", "address": "10.9.0.2"},
+            "warning: node a2: its Ethernet address 10.9.0.2 (eth0) is",
+        ),
+        ({"skew_s": 120.0}, "warning: node a2: its clock is +120 s off"),
+        ({"ipoib": ("ib0",)}, "info: nodes a2: NCCL by itself tries ib0 first"),
+        ({"notes": ("mlx5_1:1 is DOWN",)}, "warning: node a2: mlx5_1:1 is DOWN"),
+        (
+            {
+                "findings": (
+                    Finding("error", "node a2", "Slurm's features say roce, the kernel says ib", "holmes label a2"),
+                )
+            },
+            "error: node a2: Slurm's features say roce, the kernel says ib; holmes label a2",
+        ),
+    ],
+)
 def test_what_a_node_says_of_itself(rest: dict[str, object], says: str) -> None:
     found = lines(facts_=[facts("a1"), facts("a3"), facts("a2", **rest)])
     assert len(found) == 1 and found[0].startswith(says)
@@ -111,14 +141,17 @@ def test_a_good_script_gets_no_line() -> None:
     assert short.count("-K1") == short.count("-N 2 -p ib") == 1 and check_script(short) == []
 
 
-@pytest.mark.parametrize(("old", "new", "says"), [
-    (" --kill-on-bad-exit=1", "", "no --kill-on-bad-exit"),
-    (" --kill-on-bad-exit=1", " --kill-on-bad-exit=0", "no --kill-on-bad-exit"),
-    (" --het-group=0,1", "", "no --het-group"),
-    ("log.txt", "log-%j.txt", "path with %j"),
-    ("--partition=roce ", "", "a component has no partition"),
-    ("-N 2\n#SBATCH hetjob", "-N 2 --dependency=singleton\n#SBATCH hetjob", "singleton"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (" --kill-on-bad-exit=1", "", "no --kill-on-bad-exit"),
+        (" --kill-on-bad-exit=1", " --kill-on-bad-exit=0", "no --kill-on-bad-exit"),
+        (" --het-group=0,1", "", "no --het-group"),
+        ("log.txt", "log-%j.txt", "path with %j"),
+        ("--partition=roce ", "", "a component has no partition"),
+        ("-N 2\n#SBATCH hetjob", "-N 2 --dependency=singleton\n#SBATCH hetjob", "singleton"),
+    ],
+)
 def test_traps_of_scripts(old: str, new: str, says: str) -> None:
     found = check_script(GOOD.replace(old, new), "job.sh")
     assert len(found) == 1 and says in found[0].what and found[0].where == "job.sh"
@@ -140,8 +173,9 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     tree = Tree(tmp_path)
     trees.hdr_4_hcas(tree)
     nics = probe(tree.root, {}, tree.read)
-    monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_node",
-                        lambda name: node(name, "nic_roce") if name == "n1" else None)
+    monkeypatch.setattr(
+        "holmes_hpc.fabric.node_facts.read_node", lambda name: node(name, "nic_roce") if name == "n1" else None
+    )
     assert "features say roce" in check_here(nics, name="n1")[0].what
     with pytest.raises(SiteError, match="Slurm knows no node 'n2'"):
         check_here(nics, name="n2")
@@ -183,21 +217,33 @@ def answer(name: str, late_s: float = 0.0) -> str:
 def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     does, asked = srun
     does(f"echo noise\n{answer('a1', 100)}\necho '{MARK}not json'")
-    nodes = [*NODES, node("a3", IB, "ib", state="ALLOCATED"), node("a4", IB, "ib", state="DOWN"),
-             node("a5", IB, "old"), node("a6", IB, "ib", state="IDLE+CLOUD+POWERED_DOWN"),
-             node("a7", IB, "ib", state="IDLE+RESERVED")]
+    nodes = [
+        *NODES,
+        node("a3", IB, "ib", state="ALLOCATED"),
+        node("a4", IB, "ib", state="DOWN"),
+        node("a5", IB, "old"),
+        node("a6", IB, "ib", state="IDLE+CLOUD+POWERED_DOWN"),
+        node("a7", IB, "ib", state="IDLE+RESERVED"),
+    ]
     found, silent = ask_nodes(nodes)
     assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
     assert [(f.level, f.where) for f in silent] == [
-        ("info", "nodes a[3,6-7]"), ("warning", "nodes a2"), ("info", "nodes a5")]
+        ("info", "nodes a[3,6-7]"),
+        ("warning", "nodes a2"),
+        ("info", "nodes a5"),
+    ]
     assert "--nodelist=a[1-2]" in asked() and "--partition=ib" in asked()
     assert _understand("holmes-facts {}") is None
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("ending", "why"), [
-    ("echo 'srun: error: a2: task 1: Exited with exit code 1' >&2; exit 1", "a2: task 1: Exited with exit code 1"),
-    ("exec sleep 30", "no answer in 1 s")])
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        ("echo 'srun: error: a2: task 1: Exited with exit code 1' >&2; exit 1", "a2: task 1: Exited with exit code 1"),
+        ("exec sleep 30", "no answer in 1 s"),
+    ],
+)
 def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeypatch, ending: str, why: str) -> None:
     does, asked = srun
     does(f"{answer('a1')}\n{ending}")
@@ -213,7 +259,7 @@ def test_nodes_are_asked_as_a_job_begins(srun, monkeypatch) -> None:
     does, _ = srun
     does('while [ "$1" != bash ]; do shift; done; "$@"')
     monkeypatch.setattr("sys.executable", "site-python")
-    found, _ = ask_nodes([NODES[0]], setup=["site-python() {", answer("a1"), "}", "exec() { \"$@\"; }"])
+    found, _ = ask_nodes([NODES[0]], setup=["site-python() {", answer("a1"), "}", 'exec() { "$@"; }'])
     assert [f.node for f in found] == ["a1"]
 
 

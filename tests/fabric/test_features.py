@@ -18,25 +18,28 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch):
     return read_vocabulary()
 
 
-@pytest.mark.parametrize(("features", "nic", "rdma", "ethernet"), [
-    ("nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", IB, 0.4, 0.05),
-    ("nic_roce,nic_200g", ROCE, 200, None),
-    ("nic_ethernet,nic_25g", ETHERNET, None, 25),
-    ("ib", IB, None, None),
-    ("IB", IB, None, None),
-    ("ib_hdr", IB, 200, None),
-    ("ib_qdr", IB, 40, None),
-    ("IB:EDR,10g", IB, 100, 10),
-    ("ibfdr", IB, 56, None),
-    ("hdr100", IB, 100, None),
-    ("hdr200", IB, 200, None),
-    ("infiniband,25gbe", IB, None, 25),
-    ("10g", ETHERNET, None, 10),
-    ("roce,100g", ROCE, 100, 100),
-    ("roce_v2", ROCE, None, None),
-    ("omnipath", ETHERNET, None, None),
-    ("eth,ib", IB, None, None),
-])
+@pytest.mark.parametrize(
+    ("features", "nic", "rdma", "ethernet"),
+    [
+        ("nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", IB, 0.4, 0.05),
+        ("nic_roce,nic_200g", ROCE, 200, None),
+        ("nic_ethernet,nic_25g", ETHERNET, None, 25),
+        ("ib", IB, None, None),
+        ("IB", IB, None, None),
+        ("ib_hdr", IB, 200, None),
+        ("ib_qdr", IB, 40, None),
+        ("IB:EDR,10g", IB, 100, 10),
+        ("ibfdr", IB, 56, None),
+        ("hdr100", IB, 100, None),
+        ("hdr200", IB, 200, None),
+        ("infiniband,25gbe", IB, None, 25),
+        ("10g", ETHERNET, None, 10),
+        ("roce,100g", ROCE, 100, 100),
+        ("roce_v2", ROCE, None, None),
+        ("omnipath", ETHERNET, None, None),
+        ("eth,ib", IB, None, None),
+    ],
+)
 def test_what_sites_write(vocabulary, features: str, nic: NicType, rdma: float | None, ethernet: float | None) -> None:
     reading = read_features(features.split(","), vocabulary)
     assert (reading.nic, reading.rdma_gbps, reading.ethernet_gbps) == (nic, rdma, ethernet)
@@ -64,11 +67,18 @@ networks: {ib: IBext_v11}
     assert read_features(["efa"], own).nic is NicType.EFA and own.networks == {"ib": "IBext_v11"}
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("networks: {infiniband: IBext}", "{'infiniband': 'IBext'} is not NIC types with names of networks; write {ib: "),
-    ("networks: [ib]", "['ib'] is not NIC types"), ("networks: {ib: 7}", "{'ib': 7} is not NIC types"),
-    ("features: [{match: x, storage: 10.0.0.0/77}]", "storage: '10.0.0.0/77' is no network"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "networks: {infiniband: IBext}",
+            "{'infiniband': 'IBext'} is not NIC types with names of networks; write {ib: ",
+        ),
+        ("networks: [ib]", "['ib'] is not NIC types"),
+        ("networks: {ib: 7}", "{'ib': 7} is not NIC types"),
+        ("features: [{match: x, storage: 10.0.0.0/77}]", "storage: '10.0.0.0/77' is no network"),
+    ],
+)
 def test_what_cannot_be_named(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(SiteError) as e:
@@ -107,27 +117,32 @@ def test_unknown_features_are_listed_and_others_passed_over(vocabulary) -> None:
 
 def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("features:\n  - {match: 'island(?P<fabric>\\d+)', nic: ib, port: fast}\n"
-                   "  - {match: 'ib', nic: roce}\n"
-                   "rates: {fast: 300}\nignored: ['frob.*']\n")
+    own.write_text(
+        "features:\n  - {match: 'island(?P<fabric>\\d+)', nic: ib, port: fast}\n"
+        "  - {match: 'ib', nic: roce}\n"
+        "rates: {fast: 300}\nignored: ['frob.*']\n"
+    )
     reading = read_features(["island7", "frobnicator"], read_vocabulary(own))
     assert (reading.nic, reading.fabric, reading.rdma_gbps, reading.unknown) == (IB, "7", 300, ())
     assert read_features(["ib"], read_vocabulary(own)).nic is ROCE
     assert read_features(["ib"], vocabulary).nic is IB
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("featurs: []", "did you mean 'features'"),
-    ("features: [{match: '(', nic: ib}]", "not a regular expression"),
-    ("features: [{match: x, nic: token-ring}]", "known are: efa, ethernet, ib, omnipath, roce"),
-    ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
-    ("features: [{nic: ib}]", "no match"),
-    ("features: {a: b}", "not a list"),
-    ("rates: {a: fast}", "not words with rates"),
-    ("gpus: [{match: x, name: y}]", "is not a GPU"),
-    ("a: [", "not YAML"),
-    ("- 3", "not a vocabulary"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("featurs: []", "did you mean 'features'"),
+        ("features: [{match: '(', nic: ib}]", "not a regular expression"),
+        ("features: [{match: x, nic: token-ring}]", "known are: efa, ethernet, ib, omnipath, roce"),
+        ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
+        ("features: [{nic: ib}]", "no match"),
+        ("features: {a: b}", "not a list"),
+        ("rates: {a: fast}", "not words with rates"),
+        ("gpus: [{match: x, name: y}]", "is not a GPU"),
+        ("a: [", "not YAML"),
+        ("- 3", "not a vocabulary"),
+    ],
+)
 def test_a_bad_vocabulary_is_one_line(text: str, says: str, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text(text)

@@ -22,8 +22,11 @@ def example():
     nodes = [node(f"ib{i}", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "ib") for i in (1, 2, 3)]
     nodes += [node(f"roce{i}", "nic_roce,nic_0.25g,eth_0.05g,fabric_roce-a", "roce") for i in (1, 2)]
     nodes += [node(f"eth{i}", "nic_ethernet,nic_0.05g,eth_0.05g,fabric_eth-a", "eth") for i in (1, 2)]
-    return nodes, [partition("ib", "ib[1-3]", default=True), partition("roce", "roce[1-2]"),
-                   partition("eth", "eth[1-2]")]
+    return nodes, [
+        partition("ib", "ib[1-3]", default=True),
+        partition("roce", "roce[1-2]"),
+        partition("eth", "eth[1-2]"),
+    ]
 
 
 def test_labelled_site() -> None:
@@ -38,8 +41,10 @@ def test_labelled_site() -> None:
 
 
 def test_ranks_of_nodes_without_gpus_are_those_of_their_features() -> None:
-    found = grouped([node("n1", "nic_ib,nic_1g,eth_1g,fabric_a,ranks_4"), node("n2", "nic_ib,nic_1g,eth_1g,fabric_b")],
-                    [partition("ib", "n[1-2]")])
+    found = grouped(
+        [node("n1", "nic_ib,nic_1g,eth_1g,fabric_a,ranks_4"), node("n2", "nic_ib,nic_1g,eth_1g,fabric_b")],
+        [partition("ib", "n[1-2]")],
+    )
     assert {f.name: f.gpus_per_node for f in found.fabrics} == {"a": 4, "b": 1}
     assert not any(f.gres for f in found.fabrics)
 
@@ -48,8 +53,10 @@ def test_nics_that_features_name_are_the_fabrics_or_single_nodes() -> None:
     words = "nic_ib,nic_200g,eth_25g,fabric_a,nic_hca_mlx5_0"
     alike = grouped([node(f"n{i}", f"{words},nic_if_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]
     assert (alike.ethernet, alike.hca, alike.node_nics) == ("bond0", ("mlx5_0",), None)
-    mixed = grouped([node("n1", f"{words},nic_if_bond0"), node("n2", f"{words},nic_if_eno2"), node("n3", words)],
-                    [partition("ib", "n[1-3]")]).fabrics[0]
+    mixed = grouped(
+        [node("n1", f"{words},nic_if_bond0"), node("n2", f"{words},nic_if_eno2"), node("n3", words)],
+        [partition("ib", "n[1-3]")],
+    ).fabrics[0]
     assert [mixed.nic_names(f"n{i}").ethernet for i in (1, 2, 3)] == ["bond0", "eno2", None]
     assert mixed.nic_names("n3").hca == ("mlx5_0",)
     words = "nic_ethernet,eth_25g,fabric_a,nic_hca_mlx5_0,nic_if_eno1"
@@ -80,19 +87,28 @@ def test_down_nodes_are_not_counted_and_named() -> None:
 
 
 def test_no_label_means_one_fabric_per_type_and_partition_said_aloud() -> None:
-    nodes = [node("a1", "ib_hdr", "gpu,all"), node("a2", "ib_hdr", "gpu,all"), node("b1", "roce100", "gpu,all"),
-             node("c1", "ib_hdr", "new,all")]
+    nodes = [
+        node("a1", "ib_hdr", "gpu,all"),
+        node("a2", "ib_hdr", "gpu,all"),
+        node("b1", "roce100", "gpu,all"),
+        node("c1", "ib_hdr", "new,all"),
+    ]
     partitions = [partition("gpu", "a[1-2],b1"), partition("all", "a[1-2],b1,c1", default=True), partition("new", "c1")]
     found = grouped(nodes, partitions)
-    assert {f.name: f.node_names for f in found.fabrics} == {"ib-new": ("c1",), "ib-gpu": ("a1", "a2"),
-                                                             "roce-gpu": ("b1",)}
+    assert {f.name: f.node_names for f in found.fabrics} == {
+        "ib-new": ("c1",),
+        "ib-gpu": ("a1", "a2"),
+        "roce-gpu": ("b1",),
+    }
     assert {f.name: f.constraint for f in found.fabrics}["ib-gpu"] == "ib_hdr"
     assert sum("no fabric label" in a for a in found.assumptions) == 3
 
 
 def test_a_small_partition_inside_a_mixed_one_costs_no_node() -> None:
-    nodes = [*(node(f"ib{i}", "nic_ib", "gpu,debug" if i < 3 else "gpu") for i in range(1, 9)),
-             *(node(f"eth{i}", "nic_ethernet", "gpu") for i in (1, 2))]
+    nodes = [
+        *(node(f"ib{i}", "nic_ib", "gpu,debug" if i < 3 else "gpu") for i in range(1, 9)),
+        *(node(f"eth{i}", "nic_ethernet", "gpu") for i in (1, 2)),
+    ]
     found = grouped(nodes, [partition("gpu", "ib[1-8],eth[1-2]"), partition("debug", "ib[1-2]", priority=10)])
     assert {f.partition: f.nodes for f in found.fabrics if f.nic is NicType.IB} == {"gpu": 8}
 
@@ -130,16 +146,19 @@ def test_nodes_with_an_unknown_feature_only_are_taken_for_ethernet_aloud() -> No
 
 def test_ethernet_nodes_without_features_in_their_own_partition_are_usable() -> None:
     found = grouped([node("c1", "", "cpu"), node("c2", "", "cpu")], [partition("cpu", "c[1-2]")])
-    fabric, = found.fabrics
+    (fabric,) = found.fabrics
     assert (fabric.nic, fabric.constraint, fabric.ethernet_gbps) == (NicType.ETHERNET, "", 10)
     assert any("10 Gb/s supposed" in a for a in found.assumptions)
 
 
 def test_gpus_from_gres_and_unequal_ones_are_said() -> None:
-    nodes = [node("g1", "nic_ib,nic_200g,eth_25g,fabric_x", "p", gres="gpu:a100:8(S:0-1)"),
-             node("g2", "nic_ib,nic_100g,eth_25g,fabric_x", "p", gres="gpu:v100:4(S:0-1)"), node("c1", "nic_ib", "p")]
+    nodes = [
+        node("g1", "nic_ib,nic_200g,eth_25g,fabric_x", "p", gres="gpu:a100:8(S:0-1)"),
+        node("g2", "nic_ib,nic_100g,eth_25g,fabric_x", "p", gres="gpu:v100:4(S:0-1)"),
+        node("c1", "nic_ib", "p"),
+    ]
     found = grouped(nodes, [partition("p", "g[1-2],c1")])
-    fabric, = found.fabrics
+    (fabric,) = found.fabrics
     assert (fabric.gpus_per_node, fabric.gres, fabric.gpu.name, fabric.rdma_gbps) == (4, True, "v100-16gb", 100)
     said = "\n".join(found.assumptions)
     assert "4 and 8 GPUs a node" in said and "GPU types differ" in said and "100 and 200 Gb/s" in said
@@ -147,8 +166,10 @@ def test_gpus_from_gres_and_unequal_ones_are_said() -> None:
 
 
 def test_gpus_cut_into_slices_are_left_out() -> None:
-    nodes = [node("g1", "nic_ib,nic_200g,whole", "p", gres="gpu:a100:8"),
-             node("g2", "nic_ib,nic_200g", "p", gres="gpu:a100_1g.5gb:7,gpu:a100:3")]
+    nodes = [
+        node("g1", "nic_ib,nic_200g,whole", "p", gres="gpu:a100:8"),
+        node("g2", "nic_ib,nic_200g", "p", gres="gpu:a100_1g.5gb:7,gpu:a100:3"),
+    ]
     found = grouped(nodes, [partition("p", "g[1-2]")])
     assert found.fabrics[0].node_names == ("g1",) and "MIG slices (a100_1g.5gb)" in found.left_out["g2"]
 
@@ -192,17 +213,26 @@ words = ["nic_ib", "nic_roce", "ib", "roce", "fabric_a", "fabric_b", "intel", "x
 features = st.lists(st.sampled_from(words), max_size=4, unique=True)
 
 
-@given(st.lists(st.tuples(features, st.sampled_from(["p", "q", "p,q"]), st.sampled_from(["IDLE", "DOWN"])), min_size=1,
-                max_size=7))
+@given(
+    st.lists(
+        st.tuples(features, st.sampled_from(["p", "q", "p,q"]), st.sampled_from(["IDLE", "DOWN"])),
+        min_size=1,
+        max_size=7,
+    )
+)
 def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None:
     nodes = [node(f"n{i}", ",".join(f), p, state=s) for i, (f, p, s) in enumerate(given_nodes)]
-    partitions = [partition(name, ",".join(n.name for n in nodes if name in n.partitions) or "(null)")
-                  for name in ("p", "q")]
+    partitions = [
+        partition(name, ",".join(n.name for n in nodes if name in n.partitions) or "(null)") for name in ("p", "q")
+    ]
     found = grouped(nodes, partitions)
     for fabric in found.fabrics:
         wanted = [w for w in fabric.constraint.split("&") if w]
-        selected = {n.name for n in nodes if fabric.partition in n.partitions and n.usable
-                    and all(w in n.features for w in wanted)}
+        selected = {
+            n.name
+            for n in nodes
+            if fabric.partition in n.partitions and n.usable and all(w in n.features for w in wanted)
+        }
         assert selected == set(fabric.node_names)
     in_fabrics = [n for f in found.fabrics for n in f.node_names]
     assert len(in_fabrics) == len(set(in_fabrics))

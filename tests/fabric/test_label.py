@@ -41,16 +41,19 @@ def test_a_node_labelled_with_what_it_deserves_passes_its_check(tmp_path: Path, 
     assert [f for f in differences(found, features_of(found), VOCABULARY) if f.level != "info"] == []
 
 
-@pytest.mark.parametrize(("name", "features", "says"), [
-    ("hdr_4_hcas", ["nic_roce", "nic_800g"], "features say roce, the kernel says ib"),
-    ("hdr_4_hcas", ["nic_ib", "nic_400g", "eth_25g"], "400 Gb/s as the ib rate, the kernel 800"),
-    ("hdr_4_hcas", ["nic_ib", "nic_800g"], "no feature gives the ethernet rate"),
-    ("hdr_4_hcas", ["eth_25g"], "the kernel says ib"),
-    ("hdr_4_hcas", ["ib", "roce"], "2 NIC types"),
-    ("iwarp", ["nic_roce", "nic_40g"], "features say roce, the kernel says ethernet (cxgb4_0:1 iwarp ACTIVE)"),
-    ("virtio_only", ["nic_ib"], "features say ib, the kernel says ethernet"),
-    ("one_port_down", ["nic_ib", "nic_400g", "eth_25g"], "the kernel 200 Gb/s"),
-])
+@pytest.mark.parametrize(
+    ("name", "features", "says"),
+    [
+        ("hdr_4_hcas", ["nic_roce", "nic_800g"], "features say roce, the kernel says ib"),
+        ("hdr_4_hcas", ["nic_ib", "nic_400g", "eth_25g"], "400 Gb/s as the ib rate, the kernel 800"),
+        ("hdr_4_hcas", ["nic_ib", "nic_800g"], "no feature gives the ethernet rate"),
+        ("hdr_4_hcas", ["eth_25g"], "the kernel says ib"),
+        ("hdr_4_hcas", ["ib", "roce"], "2 NIC types"),
+        ("iwarp", ["nic_roce", "nic_40g"], "features say roce, the kernel says ethernet (cxgb4_0:1 iwarp ACTIVE)"),
+        ("virtio_only", ["nic_ib"], "features say ib, the kernel says ethernet"),
+        ("one_port_down", ["nic_ib", "nic_400g", "eth_25g"], "the kernel 200 Gb/s"),
+    ],
+)
 def test_features_that_lie(tmp_path: Path, name: str, features: list[str], says: str) -> None:
     found = [f for f in differences(nics(tmp_path, name), features, VOCABULARY, "n7") if f.level == "error"]
     assert len(found) == 1 and says in str(found[0]) and "n7" in str(found[0]) and "holmes label" in found[0].hint
@@ -68,7 +71,12 @@ def test_an_unknown_rate_is_not_compared_and_said(tmp_path: Path) -> None:
 
 def test_merge_touches_nobody_elses_features() -> None:
     assert merge(["intel", "nic_roce", "big", "fabric_a"], ["nic_ib", "nic_200g"]) == (
-        "intel", "big", "fabric_a", "nic_ib", "nic_200g")
+        "intel",
+        "big",
+        "fabric_a",
+        "nic_ib",
+        "nic_200g",
+    )
     assert merge(["nic_ib", "intel"], ["nic_ib"]) == ("nic_ib", "intel")
     with pytest.raises(SiteError, match="cannot be a feature"):
         merge([], ["nic_ib;rm -rf"])
@@ -89,11 +97,19 @@ def three() -> list[Change]:
 
 
 def test_lines_and_commands() -> None:
-    assert slurm_conf_lines(three()) == ["NodeName=ib[1-2] Feature=intel,nic_ib,nic_200g,fabric_a",
-                                         "NodeName=ib3 Feature=nic_ib,nic_200g,fabric_a"]
-    assert update_commands(three()) == [["scontrol", "update", "NodeName=ib[1-2]",
-                                         "AvailableFeatures=intel,nic_ib,nic_200g,fabric_a",
-                                         "ActiveFeatures=intel,nic_ib,nic_200g,fabric_a"]]
+    assert slurm_conf_lines(three()) == [
+        "NodeName=ib[1-2] Feature=intel,nic_ib,nic_200g,fabric_a",
+        "NodeName=ib3 Feature=nic_ib,nic_200g,fabric_a",
+    ]
+    assert update_commands(three()) == [
+        [
+            "scontrol",
+            "update",
+            "NodeName=ib[1-2]",
+            "AvailableFeatures=intel,nic_ib,nic_200g,fabric_a",
+            "ActiveFeatures=intel,nic_ib,nic_200g,fabric_a",
+        ]
+    ]
     assert difference_lines(three()) == ["ib[1-2]: + nic_ib  + nic_200g  + fabric_a"]
     changed = changes([node("r1", "nic_ib,big")], {"r1": ["nic_roce"]})
     assert difference_lines(changed) == ["r1: + nic_roce  - nic_ib"]
@@ -101,10 +117,16 @@ def test_lines_and_commands() -> None:
 
 def test_features_that_are_available_and_not_active_stay_so() -> None:
     knl = node("k1", "intel,flat,cache", active="intel,cache")
-    change, = changes([knl], {"k1": ["nic_ib"]})
-    assert update_commands([change]) == [["scontrol", "update", "NodeName=k1",
-                                          "AvailableFeatures=intel,flat,cache,nic_ib",
-                                          "ActiveFeatures=intel,cache,nic_ib"]]
+    (change,) = changes([knl], {"k1": ["nic_ib"]})
+    assert update_commands([change]) == [
+        [
+            "scontrol",
+            "update",
+            "NodeName=k1",
+            "AvailableFeatures=intel,flat,cache,nic_ib",
+            "ActiveFeatures=intel,cache,nic_ib",
+        ]
+    ]
     asleep = changes([node("k2", "intel,nic_ib", active="intel")], {"k2": ["nic_ib"]})
     assert difference_lines(asleep) == ["k2: + nic_ib"]
     assert update_commands(asleep)[0][-1] == "ActiveFeatures=intel,nic_ib"
@@ -138,8 +160,9 @@ def test_the_helper_script_and_the_probe_agree(tmp_path: Path, name: str) -> Non
         path.unlink()
     script = tmp_path / "features.sh"
     script.write_text(helper_script())
-    done = subprocess.run(["sh", script], capture_output=True, text=True, check=True,
-                          env={**os.environ, "HOLMES_SYSFS": str(tree.root)})
+    done = subprocess.run(
+        ["sh", script], capture_output=True, text=True, check=True, env={**os.environ, "HOLMES_SYSFS": str(tree.root)}
+    )
     assert done.stderr == ""
     assert tuple(done.stdout.split()) == features_of(probe(tree.root, {}, tree.read))
     assert subprocess.run(["sh", script, "nic_ib"], capture_output=True, text=True, check=True).stdout == ""

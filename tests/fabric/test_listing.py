@@ -16,9 +16,14 @@ from holmes_hpc.slurm import scontrol
 
 def example():
     ib = "nic_ib,nic_200g,eth_25g,fabric_a"
-    nodes = [node("ib1", ib, "ib"), node("ib2", ib, "ib"), node("x1", "ib,roce", "ib"),
-             node("r1", "nic_roce,nic_100g,eth_25g,fabric_b,frobnicator", "ib"),
-             node("d1", ib, "ib", state="IDLE+DRAIN", reason="bad NIC"), node("o1", "omnipath", "ib")]
+    nodes = [
+        node("ib1", ib, "ib"),
+        node("ib2", ib, "ib"),
+        node("x1", "ib,roce", "ib"),
+        node("r1", "nic_roce,nic_100g,eth_25g,fabric_b,frobnicator", "ib"),
+        node("d1", ib, "ib", state="IDLE+DRAIN", reason="bad NIC"),
+        node("o1", "omnipath", "ib"),
+    ]
     return listing_of("c", nodes, [partition("ib", "ib[1-2],x1,r1,d1,o1", default=True)])
 
 
@@ -43,8 +48,11 @@ def test_json_holds_the_same_and_is_json() -> None:
 
 
 def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"node": node_line("ib1", "nic_ib,nic_200g,fabric_a") + "\n",
-               "partition": partition_line("ib", "ib1") + "\n", "config": "ClusterName = cl\n"}
+    answers = {
+        "node": node_line("ib1", "nic_ib,nic_200g,fabric_a") + "\n",
+        "partition": partition_line("ib", "ib1") + "\n",
+        "config": "ClusterName = cl\n",
+    }
     monkeypatch.setattr(scontrol, "output", lambda *words: answers[words[2]])
     assert report.listing().cluster == "cl"
     site = read_site()

@@ -23,8 +23,9 @@ from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.site import NicNames
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
-TESTBED = NodeNics((Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24),
-                    Nic("ib0", IB, address="10.2.0.2", prefix=24)))
+TESTBED = NodeNics(
+    (Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24), Nic("ib0", IB, address="10.2.0.2", prefix=24))
+)
 
 
 def nics(tmp_path: Path, name: str) -> NodeNics:
@@ -33,45 +34,59 @@ def nics(tmp_path: Path, name: str) -> NodeNics:
     return probe(tree.root, {"eth0": ("10.0.0.2", 24)}, tree.read)
 
 
-@pytest.mark.parametrize(("name", "nic", "interface", "hca"), [
-    ("hdr_4_hcas", IB, "eth0", "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1"),
-    ("one_port_down", IB, "eth0", "=mlx5_0:1"),
-    ("ib_and_a_storage_card", IB, "ens8", "=mlx5_0:1,mlx5_1:1"),
-    ("a_slow_cable", IB, "eth0", "=mlx5_0:1,mlx5_1:1,mlx5_3:1"),
-    ("roce_on_a_bond", ROCE, "bond0", "=mlx5_bond_0:1"),
-    ("hdr_4_hcas", ETHERNET, "eth0", None),
-    ("virtio_only", ETHERNET, "eth0", None),
-    ("a_container", IB, "eth0", None),
-])
+@pytest.mark.parametrize(
+    ("name", "nic", "interface", "hca"),
+    [
+        ("hdr_4_hcas", IB, "eth0", "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1"),
+        ("one_port_down", IB, "eth0", "=mlx5_0:1"),
+        ("ib_and_a_storage_card", IB, "ens8", "=mlx5_0:1,mlx5_1:1"),
+        ("a_slow_cable", IB, "eth0", "=mlx5_0:1,mlx5_1:1,mlx5_3:1"),
+        ("roce_on_a_bond", ROCE, "bond0", "=mlx5_bond_0:1"),
+        ("hdr_4_hcas", ETHERNET, "eth0", None),
+        ("virtio_only", ETHERNET, "eth0", None),
+        ("a_container", IB, "eth0", None),
+    ],
+)
 def test_environment(tmp_path: Path, name: str, nic: NicType, interface: str, hca: str | None) -> None:
     env = environment(nics(tmp_path, name), nic)
     assert env["NCCL_SOCKET_IFNAME"] == f"={interface}" and env["GLOO_SOCKET_IFNAME"] == interface
     assert env.get("NCCL_IB_HCA") == hca
 
 
-@pytest.mark.parametrize(("value", "uses"), [
-    ("mlx5_1", "mlx5_1:1 mlx5_1:2 mlx5_10:1"),  # no sign: the beginning
-    ("=mlx5_1", "mlx5_1:1 mlx5_1:2"),
-    ("mlx5_1:1", "mlx5_1:1 mlx5_10:1"),
-    ("=mlx5_1:2,mlx4_0", "mlx5_1:2 mlx4_0:1"),
-    ("mlx5", "mlx5_1:1 mlx5_1:2 mlx5_10:1"),
-    ("^mlx5_1", "mlx4_0:1"),
-    ("^=mlx5_1", "mlx5_10:1 mlx4_0:1"),
-    ("^=mlx5_1:1,mlx5_10", "mlx5_1:2 mlx4_0:1"),
-    ("=mlx5_1:1,,mlx5_10:1,", "mlx5_1:1 mlx5_10:1"),
-    ("=mlx5_", ""),
-    ("=", "mlx5_1:1 mlx5_1:2 mlx5_10:1 mlx4_0:1"),  # no word: everything
-    ("^", ""),
-    ("=^mlx5_1", ""),  # the signs have one order
-    ("mlx5_1, mlx4_0", "mlx5_1:1 mlx5_1:2 mlx5_10:1"),  # NCCL keeps the blank
-])
+@pytest.mark.parametrize(
+    ("value", "uses"),
+    [
+        ("mlx5_1", "mlx5_1:1 mlx5_1:2 mlx5_10:1"),  # no sign: the beginning
+        ("=mlx5_1", "mlx5_1:1 mlx5_1:2"),
+        ("mlx5_1:1", "mlx5_1:1 mlx5_10:1"),
+        ("=mlx5_1:2,mlx4_0", "mlx5_1:2 mlx4_0:1"),
+        ("mlx5", "mlx5_1:1 mlx5_1:2 mlx5_10:1"),
+        ("^mlx5_1", "mlx4_0:1"),
+        ("^=mlx5_1", "mlx5_10:1 mlx4_0:1"),
+        ("^=mlx5_1:1,mlx5_10", "mlx5_1:2 mlx4_0:1"),
+        ("=mlx5_1:1,,mlx5_10:1,", "mlx5_1:1 mlx5_10:1"),
+        ("=mlx5_", ""),
+        ("=", "mlx5_1:1 mlx5_1:2 mlx5_10:1 mlx4_0:1"),  # no word: everything
+        ("^", ""),
+        ("=^mlx5_1", ""),  # the signs have one order
+        ("mlx5_1, mlx4_0", "mlx5_1:1 mlx5_1:2 mlx5_10:1"),  # NCCL keeps the blank
+    ],
+)
 def test_nccls_own_rule_of_names(value: str, uses: str) -> None:
     ports = [("mlx5_1", 1), ("mlx5_1", 2), ("mlx5_10", 1), ("mlx4_0", 1)]
     assert [f"{d}:{p}" for d, p in ports if matches(value, d, p)] == uses.split()
 
 
-SPELLINGS = ["=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1", "mlx5_0,mlx5_1,mlx5_2,mlx5_3", "mlx5_3,mlx5_2,mlx5_1,mlx5_0",
-             "=mlx5_0,mlx5_1,mlx5_2,mlx5_3", "mlx5", "mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1", "^mlx4", "^=mlx5_9"]
+SPELLINGS = [
+    "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1",
+    "mlx5_0,mlx5_1,mlx5_2,mlx5_3",
+    "mlx5_3,mlx5_2,mlx5_1,mlx5_0",
+    "=mlx5_0,mlx5_1,mlx5_2,mlx5_3",
+    "mlx5",
+    "mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1",
+    "^mlx4",
+    "^=mlx5_9",
+]
 
 
 @pytest.mark.parametrize("value", SPELLINGS)
@@ -103,8 +118,13 @@ def test_a_variable_chooses_among_what_could_be_used(tmp_path: Path) -> None:
 
 
 def test_a_variable_does_not_choose_a_management_port_or_loopback() -> None:
-    node = NodeNics((*TESTBED.interfaces, Nic("mgmt0", ETHERNET, address="10.0.0.2", prefix=24),
-                     Nic("lo", ETHERNET, address="127.0.0.1", prefix=8)))
+    node = NodeNics(
+        (
+            *TESTBED.interfaces,
+            Nic("mgmt0", ETHERNET, address="10.0.0.2", prefix=24),
+            Nic("lo", ETHERNET, address="127.0.0.1", prefix=8),
+        )
+    )
     for env in ({"GLOO_SOCKET_IFNAME": "mgmt0"}, {"NCCL_SOCKET_IFNAME": "mgmt"}, {"NCCL_SOCKET_IFNAME": "lo"}):
         made = environment(narrowed(node, NicNames(), env), IB)
         assert made["GLOO_SOCKET_IFNAME"] == "eth0" and "rules out eth0" in refusals(env, made, files=[])[0].what
@@ -115,15 +135,17 @@ def test_what_the_site_names_is_used_and_a_variable_against_it_refused(tmp_path:
     found = nics(tmp_path, "eight_hcas_and_two_for_storage")
     named = environment(narrowed(found, NicNames("eth0", ("mlx5_3", "mlx5_4:1")), {}), IB)
     assert named["NCCL_IB_HCA"] == "=mlx5_3:1,mlx5_4:1"
-    line, = refusals({"NCCL_IB_HCA": "=mlx5_3"}, named, "n1", files=[])
-    assert str(line) == ("error: node n1: NCCL_IB_HCA==mlx5_3 rules out mlx5_4:1, which the plan uses on this node "
-                         "(=mlx5_3:1,mlx5_4:1); unset NCCL_IB_HCA, or name what is meant as the fabric's hca "
-                         "(docs/nics.md)")
+    (line,) = refusals({"NCCL_IB_HCA": "=mlx5_3"}, named, "n1", files=[])
+    assert str(line) == (
+        "error: node n1: NCCL_IB_HCA==mlx5_3 rules out mlx5_4:1, which the plan uses on this node "
+        "(=mlx5_3:1,mlx5_4:1); unset NCCL_IB_HCA, or name what is meant as the fabric's hca "
+        "(docs/nics.md)"
+    )
 
 
-@pytest.mark.parametrize("storage", [
-    ("mlx5_8", "mlx5_9:1"), ("fec0:0:0:1::/64", "10.9.0.0/16"), ("fec0::/16", "mlx5_9"),
-])
+@pytest.mark.parametrize(
+    "storage", [("mlx5_8", "mlx5_9:1"), ("fec0:0:0:1::/64", "10.9.0.0/16"), ("fec0::/16", "mlx5_9")]
+)
 def test_storage_is_left_out_by_name_subnet_or_gid_prefix(tmp_path: Path, storage: tuple[str, ...]) -> None:
     tree = Tree(tmp_path)
     trees.eight_hcas_and_two_for_storage(tree)
@@ -138,11 +160,14 @@ def test_a_gid_prefix_of_roce_is_that_of_its_address(tmp_path: Path) -> None:
     assert [p.device for p in left.compute_ports(ROCE)] == ["mlx5_0", "mlx5_1", "mlx5_3"]
 
 
-@pytest.mark.parametrize(("names", "says"), [
-    (NicNames(hca=("mlx5_0", "mlx5_7")), "node n1: no HCA mlx5_7, which the site names; it has mlx5_0:1, mlx5_1:1"),
-    (NicNames(hca=("mlx5_0:2",)), "node n1: no HCA mlx5_0:2"),
-    (NicNames("bond0"), "node n1: no interface bond0, which the site names for its sockets; it has eth0, lo"),
-])
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (NicNames(hca=("mlx5_0", "mlx5_7")), "node n1: no HCA mlx5_7, which the site names; it has mlx5_0:1, mlx5_1:1"),
+        (NicNames(hca=("mlx5_0:2",)), "node n1: no HCA mlx5_0:2"),
+        (NicNames("bond0"), "node n1: no interface bond0, which the site names for its sockets; it has eth0, lo"),
+    ],
+)
 def test_a_name_that_is_not_there_is_one_line(tmp_path: Path, names: NicNames, says: str) -> None:
     with pytest.raises(SiteError, match=says.replace("(", r"\(")):
         narrowed(nics(tmp_path, "one_port_down"), names, {}, "n1")
@@ -168,11 +193,21 @@ def test_a_container_is_given_the_ports_that_the_site_names(tmp_path: Path) -> N
     assert made["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
 
 
-@pytest.mark.parametrize(("gbps", "senders", "threads", "each"), [
-    (100, 1, 4, 4),  # what NCCL's documentation advises
-    (25, 8, None, None), (25, 4, None, None),  # enough as it is
-    (25, 1, 1, 4), (100, 8, 1, 2), (200, 8, 1, 4), (200, 1, 8, 4), (400, 1, 16, 4), (800, 1, 16, 4), (3200, 1, 16, 4),
-])
+@pytest.mark.parametrize(
+    ("gbps", "senders", "threads", "each"),
+    [
+        (100, 1, 4, 4),  # what NCCL's documentation advises
+        (25, 8, None, None),
+        (25, 4, None, None),  # enough as it is
+        (25, 1, 1, 4),
+        (100, 8, 1, 2),
+        (200, 8, 1, 4),
+        (200, 1, 8, 4),
+        (400, 1, 16, 4),
+        (800, 1, 16, 4),
+        (3200, 1, 16, 4),
+    ],
+)
 def test_connections_for_the_rate(gbps: float, senders: int, threads: int | None, each: int | None) -> None:
     wanted = {} if threads is None else {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(each)}
     assert socket_settings(gbps, senders) == wanted
@@ -192,10 +227,13 @@ def test_a_sites_own_number_of_connections_stays_and_is_said(tmp_path: Path) -> 
     wanted = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
     assert kept(wanted, {}, []) == (wanted, [])
     assert kept(wanted, {"NCCL_SOCKET_NTHREADS": "4"}, [tmp_path / "nccl.conf"]) == (
-        {}, ["NCCL_NSOCKS_PERTHREAD=8 is the site's own and stays; the plan's rate would take 4"])
+        {},
+        ["NCCL_NSOCKS_PERTHREAD=8 is the site's own and stays; the plan's rate would take 4"],
+    )
     assert kept(wanted, {"NCCL_SOCKET_NTHREADS": "2"}, []) == (
-        {"NCCL_NSOCKS_PERTHREAD": "4"}, ["NCCL_SOCKET_NTHREADS=2 is the site's own and stays; the plan's rate would "
-                                         "take 4"])
+        {"NCCL_NSOCKS_PERTHREAD": "4"},
+        ["NCCL_SOCKET_NTHREADS=2 is the site's own and stays; the plan's rate would take 4"],
+    )
 
 
 def test_a_plugin_is_refused_only_where_nccls_own_networks_are_meant() -> None:
@@ -212,17 +250,23 @@ def test_a_fabric_the_node_is_not_of(tmp_path: Path) -> None:
         environment(nics(tmp_path, "hdr_4_hcas"), ROCE, "n3")
 
 
-@pytest.mark.parametrize(("env", "says"), [
-    ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket overrides"),
-    ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1 switches RDMA off"),
-    ({"NCCL_NET_PLUGIN": "ofi"}, "NCCL_NET_PLUGIN=ofi replaces"),
-    ({"NCCL_COMM_ID": "10.0.0.1:99"}, "NCCL_COMM_ID"),
-    ({"NCCL_SOCKET_FAMILY": "AF_INET6"}, "AF_INET6"),
-    ({"NCCL_SOCKET_IFNAME": "ib"}, "NCCL_SOCKET_IFNAME=ib rules out eth0, which the plan uses on this node (=eth0)"),
-    ({"NCCL_SOCKET_IFNAME": "^eth"}, "NCCL_SOCKET_IFNAME=^eth rules out eth0"),
-    ({"GLOO_SOCKET_IFNAME": "ib0"}, "GLOO_SOCKET_IFNAME=ib0 rules out eth0"),
-    ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "TORCH_DISTRIBUTED_DEBUG"),
-])
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket overrides"),
+        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1 switches RDMA off"),
+        ({"NCCL_NET_PLUGIN": "ofi"}, "NCCL_NET_PLUGIN=ofi replaces"),
+        ({"NCCL_COMM_ID": "10.0.0.1:99"}, "NCCL_COMM_ID"),
+        ({"NCCL_SOCKET_FAMILY": "AF_INET6"}, "AF_INET6"),
+        (
+            {"NCCL_SOCKET_IFNAME": "ib"},
+            "NCCL_SOCKET_IFNAME=ib rules out eth0, which the plan uses on this node (=eth0)",
+        ),
+        ({"NCCL_SOCKET_IFNAME": "^eth"}, "NCCL_SOCKET_IFNAME=^eth rules out eth0"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "GLOO_SOCKET_IFNAME=ib0 rules out eth0"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "TORCH_DISTRIBUTED_DEBUG"),
+    ],
+)
 def test_a_wrong_variable_is_one_line_with_its_cure(env: dict[str, str], says: str) -> None:
     found = refusals(env, environment(TESTBED, IB), "ib1", files=[])
     assert len(found) == 1 and found[0].level == "error"
@@ -231,14 +275,27 @@ def test_a_wrong_variable_is_one_line_with_its_cure(env: dict[str, str], says: s
 
 def test_a_refusal_names_the_nic_that_was_meant() -> None:
     found = refusals({"NCCL_NET": "Socket"}, {}, "ib1", files=[], nic="ib0")
-    assert str(found[0]) == ("error: node ib1: NCCL_NET=Socket overrides the network of every communicator "
-                             "(meant: NIC ib0); unset it (NCCL_NET)")
+    assert str(found[0]) == (
+        "error: node ib1: NCCL_NET=Socket overrides the network of every communicator "
+        "(meant: NIC ib0); unset it (NCCL_NET)"
+    )
     assert found[0].nic == "ib0"
 
 
-@pytest.mark.parametrize("env", [{}, {"NCCL_IB_DISABLE": "0"}, {"NCCL_SOCKET_IFNAME": "=eth0"}, {"NCCL_DEBUG": "INFO"},
-                                 {"GLOO_SOCKET_IFNAME": "eth0"}, {"NCCL_NET": ""}, {"NCCL_SOCKET_IFNAME": "eth0"},
-                                 {"NCCL_SOCKET_IFNAME": "^docker"}, {"GLOO_SOCKET_IFNAME": "eth1,eth0"}])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"NCCL_IB_DISABLE": "0"},
+        {"NCCL_SOCKET_IFNAME": "=eth0"},
+        {"NCCL_DEBUG": "INFO"},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"NCCL_NET": ""},
+        {"NCCL_SOCKET_IFNAME": "eth0"},
+        {"NCCL_SOCKET_IFNAME": "^docker"},
+        {"GLOO_SOCKET_IFNAME": "eth1,eth0"},
+    ],
+)
 def test_healthy_environments_print_nothing(env: dict[str, str]) -> None:
     assert refusals(env, environment(TESTBED, IB), files=[]) == []
 

@@ -22,13 +22,28 @@ def test_slurms_nodes_become_the_topologys_fabrics(testbed) -> None:
     found = report.listing()
     assert {n.name for n in found.nodes} == set(testbed.nodes)
     for fabric in found.grouping.fabrics:
-        selected = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %f", "-p", fabric.partition], check=True,
-                                  capture_output=True, text=True).stdout.split("\n")
+        selected = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%N %f", "-p", fabric.partition], check=True, capture_output=True, text=True
+        ).stdout.split("\n")
         wanted = set(fabric.constraint.split("&"))
         named = {line.split()[0] for line in selected if line and wanted <= set(line.split()[1].split(","))}
         assert named >= set(fabric.node_names) and fabric.nodes >= 1
-        accepted = subprocess.run(["sbatch", "--test-only", "-p", fabric.partition, "-C", fabric.constraint,
-                                   f"-N{fabric.nodes}", "--wrap", "true"], capture_output=True, text=True, check=False)
+        accepted = subprocess.run(
+            [
+                "sbatch",
+                "--test-only",
+                "-p",
+                fabric.partition,
+                "-C",
+                fabric.constraint,
+                f"-N{fabric.nodes}",
+                "--wrap",
+                "true",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert accepted.returncode == 0, accepted.stderr
     assert all(not n.reading.unknown and not n.reading.problems for n in found.nodes)
 
@@ -48,8 +63,13 @@ def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(te
     lie = ["other", *("nic_ib" if f == "nic_roce" else f for f in roce.available)]
 
     def label(features: list[str]) -> None:
-        output("scontrol", "update", f"NodeName={roce.name}", f"AvailableFeatures={','.join(features)}",
-               f"ActiveFeatures={','.join(features)}")
+        output(
+            "scontrol",
+            "update",
+            f"NodeName={roce.name}",
+            f"AvailableFeatures={','.join(features)}",
+            f"ActiveFeatures={','.join(features)}",
+        )
 
     label(lie)
     try:
@@ -69,10 +89,17 @@ def test_an_interface_that_is_down_is_a_lie_of_the_features(testbed) -> None:
     node = next(n for n in read_nodes() if n.reading.nic is NicType.IB)
     testbed.exec(node.name, "ip", "link", "set", "ib0", "down")
     try:
-        done = testbed.exec(node.name, "env", f"SLURMD_NODENAME={node.name}", f"SLURM_CONF={testbed.env['SLURM_CONF']}",
-                            sys.executable, "-m", "holmes_hpc.fabric.node_facts")
+        done = testbed.exec(
+            node.name,
+            "env",
+            f"SLURMD_NODENAME={node.name}",
+            f"SLURM_CONF={testbed.env['SLURM_CONF']}",
+            sys.executable,
+            "-m",
+            "holmes_hpc.fabric.node_facts",
+        )
         line = next(x for x in done.stdout.splitlines() if x.startswith(MARK))
-        findings = json.loads(line[len(MARK):])["findings"]
+        findings = json.loads(line[len(MARK) :])["findings"]
     finally:
         testbed.exec(node.name, "ip", "link", "set", "ib0", "up")
     assert len(findings) == 1 and "say ib, the kernel says ethernet" in findings[0]["what"]

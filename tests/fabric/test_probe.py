@@ -20,30 +20,33 @@ def probed(tmp_path: Path, name: str, **ipv4: str) -> NodeNics:
     return probe(tree.root, {k: (v, 24) for k, v in ipv4.items()}, tree.read)
 
 
-@pytest.mark.parametrize(("name", "nic", "features"), [
-    ("hdr_4_hcas", IB, ("nic_ib", "nic_800g", "eth_25g")),
-    ("roce_on_a_bond", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
-    ("one_port_down", IB, ("nic_ib", "nic_200g", "eth_25g")),
-    ("ib_and_a_storage_card", IB, ("nic_ib", "nic_400g", "eth_100g")),
-    ("iwarp", ETHERNET, ("nic_ethernet", "nic_40g", "eth_40g")),
-    ("gid_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
-    ("some_gids_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
-    ("virtio_only", ETHERNET, ("nic_ethernet",)),
-    ("speed_unknown", ETHERNET, ("nic_ethernet",)),
-    ("eight_rails", IB, ("nic_ib", "nic_3200g", "eth_100g")),
-    ("converged_roce", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
-    ("a_slow_cable", IB, ("nic_ib", "nic_600g", "eth_25g")),
-    ("omnipath", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
-    ("a_fast_bond_beside_a_slow_port", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
-    ("a_vlan", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
-    ("a_vlan_on_a_bond", ETHERNET, ("nic_ethernet", "nic_50g", "eth_50g")),
-    ("virtual_functions", IB, ("nic_ib", "nic_200g", "eth_25g")),
-    ("a_virtual_function_alone", IB, ("nic_ib", "nic_200g", "eth_25g")),
-    ("a_dual_port_card", IB, ("nic_ib", "nic_168g", "eth_25g")),
-    ("eight_hcas_and_two_for_storage", IB, ("nic_ib", "nic_4000g", "eth_100g")),
-    ("rails_and_a_frontend", ROCE, ("nic_roce", "nic_1600g", "eth_400g")),
-    ("a_container", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
-])
+@pytest.mark.parametrize(
+    ("name", "nic", "features"),
+    [
+        ("hdr_4_hcas", IB, ("nic_ib", "nic_800g", "eth_25g")),
+        ("roce_on_a_bond", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
+        ("one_port_down", IB, ("nic_ib", "nic_200g", "eth_25g")),
+        ("ib_and_a_storage_card", IB, ("nic_ib", "nic_400g", "eth_100g")),
+        ("iwarp", ETHERNET, ("nic_ethernet", "nic_40g", "eth_40g")),
+        ("gid_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+        ("some_gids_unreadable", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+        ("virtio_only", ETHERNET, ("nic_ethernet",)),
+        ("speed_unknown", ETHERNET, ("nic_ethernet",)),
+        ("eight_rails", IB, ("nic_ib", "nic_3200g", "eth_100g")),
+        ("converged_roce", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+        ("a_slow_cable", IB, ("nic_ib", "nic_600g", "eth_25g")),
+        ("omnipath", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
+        ("a_fast_bond_beside_a_slow_port", ROCE, ("nic_roce", "nic_200g", "eth_200g")),
+        ("a_vlan", ROCE, ("nic_roce", "nic_100g", "eth_100g")),
+        ("a_vlan_on_a_bond", ETHERNET, ("nic_ethernet", "nic_50g", "eth_50g")),
+        ("virtual_functions", IB, ("nic_ib", "nic_200g", "eth_25g")),
+        ("a_virtual_function_alone", IB, ("nic_ib", "nic_200g", "eth_25g")),
+        ("a_dual_port_card", IB, ("nic_ib", "nic_168g", "eth_25g")),
+        ("eight_hcas_and_two_for_storage", IB, ("nic_ib", "nic_4000g", "eth_100g")),
+        ("rails_and_a_frontend", ROCE, ("nic_roce", "nic_1600g", "eth_400g")),
+        ("a_container", ETHERNET, ("nic_ethernet", "nic_25g", "eth_25g")),
+    ],
+)
 def test_type_and_features_of_each_tree(tmp_path: Path, name: str, nic: NicType, features: tuple[str, ...]) -> None:
     nics = probed(tmp_path, name)
     assert nics.type is nic and features_of(nics) == features
@@ -63,7 +66,7 @@ def test_nearest_gpus_and_ports(tmp_path: Path) -> None:
 
 def test_bond_owns_the_roce_port_and_the_gid_is_the_v2_ipv4_one(tmp_path: Path) -> None:
     nics = probed(tmp_path, "roce_on_a_bond")
-    port, = nics.ports
+    (port,) = nics.ports
     assert (port.interface, port.gid_index, port.gid) == ("bond0", 3, trees.mapped("10.7.0.3"))
     bond = data_interface(nics, ROCE)
     assert (bond.name, bond.address, bond.gbps) == ("bond0", "10.7.0.3", 200)
@@ -129,18 +132,27 @@ def test_nothing_at_all(tmp_path: Path) -> None:
 
 
 def a_node(kind: str) -> NodeNics:
-    return NodeNics((Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24), Nic("lo", ETHERNET, address="127.0.0.1"),
-                     Nic(f"{kind}0", NicType(kind), address="10.2.0.2", prefix=24),
-                     Nic("mgmt0", ETHERNET, address="10.0.0.2", prefix=24),
-                     Nic("docker0", ETHERNET, address="172.17.0.1")))
+    return NodeNics(
+        (
+            Nic("eth0", ETHERNET, address="10.1.0.2", prefix=24),
+            Nic("lo", ETHERNET, address="127.0.0.1"),
+            Nic(f"{kind}0", NicType(kind), address="10.2.0.2", prefix=24),
+            Nic("mgmt0", ETHERNET, address="10.0.0.2", prefix=24),
+            Nic("docker0", ETHERNET, address="172.17.0.1"),
+        )
+    )
 
 
 def test_testbed_names_stand_for_rdma(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     for name in ("eth0", "roce0", "mgmt0", "docker0"):
         tree.net(name, speed=10000)
-    ipv4 = {"eth0": ("10.1.0.2", 24), "roce0": ("10.2.0.2", 24), "mgmt0": ("10.0.0.2", 24),
-            "docker0": ("172.17.0.1", 16)}
+    ipv4 = {
+        "eth0": ("10.1.0.2", 24),
+        "roce0": ("10.2.0.2", 24),
+        "mgmt0": ("10.0.0.2", 24),
+        "docker0": ("172.17.0.1", 16),
+    }
     nics = probe(tree.root, ipv4, tree.read)
     assert nics.type is ROCE and features_of(nics) == ("nic_roce",)  # veth's own 10 Gb/s means nothing
     assert data_interface(nics, ROCE).name == "roce0" and data_interface(nics, ETHERNET).name == "eth0"
@@ -161,31 +173,38 @@ def test_down_without_address_and_forced() -> None:
         data_interface(NodeNics((Nic("ib0", IB),)), IB)
 
 
-@pytest.mark.parametrize(("name", "ipv4", "interface"), [
-    ("a_fast_bond_beside_a_slow_port", {"eno1": "10.0.0.3", "bond0": "10.1.0.3"}, "bond0"),
-    ("a_vlan", {"eno1": "10.0.0.3", "ens1.100": "10.7.0.3"}, "ens1.100"),
-    ("a_vlan_on_a_bond", {"eno1": "10.0.0.3", "bond0.100": "10.1.0.3"}, "bond0.100"),
-    ("converged_roce", {"eth0": "10.7.0.3"}, "eth0"),
-    ("rails_and_a_frontend", {"eth0": "10.1.0.3"}, "rail0"),
-    ("speed_unknown", {"eno1": "10.0.0.3", "eno2": "10.0.1.3"}, "eno1"),
-    ("virtual_functions", {"eth0": "10.0.0.3", "ib0": "10.2.0.3"}, "eth0"),
-])
-def test_sockets_take_the_fastest_interface_whatever_its_kind(tmp_path: Path, name: str, ipv4: dict[str, str],
-                                                              interface: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ipv4", "interface"),
+    [
+        ("a_fast_bond_beside_a_slow_port", {"eno1": "10.0.0.3", "bond0": "10.1.0.3"}, "bond0"),
+        ("a_vlan", {"eno1": "10.0.0.3", "ens1.100": "10.7.0.3"}, "ens1.100"),
+        ("a_vlan_on_a_bond", {"eno1": "10.0.0.3", "bond0.100": "10.1.0.3"}, "bond0.100"),
+        ("converged_roce", {"eth0": "10.7.0.3"}, "eth0"),
+        ("rails_and_a_frontend", {"eth0": "10.1.0.3"}, "rail0"),
+        ("speed_unknown", {"eno1": "10.0.0.3", "eno2": "10.0.1.3"}, "eno1"),
+        ("virtual_functions", {"eth0": "10.0.0.3", "ib0": "10.2.0.3"}, "eth0"),
+    ],
+)
+def test_sockets_take_the_fastest_interface_whatever_its_kind(
+    tmp_path: Path, name: str, ipv4: dict[str, str], interface: str
+) -> None:
     nics = probed(tmp_path, name, **ipv4)
     assert data_interface(nics, ETHERNET).name == interface
     if interface in ("bond0", "rail0"):
         assert any(f"{interface} carries TCP too, for e" in note for note in nics.notes)
 
 
-@pytest.mark.parametrize(("name", "nic", "ports"), [
-    ("virtual_functions", IB, ["mlx5_0:1"]),
-    ("a_virtual_function_alone", IB, ["mlx5_0:1"]),
-    ("a_dual_port_card", IB, ["mlx4_0:1", "mlx4_0:2", "mlx5_0:1"]),
-    ("eight_rails", IB, [f"mlx5_{i}:1" for i in range(8)]),
-    ("a_vlan", ROCE, ["mlx5_0:1"]),
-    ("a_container", IB, []),
-])
+@pytest.mark.parametrize(
+    ("name", "nic", "ports"),
+    [
+        ("virtual_functions", IB, ["mlx5_0:1"]),
+        ("a_virtual_function_alone", IB, ["mlx5_0:1"]),
+        ("a_dual_port_card", IB, ["mlx4_0:1", "mlx4_0:2", "mlx5_0:1"]),
+        ("eight_rails", IB, [f"mlx5_{i}:1" for i in range(8)]),
+        ("a_vlan", ROCE, ["mlx5_0:1"]),
+        ("a_container", IB, []),
+    ],
+)
 def test_the_ports_of_the_job(tmp_path: Path, name: str, nic: NicType, ports: list[str]) -> None:
     nics = probed(tmp_path, name)
     assert [p.name for p in nics.compute_ports(nic)] == ports

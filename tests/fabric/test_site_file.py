@@ -31,9 +31,13 @@ def test_the_documented_file(tmp_path: Path) -> None:
     assert type(site).from_dict(site.to_dict()) == site
 
 
-NAMED = GOOD.replace("nodes: 4, gpus_per_node: 8}", """nodes: 4, gpus_per_node: 8, ethernet: bond0,
+NAMED = GOOD.replace(
+    "nodes: 4, gpus_per_node: 8}",
+    """nodes: 4, gpus_per_node: 8, ethernet: bond0,
      hca: [mlx5_0, mlx5_1], storage: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64'], nccl_net: IBext_v11,
-     node_nics: {'ib[3-4]': {ethernet: eno2}, ib9: {hca: [mlx5_3]}}}""", 1)
+     node_nics: {'ib[3-4]': {ethernet: eno2}, ib9: {hca: [mlx5_3]}}}""",
+    1,
+)
 
 
 def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> None:
@@ -52,52 +56,66 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
 def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
     site = read(tmp_path, GOOD)
     assert site.digest() == read(tmp_path, GOOD).digest()
-    assert site.digest() != read(tmp_path, GOOD.replace("rdma_gbps: 200, partition: gpu-ib",
-                                                        "rdma_gbps: 100, partition: gpu-ib")).digest()
+    assert (
+        site.digest()
+        != read(
+            tmp_path, GOOD.replace("rdma_gbps: 200, partition: gpu-ib", "rdma_gbps: 100, partition: gpu-ib")
+        ).digest()
+    )
     assert site.digest() != read(tmp_path, GOOD.replace("gpu-roce", "gpu-x")).digest()
 
 
-@pytest.mark.parametrize(("old", "new", "says"), [
-    ("ethernet_gbps: 25", "ethernet_gbps: -25", "ethernet_gbps is -25"),
-    ("ethernet_gbps: 25", "ethernet_gbps: .nan", "ethernet_gbps is nan; use a number above 0 (Gb/s)"),
-    ("ethernet_gbps: 25", "", "fabric ib-a: ethernet_gbps is missing"),
-    ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
-    ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),
-    ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
-    ("nic: roce,", "nic: rose,", "(did you mean 'roce'?)"),
-    ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
-    ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
-    ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
-    ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
-    ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is no network"),
-    ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
-    ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
-    ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
-    ("partition: gpu-ib,", "", "partition is missing"),
-    ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
-    ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "peak_tflops is missing"),
-    ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
-    ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
-    ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
-    ("name: two-clusters", "name: [", "not YAML"),
-    ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names fabric 'roce-b'"),
-    ("fabrics:", "links: [{between: [ib-a, ib-a], gbps: 10}]\nfabrics:", "between is ['ib-a', 'ib-a']"),
-    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: -1}]\nfabrics:", "gbps is -1; use a number above 0"),
-    ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "it says nothing; give gbps"),
-    ("fabrics:", "links: [{between: [ib-a, roce-a], delay: 5}]\nfabrics:", "unknown key 'delay'"),
-    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1}, {between: [roce-a, ib-a], gbps: 2}]\nfabrics:",
-     "two links between ib-a and roce-a"),
-    ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
-    ("ethernet_gbps: 25", "ethernet_gbps: 25000", "ethernet_gbps is 25000 Gb/s, more than any machine has"),
-    ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "fabric ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
-    ("peak_tflops: 312", "peak_tflops: 312000", "gpu a100-80gb: peak_tflops is 312000 TFLOP/s, more than"),
-    ("memory_gib: 80", "memory_gib: 81920", "memory_gib is 81920 GiB, more than any machine has"),
-    ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: 1.0e+10}]\nfabrics:", "link ib-a - roce-a: gbps is 1e+10"),
-    ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
-    ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
-    ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb has not"),
-    ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("ethernet_gbps: 25", "ethernet_gbps: -25", "ethernet_gbps is -25"),
+        ("ethernet_gbps: 25", "ethernet_gbps: .nan", "ethernet_gbps is nan; use a number above 0 (Gb/s)"),
+        ("ethernet_gbps: 25", "", "fabric ib-a: ethernet_gbps is missing"),
+        ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
+        ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),
+        ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
+        ("nic: roce,", "nic: rose,", "(did you mean 'roce'?)"),
+        ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
+        ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
+        ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
+        ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
+        ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is no network"),
+        ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
+        ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
+        ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
+        ("partition: gpu-ib,", "", "partition is missing"),
+        ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
+        ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "peak_tflops is missing"),
+        ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
+        ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
+        ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
+        ("name: two-clusters", "name: [", "not YAML"),
+        ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names fabric 'roce-b'"),
+        ("fabrics:", "links: [{between: [ib-a, ib-a], gbps: 10}]\nfabrics:", "between is ['ib-a', 'ib-a']"),
+        ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: -1}]\nfabrics:", "gbps is -1; use a number above 0"),
+        ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "it says nothing; give gbps"),
+        ("fabrics:", "links: [{between: [ib-a, roce-a], delay: 5}]\nfabrics:", "unknown key 'delay'"),
+        (
+            "fabrics:",
+            "links: [{between: [ib-a, roce-a], gbps: 1}, {between: [roce-a, ib-a], gbps: 2}]\nfabrics:",
+            "two links between ib-a and roce-a",
+        ),
+        ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
+        ("ethernet_gbps: 25", "ethernet_gbps: 25000", "ethernet_gbps is 25000 Gb/s, more than any machine has"),
+        ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "fabric ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
+        ("peak_tflops: 312", "peak_tflops: 312000", "gpu a100-80gb: peak_tflops is 312000 TFLOP/s, more than"),
+        ("memory_gib: 80", "memory_gib: 81920", "memory_gib is 81920 GiB, more than any machine has"),
+        (
+            "fabrics:",
+            "links: [{between: [ib-a, roce-a], gbps: 1.0e+10}]\nfabrics:",
+            "link ib-a - roce-a: gbps is 1e+10",
+        ),
+        ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
+        ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
+        ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb has not"),
+        ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
+    ],
+)
 def test_bad_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -> None:
     with pytest.raises(SiteError) as error:
         read(tmp_path, GOOD.replace(old, new, 1))
@@ -118,18 +136,25 @@ def test_links(tmp_path: Path) -> None:
     assert link is not None and (link.gbps, link.delay_ms) == (10, 5) and site.link("ib-a", "eth-a") is None
 
 
-@pytest.mark.parametrize(("old", "new", "says"), [
-    ("intra_node_gbps: 2400", "intra_node_gbps: 300", ["intra_node_gbps of a100-80gb is 300; if that is in GB/s"]),
-    ("nic: ib, rdma_gbps: 200", "nic: ib, rdma_gbps: 25", ["no InfiniBand has; if that is in GB/s, give Gb/s: 200"]),
-    ("intra_node_gbps: 2400", "intra_node_gbps: 600", ["if that is in GB/s, give Gb/s: 2400"]),
-    ("intra_node_gbps: 2400", "intra_node_gbps: 9600", ["is 9600; the data sheet of a100-80gb says 2400"]),
-    ("peak_tflops: 312", "peak_tflops: 3120", ["peak_tflops of a100-80gb is 3120; the data sheet of"]),
-    ("peak_tflops: 312", "peak_tflops: 400", []),
-    ("memory_gib: 80", "memory_gib: 640", ["is 640; the data sheet of a100-80gb says 80"]),
-    ("ethernet_gbps: 10}", "ethernet_gbps: 1.25}", ["which no Ethernet has; if that is in GB/s, give Gb/s: 10"]),
-    ("nic: roce, rdma_gbps: 200", "nic: roce, rdma_gbps: 25", []),
-    ("a100-80gb", "own-kind", []),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("intra_node_gbps: 2400", "intra_node_gbps: 300", ["intra_node_gbps of a100-80gb is 300; if that is in GB/s"]),
+        (
+            "nic: ib, rdma_gbps: 200",
+            "nic: ib, rdma_gbps: 25",
+            ["no InfiniBand has; if that is in GB/s, give Gb/s: 200"],
+        ),
+        ("intra_node_gbps: 2400", "intra_node_gbps: 600", ["if that is in GB/s, give Gb/s: 2400"]),
+        ("intra_node_gbps: 2400", "intra_node_gbps: 9600", ["is 9600; the data sheet of a100-80gb says 2400"]),
+        ("peak_tflops: 312", "peak_tflops: 3120", ["peak_tflops of a100-80gb is 3120; the data sheet of"]),
+        ("peak_tflops: 312", "peak_tflops: 400", []),
+        ("memory_gib: 80", "memory_gib: 640", ["is 640; the data sheet of a100-80gb says 80"]),
+        ("ethernet_gbps: 10}", "ethernet_gbps: 1.25}", ["which no Ethernet has; if that is in GB/s, give Gb/s: 10"]),
+        ("nic: roce, rdma_gbps: 200", "nic: roce, rdma_gbps: 25", []),
+        ("a100-80gb", "own-kind", []),
+    ],
+)
 def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
     said = read(tmp_path, GOOD.replace(old, new)).assumptions
     assert len(said) == len(says) and all(a in b for a, b in zip(says, said, strict=True)), said
@@ -137,18 +162,27 @@ def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: 
 
 def test_a_known_gpu_is_told_by_its_name(tmp_path: Path) -> None:
     text = GOOD.replace(", peak_tflops: 312, memory_gib: 80, intra_node_gbps: 2400", "").replace(
-        "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, memory_gib: 94}}")
+        "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, memory_gib: 94}}"
+    )
     assert [(f.gpu.peak_tflops, f.gpu.memory_gib, f.gpu.intra_node_gbps) for f in read(tmp_path, text).fabrics] == [
-        (312, 80, 2400), (989, 94, 3600), (312, 80, 2400)]
+        (312, 80, 2400),
+        (989, 94, 3600),
+        (312, 80, 2400),
+    ]
 
 
 def test_what_the_software_does_is_of_a_gpu_kind(tmp_path: Path) -> None:
     text = GOOD.replace("memory_gib: 80", "memory_gib: 80, attention: sdpa, fused_norm: no").replace(
-        "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, peak_tflops: 989, memory_gib: 80,"
-        " intra_node_gbps: 3600, attention: unfused}}")
+        "ethernet_gbps: 10}",
+        "ethernet_gbps: 10, gpu: {name: h100, peak_tflops: 989, memory_gib: 80,"
+        " intra_node_gbps: 3600, attention: unfused}}",
+    )
     site = read(tmp_path, text)
-    assert [(f.gpu.attention, f.gpu.fused_norm) for f in site.fabrics] == [("sdpa", False), ("unfused", None),
-                                                                          ("sdpa", False)]
+    assert [(f.gpu.attention, f.gpu.fused_norm) for f in site.fabrics] == [
+        ("sdpa", False),
+        ("unfused", None),
+        ("sdpa", False),
+    ]
     assert type(site).from_dict(site.to_dict()) == site
     assert "attention" not in str(read(tmp_path, GOOD).to_dict())  # as it was before there were such keys
 

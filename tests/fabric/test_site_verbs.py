@@ -17,28 +17,37 @@ from holmes_hpc.slurm import scontrol
 pytestmark = pytest.mark.integration
 
 IB = "nic_ib,nic_800g,eth_25g,fabric_cluster-a-of-two"
-CONFIG = "ClusterName = cl\nSchedulerType = sched/backfill\nSLURM_VERSION = 24.11.5\nKillOnBadExit = 1\n" \
-         "AccountingStorageType = accounting_storage/slurmdbd\n"
+CONFIG = (
+    "ClusterName = cl\nSchedulerType = sched/backfill\nSLURM_VERSION = 24.11.5\nKillOnBadExit = 1\n"
+    "AccountingStorageType = accounting_storage/slurmdbd\n"
+)
 
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Slurm with two nodes that agree, and what was asked of it."""
-    answers = {"node": "\n".join(node_line(n, IB, gres="gpu:a100:8") for n in ("ib1", "ib2")),
-               "partition": partition_line("ib", "ib[1-2]"), "config": CONFIG}
+    answers = {
+        "node": "\n".join(node_line(n, IB, gres="gpu:a100:8") for n in ("ib1", "ib2")),
+        "partition": partition_line("ib", "ib[1-2]"),
+        "config": CONFIG,
+    }
     asked: list[tuple[str, ...]] = []
 
     def answer(*words: str) -> str:
         asked.append(words)
         return answers[words[2]] if words[:2] == ("scontrol", "show") else ""
 
-    facts = [Facts(n, NicType.IB, ("nic_ib", "nic_800g", "eth_25g"), "eth0", "10.0.0.1", "10.0.0.0/24")
-             for n in ("ib1", "ib2")]
+    facts = [
+        Facts(n, NicType.IB, ("nic_ib", "nic_800g", "eth_25g"), "eth0", "10.0.0.1", "10.0.0.0/24")
+        for n in ("ib1", "ib2")
+    ]
     monkeypatch.setattr(scontrol, "output", answer)
     monkeypatch.setattr("holmes_hpc.fabric.label.output", answer)
     monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, vocabulary: (facts, []))
-    monkeypatch.setattr("holmes_hpc.fabric.doctor.ask_nodes",
-                        lambda nodes, vocabulary, shared, setup: asked.append(("begin", *setup)) or (facts, []))
+    monkeypatch.setattr(
+        "holmes_hpc.fabric.doctor.ask_nodes",
+        lambda nodes, vocabulary, shared, setup: asked.append(("begin", *setup)) or (facts, []),
+    )
     return asked
 
 
@@ -75,7 +84,7 @@ def test_probe_of_a_node_that_slurm_mislabels(holmes, site, tree, monkeypatch) -
     monkeypatch.setattr(scontrol, "output", lambda *words: node_line("ib1", IB.replace("nic_ib", "nic_roce")))
     code, out, _ = holmes("probe", "--sysfs", tree, "--check", "--node", "ib1", "--json")
     assert code == 1
-    found, = json.loads(out)["findings"]
+    (found,) = json.loads(out)["findings"]
     assert found["level"] == "error" and "features say roce, the kernel says ib" in found["what"]
 
 

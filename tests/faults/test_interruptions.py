@@ -31,8 +31,9 @@ def whole(root: Path) -> Figures:
 
 @pytest.mark.slurm
 @pytest.mark.breaking
-@pytest.mark.parametrize(("kind", "rank", "step"), [("node killed", 0, 10), ("RDMA link cut", 3, 12),
-                                                    ("slurmctld restarted", 1, 6)])
+@pytest.mark.parametrize(
+    ("kind", "rank", "step"), [("node killed", 0, 10), ("RDMA link cut", 3, 12), ("slurmctld restarted", 1, 6)]
+)
 def test_the_run_goes_on_bit_by_bit(kind: str, rank: int, step: int, root: Path, whole: Figures) -> None:
     fault = Fault(KINDS.index(kind), kind, rank, step, background=True)
     outcome = interruptions.interrupted(fault, root, whole)

@@ -58,8 +58,12 @@ class Trial:
     def __init__(self, runs: Path, name: str, *overrides: str, **environment: str) -> None:
         self.run = RunDirectory(runs / name)
         self.process = subprocess.Popen(
-            [HOLMES, "run", f"name={name}", *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "HOLMES_RUNS": str(runs), "COLUMNS": "1000", **environment})
+            [HOLMES, "run", f"name={name}", *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "HOLMES_RUNS": str(runs), "COLUMNS": "1000", **environment},
+        )
         self.out = ""
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -153,8 +157,11 @@ def lying(testbed, members: list[str], others: list[str]) -> Iterator[None]:
     before = {node: features(testbed, node) for node in testbed.nodes}
 
     def write(node: str, names: str) -> None:
-        must(testbed.run("scontrol", "update", f"nodename={node}", f"availablefeatures={names}",
-                         f"activefeatures={names}"))
+        must(
+            testbed.run(
+                "scontrol", "update", f"nodename={node}", f"availablefeatures={names}", f"activefeatures={names}"
+            )
+        )
 
     try:
         must(testbed.run("scontrol", "create", "partitionname=all", f"nodes={','.join(testbed.nodes)}"))
@@ -195,8 +202,9 @@ def test_a_healthy_run_says_nothing_and_its_counters_match_the_plan(testbed, run
     for kind, planned in plan.predicted.nic_bytes_per_step.items():
         counted = sum(m["nic_bytes"][kind]["tx"] for m in steps) / len(steps) / factors[kind]
         assert counted == pytest.approx(planned, rel=0.05), kind
-    logs = [[json.loads(line) for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()]
-            for node in NODES]
+    logs = [
+        [json.loads(line) for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()] for node in NODES
+    ]
     assert all([line["step"] for line in log] == list(range(1, 14)) for log in logs)
     for step in steps:
         sums = [log[step["step"] - 1]["nics"]["eth0"] for log in logs]
@@ -279,16 +287,22 @@ def test_renamed_ethernet_nic(testbed, runs) -> None:
 
 @pytest.mark.parametrize("kind", ["RDMA", "Ethernet"])
 def test_firewall_between_two_nodes(testbed, runs, kind) -> None:
-    pairs = [("ib1", "ib2"), ("ib2", "ib1"), ("roce1", "roce2"), ("roce2", "roce1")] if kind == "RDMA" else [
-        ("ib1", "roce1"), ("roce2", "ib1"), ("roce1", "ib1"), ("roce2", "ib2"), ("ib2", "ib1")]
+    pairs = (
+        [("ib1", "ib2"), ("ib2", "ib1"), ("roce1", "roce2"), ("roce2", "roce1")]
+        if kind == "RDMA"
+        else [("ib1", "roce1"), ("roce2", "ib1"), ("roce1", "ib1"), ("roce2", "ib2"), ("ib2", "ib1")]
+    )
     node, other = draw(f"firewall, {kind}", pairs)
     nic = rdma(node) if kind == "RDMA" else "eth0"
     peer = address(testbed, other, rdma(other) if kind == "RDMA" else "eth0")
     with contextlib.suppress(TestbedError):  # where there is no apt
         packages.install({"nft": ("nftables",)}, print)
     if shutil.which("nft"):
-        do = ["nft add table ip faults", "nft add chain ip faults in { type filter hook input priority 0 ; }",
-              f"nft add rule ip faults in ip saddr {peer} drop"]
+        do = [
+            "nft add table ip faults",
+            "nft add chain ip faults in { type filter hook input priority 0 ; }",
+            f"nft add rule ip faults in ip saddr {peer} drop",
+        ]
         undo = ["nft delete table ip faults"]
     else:  # the same silence: frames to an address that nobody has
         do = [f"ip neigh replace {peer} lladdr 02:00:00:00:00:01 dev {nic} nud permanent"]
@@ -302,8 +316,10 @@ def test_firewall_between_two_nodes(testbed, runs, kind) -> None:
     note(f"Firewall between two nodes' {kind} NICs", "stops", line)
 
 
-@pytest.mark.parametrize(("name", "value"), [("GLOO_SOCKET_IFNAME", "mgmt0"), ("NCCL_SOCKET_IFNAME", "lo"),
-                                             ("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GLOO_SOCKET_IFNAME", "mgmt0"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")],
+)
 def test_variable_that_overrides_the_choice(testbed, runs, name, value) -> None:
     trial = Trial(runs, f"variable-{name}", *HYBRID, **{name: value})
     trial.started()
@@ -323,16 +339,24 @@ def test_variable_that_overrides_the_choice(testbed, runs, name, value) -> None:
 def wrong_route(testbed, node: str, other: str) -> Iterator[None]:
     """A route that sends a node's RDMA traffic out of its Ethernet NIC: connections work, only counters can tell."""
     peer = address(testbed, other, rdma(other))
-    with broken(testbed, node, [f"ip route add {peer}/32 dev eth0 src {address(testbed, node, rdma(node))}"],
-                [f"ip route del {peer}/32 dev eth0"]):
+    with broken(
+        testbed,
+        node,
+        [f"ip route add {peer}/32 dev eth0 src {address(testbed, node, rdma(node))}"],
+        [f"ip route del {peer}/32 dev eth0"],
+    ):
         yield
 
 
 def names_the_route(trial: Trial, node: str, other: str) -> str:
-    line, = trial.errors()
+    (line,) = trial.errors()
     ranks = [r for r, host in enumerate(trial.run.read_run()["hosts"]) if host in (node, other)]
-    for word in (f"node {node}", "NIC eth0 sent", f"probably group dp of ranks {ranks[0]},{ranks[1]}",
-                 f"see that the {node.rstrip('12')} NIC"):
+    for word in (
+        f"node {node}",
+        "NIC eth0 sent",
+        f"probably group dp of ranks {ranks[0]},{ranks[1]}",
+        f"see that the {node.rstrip('12')} NIC",
+    ):
         assert word in line
     return line
 
@@ -370,8 +394,11 @@ def test_two_ib_fabrics_with_one_label(testbed, runs, monkeypatch) -> None:
 
     monkeypatch.setenv("HOLMES_TESTBED", f"/var/lib/holmes-faults-{os.getpid()}")
     try:
-        beds.up(Path(__file__).parents[2] / "slurm" / "testbed" / "two-ib.yaml",
-                release=os.environ.get("HOLMES_TESTBED_RELEASE", "bookworm"), progress=lambda line: None)
+        beds.up(
+            Path(__file__).parents[2] / "slurm" / "testbed" / "two-ib.yaml",
+            release=os.environ.get("HOLMES_TESTBED_RELEASE", "bookworm"),
+            progress=lambda line: None,
+        )
         for key, value in beds.env().items():
             monkeypatch.setenv(key, value)
         two = type(testbed)(beds.env(), beds.nodes())
@@ -392,11 +419,15 @@ FAULTS = 16
 def page() -> str:
     """docs/faults.md. What differs between equal runs (addresses, measured rates) is left out."""
     lines = [
-        "# Faults of NICs, and what a run says", "",
+        "# Faults of NICs, and what a run says",
+        "",
         "Written by `tests/faults/test_nic_faults.py`, which breaks the testbed's NICs and reads what the run said.",
         f"Node and NIC are drawn from seed {USUAL_SEED}. Each line came within {IN_TIME_S} s of the fault or of the",
-        "first rank's start; healthy runs say none. Measured figures and addresses are left out.", "",
-        "| fault | the run | what it says |", "|---|---|---|"]
+        "first rank's start; healthy runs say none. Measured figures and addresses are left out.",
+        "",
+        "| fault | the run | what it says |",
+        "|---|---|---|",
+    ]
     for fault, (happens, line) in sorted(ROWS.items()):
         text = re.sub(r"\b\d+(\.\d+){3}(:\d+)?\b", "ADDRESS", line)
         text = re.sub(r"[\d.]+ ([GM]b/s of)", r"… \1", re.sub(r"\d+%", "…%", text))

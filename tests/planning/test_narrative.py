@@ -21,19 +21,31 @@ from holmes_hpc.planning.search.best import best_plan, given_plan
 pytestmark = pytest.mark.integration
 
 MODEL, BATCH = named("gpt_3_6b"), Batch(256, 2, 2048)
-SITE = Site("twins", tuple(Fabric(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps)
-                           for name, gbps in (("a", 800.0), ("b", 790.0))))
+SITE = Site(
+    "twins",
+    tuple(
+        Fabric(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps) for name, gbps in (("a", 800.0), ("b", 790.0))
+    ),
+)
 
 
 def test_a_runner_up_that_is_too_close_comes_with_the_way_to_find_out() -> None:
     plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="one-fabric"), Costs())
     text = " ".join(explain(plan, Costs()))
-    said = re.search(r"too close for a prediction to tell\. .* with plan\.tp=(\d+) plan\.pp=(\d+) plan\.dp=(\d+)"
-                     r" 'plan\.nodes=(\{.*?\})' plan\.virtual_stages=(\d+)\.", text)
+    said = re.search(
+        r"too close for a prediction to tell\. .* with plan\.tp=(\d+) plan\.pp=(\d+) plan\.dp=(\d+)"
+        r" 'plan\.nodes=(\{.*?\})' plan\.virtual_stages=(\d+)\.",
+        text,
+    )
     assert said is not None, text
     tp, pp, dp, chunks = (int(said[i]) for i in (1, 2, 3, 5))
-    told = best_plan(MODEL, BATCH, SITE, PlanOptions(tp=tp, pp=pp, dp=dp, virtual_stages=chunks,
-                                                     nodes=yaml.safe_load(said[4])), Costs())
+    told = best_plan(
+        MODEL,
+        BATCH,
+        SITE,
+        PlanOptions(tp=tp, pp=pp, dp=dp, virtual_stages=chunks, nodes=yaml.safe_load(said[4])),
+        Costs(),
+    )
     near = plan.alternatives[0]
     assert told.predicted is not None
     assert told.predicted.step_time_s == pytest.approx(near["predicted"]["step_time_s"], rel=0.01)

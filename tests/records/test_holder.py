@@ -16,9 +16,14 @@ from holmes_hpc.records.holder import Holder, held, take
 
 
 def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
-    with held(tmp_path / "lock", Holder.this("`holmes resume`", "41")), pytest.raises(
-            RecordError, match=rf"{tmp_path}: it is taken by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
-                               r"for 0 s\); wait for its end"):
+    with (
+        held(tmp_path / "lock", Holder.this("`holmes resume`", "41")),
+        pytest.raises(
+            RecordError,
+            match=rf"{tmp_path}: it is taken by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
+            r"for 0 s\); wait for its end",
+        ),
+    ):
         take(tmp_path / "lock", Holder.this("another"))
     assert not list(tmp_path.iterdir())
     with held(tmp_path / "lock", Holder.this("a third")):
@@ -28,6 +33,7 @@ def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
 def test_a_lock_that_a_file_server_keeps_for_a_dead_node(tmp_path: Path) -> None:
     asked: list[Holder] = []
     with held(tmp_path / "lock", Holder.this("an attempt", "41")):
+
         def over(other: Holder) -> bool:
             asked.append(other)
             return other.job == "41"

@@ -24,10 +24,24 @@ def test_every_field_of_run_yaml_is_in_the_documentation() -> None:
 
 def test_rounding_again_changes_nothing_and_only_times_and_rates_are_rounded() -> None:
     third = 1 / 3
-    line = {"step": 1, "step_time_s": third, "samples_per_s": 1e6 * third, "model_tflops_per_gpu": third / 1e9,
-            "loss": third, "learning_rate": third, "breakdown": [{"compute_s": third}], "of_somebody_else_s": third,
-            "pause_before_s": 2, "validation_loss": None}
+    line = {
+        "step": 1,
+        "step_time_s": third,
+        "samples_per_s": 1e6 * third,
+        "model_tflops_per_gpu": third / 1e9,
+        "loss": third,
+        "learning_rate": third,
+        "breakdown": [{"compute_s": third}],
+        "of_somebody_else_s": third,
+        "pause_before_s": 2,
+        "validation_loss": None,
+    }
     once = rounded(line)
     assert rounded(once) == once
-    assert once == {**line, "step_time_s": 0.3333333, "samples_per_s": 333333.3, "model_tflops_per_gpu": 3.333333e-10,
-                    "breakdown": [{"compute_s": 0.3333333}]}
+    assert once == {
+        **line,
+        "step_time_s": 0.3333333,
+        "samples_per_s": 333333.3,
+        "model_tflops_per_gpu": 3.333333e-10,
+        "breakdown": [{"compute_s": 0.3333333}],
+    }

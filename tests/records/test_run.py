@@ -23,8 +23,9 @@ from holmes_hpc.records.schema import VERSION, parse_run
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "a", "version: 1\n", {"train": {"steps": 3}}, ["train.steps=3"],
-                               plan_id="abc", slurm={"job_id": 7})
+    return RunDirectory.create(
+        tmp_path / "a", "version: 1\n", {"train": {"steps": 3}}, ["train.steps=3"], plan_id="abc", slurm={"job_id": 7}
+    )
 
 
 def test_a_new_run_reads_back(run: RunDirectory) -> None:
@@ -49,9 +50,11 @@ def test_run_yaml_has_no_aliases_and_no_python_tags(tmp_path: Path) -> None:
     assert run.config == {"x": [1, 2], "y": [1, 2], "p": str(tmp_path), "t": [1, 2]}
 
 
-plain = st.recursive(st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.floats(allow_nan=False) | st.text(),
-                     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-                     max_leaves=12)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
 
 
 @given(st.dictionaries(st.text(), plain, max_size=4))
@@ -116,8 +119,17 @@ def test_metrics_are_strict_json(run: RunDirectory) -> None:
 
 def test_losses_keep_every_bit_and_times_seven_digits(run: RunDirectory) -> None:
     third = 1 / 3
-    run.append_metrics({"step": 0, "time": 1.7e9 + third, "step_time_s": third, "loss": third, "grad_norm": third * 2,
-                        "breakdown": [{"compute_s": third}], "model_tflops_per_gpu": third * 1e-9})
+    run.append_metrics(
+        {
+            "step": 0,
+            "time": 1.7e9 + third,
+            "step_time_s": third,
+            "loss": third,
+            "grad_norm": third * 2,
+            "breakdown": [{"compute_s": third}],
+            "model_tflops_per_gpu": third * 1e-9,
+        }
+    )
     (line,) = run.metrics()
     assert (line["loss"], line["grad_norm"]) == (third, third * 2)
     assert (line["step_time_s"], line["time"]) == (0.3333333, 1700000000.333)

@@ -80,8 +80,10 @@ def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixt
     folder.chmod(0o755)
 
 
-@pytest.mark.parametrize(("said", "files", "folders"), [(0o000, 0o644, 0o755), (0o022, 0o644, 0o755),
-                                                        (0o002, 0o644, 0o755), (0o077, 0o600, 0o700)])
+@pytest.mark.parametrize(
+    ("said", "files", "folders"),
+    [(0o000, 0o644, 0o755), (0o022, 0o644, 0o755), (0o002, 0o644, 0o755), (0o077, 0o600, 0o700)],
+)
 def test_what_is_made(said: int, files: int, folders: int, tmp_path: Path, umask: None) -> None:
     os.umask(said)
     trust.careful_umask()

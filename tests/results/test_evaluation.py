@@ -55,9 +55,15 @@ def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> No
     seconds = {"hybrid": 2.0, "IB": 1.0, "RoCE": 4.0, "Ethernet": 8.0}
     for repeat, cell in planned:
         slower = 1 if cell.system == "holmes" else 1.5
-        make_run(tmp_path / "runs" / cell.run_name(repeat), PLACES[cell.environment], steps=8, seed=repeat,
-                 step_time_s=slower * seconds[cell.environment], spread=0.0,
-                 labels={"session": str(repeat), "system": cell.system})
+        make_run(
+            tmp_path / "runs" / cell.run_name(repeat),
+            PLACES[cell.environment],
+            steps=8,
+            seed=repeat,
+            step_time_s=slower * seconds[cell.environment],
+            spread=0.0,
+            labels={"session": str(repeat), "system": cell.system},
+        )
     found = evaluation.measured(planned, tmp_path / "runs")
     assert len(found) == 3 * len(cells)
     made = evaluation.tables(found)
@@ -65,11 +71,16 @@ def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> No
     hybrid = next(row for row in environments if row[1] == "hybrid")
     assert hybrid[-1] == "80.0%"  # 1/2 of a sample a second against the mean of 1 and 1/4
     assert hybrid[-3] == "1.50"
-    few = [["over it, the lower end of 95%", f"paper-like, 4, {where}", "0.98", "", "not measured"]
-           for where in evaluation.ENVIRONMENTS]
-    assert goals == [["of the mean of IB and RoCE", "paper-like, 4, hybrid", "0.98", "0.800", "missed"],
-                     ["over Megatron-LM, overlap", "paper-like, 4, hybrid", "1.4", "1.500", "met"], *few,
-                     ["over the paper's rule, the least of 1 cells", "paper-like, 4, hybrid", "1", "1.500", "met"]]
+    few = [
+        ["over it, the lower end of 95%", f"paper-like, 4, {where}", "0.98", "", "not measured"]
+        for where in evaluation.ENVIRONMENTS
+    ]
+    assert goals == [
+        ["of the mean of IB and RoCE", "paper-like, 4, hybrid", "0.98", "0.800", "missed"],
+        ["over Megatron-LM, overlap", "paper-like, 4, hybrid", "1.4", "1.500", "met"],
+        *few,
+        ["over the paper's rule, the least of 1 cells", "paper-like, 4, hybrid", "1", "1.500", "met"],
+    ]
     evaluation.write_page(found, made, "headline", tmp_path / "evaluation.md")
     text = (tmp_path / "evaluation.md").read_text()
     assert all(f"| {c.environment} | {c.system} |" in text for c in cells)

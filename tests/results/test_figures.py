@@ -27,9 +27,14 @@ pytestmark = pytest.mark.integration
 def made(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Two environments on two node counts, and one transport."""
     root = tmp_path_factory.mktemp("figures")
-    for i, (placement, transport) in enumerate((({"ib-a": 4}, "holmes"), ({"ib-a": 8}, "holmes"),
-                                                ({"ib-a": 2, "roce-a": 2}, "holmes"),
-                                                ({"ib-a": 2, "roce-a": 2}, "single"))):
+    for i, (placement, transport) in enumerate(
+        (
+            ({"ib-a": 4}, "holmes"),
+            ({"ib-a": 8}, "holmes"),
+            ({"ib-a": 2, "roce-a": 2}, "holmes"),
+            ({"ib-a": 2, "roce-a": 2}, "single"),
+        )
+    ):
         make_run(root / str(i), placement, transport=transport, step_time_s=1 + 0.2 * i, spread=0.0)
     return load_report([root])
 
@@ -41,11 +46,17 @@ def bars(figure: Figure) -> list[float]:
 def all_figures(made: Report) -> dict[str, Figure]:
     cells, entry = made.comparison.cells, {"kind": "ib-a", "planned_bytes": 8e6, "counted_bytes": 8.4e6}
     trace = pd.DataFrame({"stage": [0, 0], "kind": ["forward", "backward"], "start_s": [0.0, 1.0], "end_s": [1.0, 3.0]})
-    return {"throughput": figures.throughput(cells), "ablation": figures.ablation(cells, cells.index[0]),
-            "scaling": figures.scaling(cells), "breakdown": figures.breakdown(["a"], [{"compute_s": 1.0}]),
-            "nic_bytes": figures.nic_bytes([entry]), "predicted": figures.predicted_measured(made.runs),
-            "loss": figures.loss(made.steps), "step_times": figures.step_times(made.steps),
-            "timeline": figures.timeline(trace, trace)}
+    return {
+        "throughput": figures.throughput(cells),
+        "ablation": figures.ablation(cells, cells.index[0]),
+        "scaling": figures.scaling(cells),
+        "breakdown": figures.breakdown(["a"], [{"compute_s": 1.0}]),
+        "nic_bytes": figures.nic_bytes([entry]),
+        "predicted": figures.predicted_measured(made.runs),
+        "loss": figures.loss(made.steps),
+        "step_times": figures.step_times(made.steps),
+        "timeline": figures.timeline(trace, trace),
+    }
 
 
 def test_every_axis_names_its_unit(made: Report) -> None:
@@ -53,7 +64,9 @@ def test_every_axis_names_its_unit(made: Report) -> None:
         axes = figure.axes[-1]  # the one that carries the shared axis
         labels = [axes.get_xlabel()] + ([axes.get_ylabel()] if axes.get_yticks().size else [])
         assert all(re.search(r", (s|samples/s|minutes|MB|%|nats)|^(step|stage|nodes)$", text) for text in labels), (
-            name, labels)
+            name,
+            labels,
+        )
 
 
 def test_every_figure_becomes_the_same_svg_again(made: Report) -> None:
@@ -64,9 +77,15 @@ def test_every_figure_becomes_the_same_svg_again(made: Report) -> None:
 
 def test_figures_of_nothing_do_not_fail(tmp_path: Path) -> None:
     made = load_report([make_run(tmp_path / "a", steps=0, state="failed").path])
-    for figure in (figures.throughput(made.comparison.cells), figures.scaling(made.comparison.cells),
-                   figures.predicted_measured(made.runs), figures.loss(made.steps), figures.step_times(made.steps),
-                   figures.nic_bytes([]), figures.breakdown([], [])):
+    for figure in (
+        figures.throughput(made.comparison.cells),
+        figures.scaling(made.comparison.cells),
+        figures.predicted_measured(made.runs),
+        figures.loss(made.steps),
+        figures.step_times(made.steps),
+        figures.nic_bytes([]),
+        figures.breakdown([], []),
+    ):
         assert figures.svg(figure)
 
 
@@ -76,7 +95,9 @@ def test_bars_are_as_long_as_their_figures(made: Report) -> None:
     shares = bars(figures.ablation(cells, cells.index[-1]))
     assert shares == [round(100 * v / cells["samples_per_s"].iloc[-1], 3) for v in cells["samples_per_s"]]
     assert bars(figures.breakdown(["x"], [{"compute_s": 0.5, "pipeline_wait_s": 0.25, "grad_sync_s": None}]))[:2] == [
-        0.5, 0.25]
+        0.5,
+        0.25,
+    ]
     assert bars(figures.nic_bytes([{"kind": "ib-a", "planned_bytes": 8e6, "counted_bytes": 8.4e6}])) == [8.0, 8.4]
 
 
@@ -117,8 +138,10 @@ def test_lines_of_different_work_have_names_of_their_own(tmp_path: Path) -> None
 
 
 def test_names_are_no_formulas_and_hide_from_no_legend(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name, step_time_s=1.0 + i, labels={"system": label}).path
-            for i, (name, label) in enumerate(((r"x$\y$", "a$_b_c$"), ("_under", "b")))]
+    runs = [
+        make_run(tmp_path / name, step_time_s=1.0 + i, labels={"system": label}).path
+        for i, (name, label) in enumerate(((r"x$\y$", "a$_b_c$"), ("_under", "b")))
+    ]
     made = load_report(runs)
     for figure in (figures.throughput(made.comparison.cells), figures.loss(made.steps)):
         assert "$" in figures.svg(figure)
@@ -154,8 +177,9 @@ def test_labels_are_never_cut_to_the_same_text() -> None:
 
 def test_the_time_of_a_loss_is_the_runs_own_without_its_waits(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=6)
-    run.append_metrics({"step": 7, "loss": 1.0, "validation_loss": 1.5, "step_time_s": 2.0, "time": 1.7e9 + 3600,
-                        "attempt": 2})
+    run.append_metrics(
+        {"step": 7, "loss": 1.0, "validation_loss": 1.5, "step_time_s": 2.0, "time": 1.7e9 + 3600, "attempt": 2}
+    )
     made = load_report([run.path])
     minutes = figures.loss(made.steps, "time").axes[0].get_lines()[0].get_xdata()
     assert 0 < minutes[0] < minutes[-1] < 1 and len(minutes) == 7
@@ -176,9 +200,19 @@ def traced(path: Path, slow_step: int = 3) -> RunDirectory:
         for step in range(8):
             length = 5.0 if step < 2 else 2.0 if step == slow_step else 1.0 + 0.01 * step
             stage = rank // 2
-            lines += [{"step": step, "stage": stage, "kind": kind, "micro_batch": 0, "chunk": 0, "held": 1,
-                       "start_s": start + at * length, "end_s": start + (at + 0.4) * length}
-                      for kind, at in (("forward", 0.0 + 0.1 * stage), ("backward", 0.6 - 0.1 * stage))]
+            lines += [
+                {
+                    "step": step,
+                    "stage": stage,
+                    "kind": kind,
+                    "micro_batch": 0,
+                    "chunk": 0,
+                    "held": 1,
+                    "start_s": start + at * length,
+                    "end_s": start + (at + 0.4) * length,
+                }
+                for kind, at in (("forward", 0.0 + 0.1 * stage), ("backward", 0.6 - 0.1 * stage))
+            ]
             start += 10
         run.trace_path(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
@@ -219,8 +253,11 @@ def test_perfetto_has_every_event_once_in_microseconds(tmp_path: Path) -> None:
 def test_a_step_that_was_made_again_is_shown_as_it_was_made_last(tmp_path: Path, first: int) -> None:
     run = traced(tmp_path / "a")
     for rank in range(4):
-        again = [{**event, "start_s": event["start_s"] + 3600, "end_s": event["end_s"] + 3600}
-                 for event in map(json.loads, run.trace_path(rank).read_text().splitlines()) if event["step"] >= first]
+        again = [
+            {**event, "start_s": event["start_s"] + 3600, "end_s": event["end_s"] + 3600}
+            for event in map(json.loads, run.trace_path(rank).read_text().splitlines())
+            if event["step"] >= first
+        ]
         with open(run.trace_path(rank), "a") as file:
             file.writelines(json.dumps(event) + "\n" for event in again)
     trace = timeline.read_trace(run)

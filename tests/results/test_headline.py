@@ -27,7 +27,8 @@ def test_hybrid_is_held_against_homogeneous_clusters_and_plain_megatron(tmp_path
     report = load_report([tmp_path])
     assert report.answer()[0] == (
         "Hybrid (ib-a:2 roce-a:2) is 128% of the mean of InfiniBand and RoCE alone and 2.00 times plain Megatron-LM, "
-        "with one network for all, on the same nodes. Step times were predicted within 3.0%.")
+        "with one network for all, on the same nodes. Step times were predicted within 3.0%."
+    )
     rates = [rate for _, rate in report.bars()]
     assert rates == sorted(rates, reverse=True) and len(rates) == 4
 
@@ -49,12 +50,21 @@ def test_bars_are_in_proportion_and_fit(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_demos_networks_are_the_evaluations() -> None:
     def rates(name: str) -> dict[str, float | None]:
         return {f.name: f.rdma_mbit for f in read(name).fabrics if f.name != "ib-b"}
+
     assert rates("demo") == rates("evaluation") and read("demo").ethernet_mbit == read("evaluation").ethernet_mbit
 
 
-@pytest.mark.parametrize(("names", "told"), [
-    (["mine-0", "mine-1", "mine-2"], "mine-[0-2]"), (["a/b-1", "a/b-7"], "a/b-[1,7]"), (["mine-0"], "mine-0"),
-    (["0", "1"], "0, 1"), (["mine-0", "yours-1"], "mine-0, yours-1"), (["a b-1", "a b-2"], "a b-1, a b-2"),
-    (["a", "b", "c", "d"], "a, b, +2")])
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["mine-0", "mine-1", "mine-2"], "mine-[0-2]"),
+        (["a/b-1", "a/b-7"], "a/b-[1,7]"),
+        (["mine-0"], "mine-0"),
+        (["0", "1"], "0, 1"),
+        (["mine-0", "yours-1"], "mine-0, yours-1"),
+        (["a b-1", "a b-2"], "a b-1, a b-2"),
+        (["a", "b", "c", "d"], "a, b, +2"),
+    ],
+)
 def test_numbered_repeats_are_named_in_one_word(names: list[str], told: str) -> None:
     assert compare.named(names) == told

@@ -22,12 +22,22 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made-up runs of four environments, two systems, two sessions; and runs that failed."""
     root, number = tmp_path_factory.mktemp("records"), 0
     for session in ("one", "two"):
-        for placement, transport, seconds in (({"ib-a": 4}, "holmes", 1.0), ({"roce-a": 4}, "holmes", 1.2),
-                                              ({"ib-a": 2, "roce-a": 2}, "holmes", 1.1),
-                                              ({"ib-a": 2, "roce-a": 2}, "single", 2.2),
-                                              ({"eth-a": 4}, "holmes", 2.0)):
-            make_run(root / str(number), placement, transport=transport, step_time_s=seconds, seed=number,
-                     started=f"2025-01-01T12:{number:02d}:00+00:00", labels={"session": session})
+        for placement, transport, seconds in (
+            ({"ib-a": 4}, "holmes", 1.0),
+            ({"roce-a": 4}, "holmes", 1.2),
+            ({"ib-a": 2, "roce-a": 2}, "holmes", 1.1),
+            ({"ib-a": 2, "roce-a": 2}, "single", 2.2),
+            ({"eth-a": 4}, "holmes", 2.0),
+        ):
+            make_run(
+                root / str(number),
+                placement,
+                transport=transport,
+                step_time_s=seconds,
+                seed=number,
+                started=f"2025-01-01T12:{number:02d}:00+00:00",
+                labels={"session": session},
+            )
             number += 1
     make_run(root / "failed", state="failed", steps=3)
     make_run(root / "nothing", state="cancelled", steps=0)

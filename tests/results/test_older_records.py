@@ -65,8 +65,20 @@ def test_what_can_be_told_without_the_record_is_not_missing(tmp_path: Path) -> N
     assert load_report([path]).missing() is None and RunDirectory(path).read_run()["name"] == "a"
 
 
-@pytest.mark.parametrize("field", ["time", "loss", "learning_rate", "tokens_per_s", "breakdown", "peak_memory_bytes",
-                                   "hardware_tflops_per_gpu", "samples_per_s", "step_time_s"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "time",
+        "loss",
+        "learning_rate",
+        "tokens_per_s",
+        "breakdown",
+        "peak_memory_bytes",
+        "hardware_tflops_per_gpu",
+        "samples_per_s",
+        "step_time_s",
+    ],
+)
 def test_any_field_of_a_line_may_be_missing(tmp_path: Path, field: str) -> None:
     made = load_report([older(tmp_path / "a", without_line=(field,))])
     assert made.missing() == f"read without what an older release did not record: metrics.jsonl: {field} (1 run)"
@@ -79,8 +91,9 @@ def test_of_many_runs_it_is_one_line(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert said.exit_code == 0
     lines = [line for line in said.stderr.splitlines() if line]
-    assert lines == ["read without what an older release did not record: run.yaml: nics (3 runs); run.yaml: device "
-                     "(1 run)"]
+    assert lines == [
+        "read without what an older release did not record: run.yaml: nics (3 runs); run.yaml: device (1 run)"
+    ]
 
 
 def test_a_run_that_made_no_step_lacks_nothing(tmp_path: Path) -> None:

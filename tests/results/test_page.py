@@ -37,9 +37,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory, sweep: Path) -> list[Path]:
     tmp_path = tmp_path_factory.mktemp("pages")
     run = make_run(tmp_path / "alone")
     for rank, stage in ((0, 0), (2, 1)):
-        lines = [{"step": step, "stage": stage, "kind": kind, "micro_batch": 0, "chunk": 0, "start_s": step + at,
-                  "end_s": step + at + 0.2, "held": 1} for step in range(20) for kind, at in (("forward", 0.1 * stage),
-                                                                                            ("backward", 0.5))]
+        lines = [
+            {
+                "step": step,
+                "stage": stage,
+                "kind": kind,
+                "micro_batch": 0,
+                "chunk": 0,
+                "start_s": step + at,
+                "end_s": step + at + 0.2,
+                "held": 1,
+            }
+            for step in range(20)
+            for kind, at in (("forward", 0.1 * stage), ("backward", 0.5))
+        ]
         run.trace_path(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
     simulated = [{"stage": s, "kind": "forward", "start_s": 0.1 * s, "end_s": 0.3 + 0.1 * s} for s in (0, 1)]
     write_page(load_report([run.path], simulate=lambda plan: simulated), tmp_path / "one.html")
@@ -58,8 +69,9 @@ def test_the_page_is_self_contained(pages: list[Path]) -> None:
 
 
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "<img src=x onerror=alert(1)>", labels={"system": "<script>alert(2)</script>"},
-                   state=None)
+    run = make_run(
+        tmp_path / "<img src=x onerror=alert(1)>", labels={"system": "<script>alert(2)</script>"}, state=None
+    )
     assert run.write_result({"state": "failed", "error": "<b>bold</b>"}, writer="batch")
     write_page(load_report([run.path]), tmp_path / "page.html")
     make_run(tmp_path / "other")

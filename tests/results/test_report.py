@@ -33,14 +33,19 @@ def test_throughput_of_one_run(one: Report) -> None:
     assert step["measured"] == f"{one.run['step_time_s']:.3g}".ljust(4, "0")[:4] or step["measured"] == "1.00"
     assert step["predicted"] == "0.970" and step["error of prediction"].startswith("-")
     assert " to " in step["95% interval"]
-    assert one.tables()[0].caption == ("18 steps after 2 of warm-up; paced compute: 30 ms a layer forward, "
-                                       "twice that backward")
+    assert one.tables()[0].caption == (
+        "18 steps after 2 of warm-up; paced compute: 30 ms a layer forward, twice that backward"
+    )
 
 
 def test_bytes_planned_and_counted(one: Report) -> None:
     rows = cells_of(one, "Bytes sent")
-    assert [row["NIC kind"] for row in rows] == ["ib-a (IB)", "roce-a (RoCE)", "Ethernet, all nodes",
-                                                 "rendezvous and control, once"]
+    assert [row["NIC kind"] for row in rows] == [
+        "ib-a (IB)",
+        "roce-a (RoCE)",
+        "Ethernet, all nodes",
+        "rendezvous and control, once",
+    ]
     assert rows[0]["planned"] == "8.00 MB" and rows[0]["counted"] == "8.40 MB" and rows[0]["header factor"] == "1.050"
     assert rows[0]["counted / factor"] == "8.00 MB" and rows[0]["difference"] == "+0.0%"
     assert rows[3]["counted"] == "170.00 kB"
@@ -58,8 +63,9 @@ def test_each_kind_has_its_own_header_factor(tmp_path: Path) -> None:
 def test_traffic_on_a_kind_that_was_not_planned_shows(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=6)
     for step in range(6):
-        run.append_metrics({"step": step, "attempt": 1,
-                            "nic_bytes": {"ib-a": {"tx": 8_400_000, "rx": 0}, "stray": {"tx": 5, "rx": 5}}})
+        run.append_metrics(
+            {"step": step, "attempt": 1, "nic_bytes": {"ib-a": {"tx": 8_400_000, "rx": 0}, "stray": {"tx": 5, "rx": 5}}}
+        )
     rows = {row["NIC kind"]: row for row in cells_of(load_report([run.path]), "Bytes sent")}
     assert rows["stray"]["planned"] == "none" and rows["stray"]["counted"] == "5 B"
     assert rows["roce-a (RoCE)"]["counted"] == "0 B" and rows["roce-a (RoCE)"]["difference"] == "-100.0%"
@@ -217,8 +223,11 @@ def test_settings_are_ranked_by_loss_on_request(tmp_path: Path) -> None:
         run.update_run(overrides=[f"train.lr={i}"])
     made = load_report([tmp_path], by="loss")
     told = [what for _, what in page._facts(made)]
-    assert told == ["lowest loss: run-1, train.lr=1", "highest: run-0, train.lr=0",
-                    "samples/s, the fastest: run-0, train.lr=0"] and made.bars() == []
+    assert (
+        told
+        == ["lowest loss: run-1, train.lr=1", "highest: run-0, train.lr=0", "samples/s, the fastest: run-0, train.lr=0"]
+        and made.bars() == []
+    )
     rows = cells_of(made, "Settings by loss")
     assert [row["run"] for row in rows] == ["run-1", "run-2", "run-0"]
     assert made.answer()[0].startswith("Lowest loss: run-1, train.lr=1 with 3.5")
@@ -256,13 +265,21 @@ def test_runs_that_differ_in_an_override_are_no_repeats(tmp_path: Path) -> None:
 
 
 def test_a_label_does_not_hide_what_the_baseline_is(tmp_path: Path) -> None:
-    for i, (label, transport, placement, seconds) in enumerate((
-            ("holmes", "holmes", None, 1.0), ("Megatron-LM, overlap", "single", None, 1.5),
-            ("without uneven layers", "holmes", None, 2.0), ("holmes", "holmes", {"eth-a": 4}, 3.0))):
-        make_run(tmp_path / str(i), placement, transport=transport, step_time_s=seconds, spread=0.0,
-                 labels={"system": label})
-    rows = {(row["system"], row["environment: nodes"]): row
-            for row in cells_of(load_report([tmp_path]), "Settings by throughput")}
+    for i, (label, transport, placement, seconds) in enumerate(
+        (
+            ("holmes", "holmes", None, 1.0),
+            ("Megatron-LM, overlap", "single", None, 1.5),
+            ("without uneven layers", "holmes", None, 2.0),
+            ("holmes", "holmes", {"eth-a": 4}, 3.0),
+        )
+    ):
+        make_run(
+            tmp_path / str(i), placement, transport=transport, step_time_s=seconds, spread=0.0, labels={"system": label}
+        )
+    rows = {
+        (row["system"], row["environment: nodes"]): row
+        for row in cells_of(load_report([tmp_path]), "Settings by throughput")
+    }
     hybrid = "hybrid: ib-a:2 roce-a:2"
     assert rows["holmes", hybrid]["speed-up"] == "1.50x" and rows["holmes", hybrid]["over"] == "2"
     assert rows["Megatron-LM, overlap", hybrid]["#"] == "2" and rows["without uneven layers", hybrid]["over"] == "2"
@@ -274,8 +291,10 @@ def test_models_of_one_name_and_different_sizes_are_neither_repeats_nor_compared
         run.update_run(overrides=[f"model.hidden={hidden}", "model=gpt_tiny", f"name=run-{i}"])
     made = load_report([tmp_path])
     cells = made.comparison.cells
-    assert sorted(zip(cells["varied"], cells["repeats"], strict=True)) == [("model.hidden=128", 2),
-                                                                          ("model.hidden=64", 1)]
+    assert sorted(zip(cells["varied"], cells["repeats"], strict=True)) == [
+        ("model.hidden=128", 2),
+        ("model.hidden=64", 1),
+    ]
     assert cells["baseline"].isna().all()
     for run in range(3):  # and when a plan file brought the sizes
         RunDirectory(tmp_path / str(run)).update_run(overrides=[f"plan_file={run}.yaml"])
@@ -284,15 +303,25 @@ def test_models_of_one_name_and_different_sizes_are_neither_repeats_nor_compared
 
 def test_what_a_label_does_not_say_still_makes_a_setting(tmp_path: Path) -> None:
     for i in range(2):
-        make_run(tmp_path / str(i), labels={"system": "mine"}, config={"train": {
-            "overlap_grad_reduce": bool(i), "overlap_param_gather": True}})
+        make_run(
+            tmp_path / str(i),
+            labels={"system": "mine"},
+            config={"train": {"overlap_grad_reduce": bool(i), "overlap_param_gather": True}},
+        )
     assert list(load_report([tmp_path]).comparison.cells["repeats"]) == [1, 1]
 
 
 def test_shares_of_the_homogeneous_mean_and_of_linear_scaling(tmp_path: Path) -> None:
     """Twice the nodes have twice the batch here: the same step time would be linear."""
-    for i, (placement, seconds) in enumerate((({"ib-a": 4}, 1.0), ({"roce-a": 4}, 2.0), ({"ib-a": 2, "roce-a": 2}, 1.6),
-                                              ({"ib-a": 8}, 1.25), ({"ib-a": 4, "roce-a": 4}, 2.0))):
+    for i, (placement, seconds) in enumerate(
+        (
+            ({"ib-a": 4}, 1.0),
+            ({"roce-a": 4}, 2.0),
+            ({"ib-a": 2, "roce-a": 2}, 1.6),
+            ({"ib-a": 8}, 1.25),
+            ({"ib-a": 4, "roce-a": 4}, 2.0),
+        )
+    ):
         make_run(tmp_path / str(i), placement, step_time_s=seconds, spread=0.0)
     rows = {row["environment: nodes"]: row for row in cells_of(load_report([tmp_path]), "Settings by throughput")}
     assert rows["hybrid: ib-a:2 roce-a:2"]["of mean(IB, RoCE)"] == "83.3%"  # 1/1.6 against the mean of 1 and 1/2
@@ -350,8 +379,19 @@ def test_every_table_names_the_pace(sweep: Path, one: Report, tmp_path: Path) ->
     assert all("compute not paced" in table.caption for table in unpaced.tables())
 
 
-@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (0.00123456, "0.00123"), (0, "0"), (float("nan"), "–"),
-                                            (None, "–"), (pd.NA, "–"), (1.0, "1.00"), (99.96, "100.0")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1234.5, "1,234"),
+        (0.00123456, "0.00123"),
+        (0, "0"),
+        (float("nan"), "–"),
+        (None, "–"),
+        (pd.NA, "–"),
+        (1.0, "1.00"),
+        (99.96, "100.0"),
+    ],
+)
 def test_numbers_for_people(value: Any, text: str) -> None:
     assert tables.number(value) == text
 
@@ -367,8 +407,21 @@ def test_the_measured_timeline_of_one_run_only(tmp_path: Path, sweep: Path) -> N
     run = make_run(tmp_path / "a", steps=4)
     with pytest.raises(RecordError, match=r"train\.trace=true"):
         load_report([run.path]).write_trace(tmp_path / "trace.json")
-    run.trace_path(0).write_text(json.dumps({"step": 0, "stage": 0, "kind": "forward", "micro_batch": 0, "chunk": 0,
-                                             "start_s": 1.0, "end_s": 2.0, "held": 1}) + "\n")
+    run.trace_path(0).write_text(
+        json.dumps(
+            {
+                "step": 0,
+                "stage": 0,
+                "kind": "forward",
+                "micro_batch": 0,
+                "chunk": 0,
+                "start_s": 1.0,
+                "end_s": 2.0,
+                "held": 1,
+            }
+        )
+        + "\n"
+    )
     load_report([run.path]).write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["dur"] for e in events if e["ph"] == "X"] == [1e6]
@@ -378,8 +431,21 @@ def test_the_measured_timeline_of_one_run_only(tmp_path: Path, sweep: Path) -> N
 
 def test_a_plan_that_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=4)
-    run.trace_path(0).write_text(json.dumps({"step": 0, "stage": 0, "kind": "forward", "micro_batch": 0, "chunk": 0,
-                                             "start_s": 1.0, "end_s": 2.0, "held": 1}) + "\n")
+    run.trace_path(0).write_text(
+        json.dumps(
+            {
+                "step": 0,
+                "stage": 0,
+                "kind": "forward",
+                "micro_batch": 0,
+                "chunk": 0,
+                "start_s": 1.0,
+                "end_s": 2.0,
+                "held": 1,
+            }
+        )
+        + "\n"
+    )
     made = load_report([run.path], simulate=lambda plan: [])
     write_page(made, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()

@@ -88,8 +88,16 @@ def _runs(rows: list[tuple[str, str, int, float]]) -> pd.DataFrame:
 
 def test_pairs_are_made_within_a_session_only() -> None:
     # the machine is twice as fast in session b; the candidate is 1.5 times the baseline in both
-    runs = _runs([("a", "one", 0, 10), ("a", "holmes", 1, 15), ("a", "one", 2, 10), ("b", "one", 10, 20),
-                  ("b", "holmes", 11, 30), ("b", "holmes", 12, 30)])
+    runs = _runs(
+        [
+            ("a", "one", 0, 10),
+            ("a", "holmes", 1, 15),
+            ("a", "one", 2, 10),
+            ("b", "one", 10, 20),
+            ("b", "holmes", 11, 30),
+            ("b", "holmes", 12, 30),
+        ]
+    )
     pairs = s.paired_ratios(runs, "system", "one", "holmes")
     assert list(pairs["ratio"]) == [1.5, 1.5] and list(pairs["session"]) == ["a", "b"]
 

@@ -5,9 +5,21 @@ import pytest
 from holmes_hpc.slurm.constraint import matcher
 
 
-@pytest.mark.parametrize("constraint, features, fits", [
-    (None, "", True), ("ib", "ib", True), ("ib", "x", False), ("ib&fast", "ib", False), ("ib|roce", "roce", True),
-    ("a&b|c", "c", True), ("a&(b|c)", "c", False), ("a&(b|c)", "a c", True), ("!a", "b", True), ("!a&b", "a b", False)])
+@pytest.mark.parametrize(
+    "constraint, features, fits",
+    [
+        (None, "", True),
+        ("ib", "ib", True),
+        ("ib", "x", False),
+        ("ib&fast", "ib", False),
+        ("ib|roce", "roce", True),
+        ("a&b|c", "c", True),
+        ("a&(b|c)", "c", False),
+        ("a&(b|c)", "a c", True),
+        ("!a", "b", True),
+        ("!a&b", "a b", False),
+    ],
+)
 def test_constraints(constraint: str | None, features: str, fits: bool) -> None:
     test = matcher(constraint)
     assert test is not None and test(frozenset(features.split())) is fits

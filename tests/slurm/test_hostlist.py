@@ -6,23 +6,27 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.slurm.hostlist import compress, expand
 
 
-@pytest.mark.parametrize(("text", "hosts"), [
-    ("", []),
-    ("n1", ["n1"]),
-    ("n[1-3,5],m7", ["n1", "n2", "n3", "n5", "m7"]),
-    ("n[08-10]", ["n08", "n09", "n10"]),
-    ("n[8-10]", ["n8", "n9", "n10"]),
-    ("n[007]", ["n007"]),
-    ("r[0-1]n[1-2]-ib", ["r0n1-ib", "r0n2-ib", "r1n1-ib", "r1n2-ib"]),
-    ("a[1,b[2-3],[4-5]]", ["a1", "ab2", "ab3", "a4", "a5"]),
-    ("gpu[a,b]", ["gpua", "gpub"]),
-])
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n[1-3,5],m7", ["n1", "n2", "n3", "n5", "m7"]),
+        ("n[08-10]", ["n08", "n09", "n10"]),
+        ("n[8-10]", ["n8", "n9", "n10"]),
+        ("n[007]", ["n007"]),
+        ("r[0-1]n[1-2]-ib", ["r0n1-ib", "r0n2-ib", "r1n1-ib", "r1n2-ib"]),
+        ("a[1,b[2-3],[4-5]]", ["a1", "ab2", "ab3", "a4", "a5"]),
+        ("gpu[a,b]", ["gpua", "gpub"]),
+    ],
+)
 def test_expand(text: str, hosts: list[str]) -> None:
     assert expand(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["n[1", "n1]", "n[]", "n[3-1]", "n[1,,2]", "a,,b", "a,", "n[1-999999999]",
-                                  "n[1-999][1-999]", "]["])
+@pytest.mark.parametrize(
+    "text", ["n[1", "n1]", "n[]", "n[3-1]", "n[1,,2]", "a,,b", "a,", "n[1-999999999]", "n[1-999][1-999]", "]["]
+)
 def test_what_is_not_a_host_list_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(SiteError) as error:
         expand(text)

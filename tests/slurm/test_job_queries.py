@@ -9,12 +9,22 @@ from holmes_hpc.slurm.job_queries import parse_sacct, parse_scontrol, parse_sque
 from holmes_hpc.slurm.job_states import join, out_of_memory
 
 
-@pytest.mark.parametrize("states, joined", [
-    (["COMPLETED", "COMPLETED"], "COMPLETED"), (["COMPLETED", "FAILED"], "FAILED"), (["FAILED", "CANCELLED"], "FAILED"),
-    (["COMPLETED", "CANCELLED by 0"], "CANCELLED"), (["RUNNING", "CANCELLED by 0"], "RUNNING"),
-    (["COMPLETED", "RUNNING"], "RUNNING"), (["PENDING", "PENDING"], "PENDING"), (["NODE_FAIL", "FAILED"], "NODE_FAIL"),
-    (["COMPLETED", "COMPLETING"], "COMPLETING"), (["TIMEOUT", "TIMEOUT"], "TIMEOUT"),
-    (["OUT_OF_MEMORY", "FAILED"], "OUT_OF_MEMORY")])
+@pytest.mark.parametrize(
+    "states, joined",
+    [
+        (["COMPLETED", "COMPLETED"], "COMPLETED"),
+        (["COMPLETED", "FAILED"], "FAILED"),
+        (["FAILED", "CANCELLED"], "FAILED"),
+        (["COMPLETED", "CANCELLED by 0"], "CANCELLED"),
+        (["RUNNING", "CANCELLED by 0"], "RUNNING"),
+        (["COMPLETED", "RUNNING"], "RUNNING"),
+        (["PENDING", "PENDING"], "PENDING"),
+        (["NODE_FAIL", "FAILED"], "NODE_FAIL"),
+        (["COMPLETED", "COMPLETING"], "COMPLETING"),
+        (["TIMEOUT", "TIMEOUT"], "TIMEOUT"),
+        (["OUT_OF_MEMORY", "FAILED"], "OUT_OF_MEMORY"),
+    ],
+)
 def test_components_are_joined(states: list[str], joined: str) -> None:
     text = "".join(sacct_line(f"12+{i}", s) for i, s in enumerate(states))
     found = join(parse_sacct(text))
@@ -63,10 +73,15 @@ def test_elements_of_an_array_are_jobs_of_their_own() -> None:
     assert parse_sacct(sacct_line("41_2.0", "RUNNING")) == []
 
 
-@pytest.mark.parametrize("line", [
-    "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
-    "slurmstepd: error: Step 5.0 exceeded memory limit (1532 > 1024), being killed",
-    "slurmstepd: error: Exceeded job memory limit", "srun: error: ib1: task 0: Out Of Memory"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Step 5.0 exceeded memory limit (1532 > 1024), being killed",
+        "slurmstepd: error: Exceeded job memory limit",
+        "srun: error: ib1: task 0: Out Of Memory",
+    ],
+)
 def test_too_little_memory_is_read_from_slurms_words(line: str) -> None:
     assert out_of_memory(f"step 1\n{line}\nsrun: error: ib1: task 0: Killed\n") == line
     assert out_of_memory("rank 3: the memory of node ib1 is 16 GiB\nsrun: error: ib1: task 0: Killed\n") is None

@@ -35,8 +35,18 @@ def test_values_with_spaces_stay_whole() -> None:
 
 def test_states() -> None:
     assert parse_states("IDLE*+DRAIN") == ("IDLE", "NOT_RESPONDING", "DRAIN")
-    usable = {"IDLE": True, "MIXED+PLANNED": True, "ALLOCATED": True, "IDLE+CLOUD+POWERED_DOWN": True, "DOWN": False,
-              "IDLE+DRAIN": False, "MIXED*": False, "DOWN*+DRAIN": False, "IDLE+MAINT": False, "FUTURE": False}
+    usable = {
+        "IDLE": True,
+        "MIXED+PLANNED": True,
+        "ALLOCATED": True,
+        "IDLE+CLOUD+POWERED_DOWN": True,
+        "DOWN": False,
+        "IDLE+DRAIN": False,
+        "MIXED*": False,
+        "DOWN*+DRAIN": False,
+        "IDLE+MAINT": False,
+        "FUTURE": False,
+    }
     for state, expected in usable.items():
         assert node("n1", state=state).usable is expected, state
 
@@ -63,10 +73,12 @@ def test_partition() -> None:
 
 
 def test_config() -> None:
-    config = parse_config("Configuration data as of 2024-05-01T10:00:00\nClusterName             = holmes\n"
-                          "SLURM_VERSION           = 22.05.8\n"
-                          "SchedulerParameters     = bf_interval=1,disable_hetjob_steps\n"
-                          "NodeFeaturesPlugins     = (null)\n\nSlurmctld(primary) at m is UP\n")
+    config = parse_config(
+        "Configuration data as of 2024-05-01T10:00:00\nClusterName             = holmes\n"
+        "SLURM_VERSION           = 22.05.8\n"
+        "SchedulerParameters     = bf_interval=1,disable_hetjob_steps\n"
+        "NodeFeaturesPlugins     = (null)\n\nSlurmctld(primary) at m is UP\n"
+    )
     assert config.cluster == "holmes" and config.version == (22, 5)
     assert config.options("SchedulerParameters") == ("bf_interval=1", "disable_hetjob_steps")
     assert config.options("NodeFeaturesPlugins") == ()
@@ -79,8 +91,22 @@ def test_any_feature_text_is_data(text: str) -> None:
     assert n.name == "n1" and n.features in ((text,), ())
 
 
-@pytest.mark.parametrize("text, found", [
-    (90, 90), ("90", 90), ("5:30", 5.5), ("1:30:00", 90), ("1-12", 2160), ("1-00:30", 1470), ("2-01:00:30", 2940.5),
-    ("infinite", None), ("UNLIMITED", None), ("n/a", None), ("", None), ("1-", None)])
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (90, 90),
+        ("90", 90),
+        ("5:30", 5.5),
+        ("1:30:00", 90),
+        ("1-12", 2160),
+        ("1-00:30", 1470),
+        ("2-01:00:30", 2940.5),
+        ("infinite", None),
+        ("UNLIMITED", None),
+        ("n/a", None),
+        ("", None),
+        ("1-", None),
+    ],
+)
 def test_times_are_read_as_slurm_reads_them(text: object, found: float | None) -> None:
     assert minutes(text) == found

@@ -25,7 +25,7 @@ class FakeSlurm:
         """`body` is a piece of sh; every call is logged first, one argument a line, calls apart by an empty line."""
         path = self.folder / command
         log = self.folder / f"{command}.log"
-        path.write_text(f'#!/bin/sh\nprintf \'%s\\n\' "$@" >> {log}; echo >> {log}\n{body}\n')
+        path.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >> {log}; echo >> {log}\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def calls(self, command: str) -> list[list[str]]:
@@ -50,6 +50,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 @pytest.fixture(autouse=True)
 def fresh_watcher() -> Callable[[], None]:
     """Job ids repeat between tests; what was learnt of one must not answer for another."""
+
     def clear() -> None:
         WATCHER.clear()
         WATCHER._registered.clear()
@@ -64,8 +65,12 @@ def fresh_watcher() -> Callable[[], None]:
 def busy_roce(testbed: object) -> Iterator[None]:
     """All RoCE nodes taken for ten minutes."""
     preflight.forget()
-    job = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap",
-                          "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
+    job = subprocess.run(
+        ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap", "sleep 600"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     try:
         end, ask = time.monotonic() + 60, ["squeue", "-h", "-j", job, "-o", "%T"]
         while "RUNNING" not in subprocess.run(ask, capture_output=True, text=True).stdout:

@@ -36,11 +36,21 @@ from holmes_hpc.submission.lifecycle.follow import follow
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
+
+
 def where_am_i(word: str) -> dict[str, Any]:
     own: Any = submitit.JobEnvironment()
     print("said", word, flush=True)
-    return {"rank": own.global_rank, "component": own.component, "host": own.hostname, "hosts": list(own.hostnames),
-            "job": own.job_id, "size": own.num_tasks, "nodes": own.num_nodes, "word": word}
+    return {
+        "rank": own.global_rank,
+        "component": own.component,
+        "host": own.hostname,
+        "hosts": list(own.hostnames),
+        "job": own.job_id,
+        "size": own.num_tasks,
+        "nodes": own.num_nodes,
+        "word": word,
+    }
 
 
 NASTY = "a b 'c' \"d\" $(touch pwned) `touch pwned`; touch pwned\n#SBATCH --array=0-9 ü☃\\"
@@ -81,13 +91,24 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 LINE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30).map(lambda s: f"n{s}n")
 
 
-@example(words=[NASTY, "", "\t", "-", "--x=$(touch pwned)"], name="n\\ \"'`$(touch pwned)`' #1 % ü☃ n",
-         place="a %t b'; touch pwned; '\"☃ $(touch pwned)")
+@example(
+    words=[NASTY, "", "\t", "-", "--x=$(touch pwned)"],
+    name="n\\ \"'`$(touch pwned)`' #1 % ü☃ n",
+    place="a %t b'; touch pwned; '\"☃ $(touch pwned)",
+)
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(words=st.lists(TEXT | st.sampled_from(["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", "%j%t", "#"]),
-                      min_size=20, max_size=20), name=LINE | TEXT, place=LINE)
-def test_names_paths_and_words_arrive_unchanged_or_are_refused(folder: Path, words: list[str], name: str,
-                                                               place: str) -> None:
+@given(
+    words=st.lists(
+        TEXT | st.sampled_from(["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", "%j%t", "#"]),
+        min_size=20,
+        max_size=20,
+    ),
+    name=LINE | TEXT,
+    place=LINE,
+)
+def test_names_paths_and_words_arrive_unchanged_or_are_refused(
+    folder: Path, words: list[str], name: str, place: str
+) -> None:
     """No shell runs any of it: neither here, nor sbatch's parser, nor the batch script, nor a task."""
     inner = folder / (place.replace("/", "").replace("\0", "").strip(".") or "x")
     control = any(ord(c) < 32 or ord(c) == 127 for c in name)
@@ -98,8 +119,9 @@ def test_names_paths_and_words_arrive_unchanged_or_are_refused(folder: Path, wor
         return
     assert not control
     assert job.results() == [tuple(words)]
-    shown = subprocess.run(["squeue", "--states=all", "-h", "-j", job.job_id, "-o", "%j"], capture_output=True,
-                           text=True)
+    shown = subprocess.run(
+        ["squeue", "--states=all", "-h", "-j", job.job_id, "-o", "%j"], capture_output=True, text=True
+    )
     assert shown.stdout.rstrip("\n") == (name or "x")
 
 
@@ -126,14 +148,17 @@ if __name__ == "__main__":
     job = executor.submit(submitit.helpers.CommandFunction(["hostname"]))
     print(asyncio.run(job.awaitable().results())[0] in os.popen("sinfo -hN -o %N").read())
 """
-NEEDS = [("submitit.SlurmExecutor", "SlurmHetExecutor"),
-         ('folder="log"', f'folder="log", components={THREE[:2]!r}'),
-         ("import asyncio", "from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor\nimport asyncio")]
+NEEDS = [
+    ("submitit.SlurmExecutor", "SlurmHetExecutor"),
+    ('folder="log"', f'folder="log", components={THREE[:2]!r}'),
+    ("import asyncio", "from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor\nimport asyncio"),
+]
 
 
 @pytest.mark.parametrize("changes", [[], NEEDS], ids=["SlurmExecutor", "hetjobs"])
-def test_a_script_for_submitits_executor_needs_another_name_and_components(tmp_path: Path,
-                                                                           changes: list[tuple[str, str]]) -> None:
+def test_a_script_for_submitits_executor_needs_another_name_and_components(
+    tmp_path: Path, changes: list[tuple[str, str]]
+) -> None:
     text = SCRIPT
     for old, new in changes:
         text = text.replace(old, new)
@@ -184,8 +209,12 @@ def test_a_chain_of_a_batch_never_runs_more_than_it_may(folder: Path) -> None:
 
     def times() -> list[str]:
         ids = ",".join(job.job_id for job in jobs)
-        rows = subprocess.run(["sacct", "-X", "-n", "-P", "-o", "Start,End", "-j", ids], capture_output=True, text=True,
-                              env={**os.environ, "SLURM_TIME_FORMAT": "%s"}).stdout.split()
+        rows = subprocess.run(
+            ["sacct", "-X", "-n", "-P", "-o", "Start,End", "-j", ids],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        ).stdout.split()
         return rows if len(rows) == 6 and not any("Unknown" in row for row in rows) else []
 
     rows = until(times)
@@ -241,7 +270,11 @@ def test_a_plans_job_completes(folder: Path) -> None:
     assert result["final"]["loss"] == 2
     logs = [run.log_path(rank).read_text() for rank in range(4)]
     assert [re.search(r"rank (\d) on (\w+)", log).groups() for log in logs] == [  # type: ignore[union-attr]
-        ("0", "ib1"), ("1", "ib2"), ("2", "roce1"), ("3", "roce2")] or len({log.split()[3] for log in logs}) == 4
+        ("0", "ib1"),
+        ("1", "ib2"),
+        ("2", "roce1"),
+        ("3", "roce2"),
+    ] or len({log.split()[3] for log in logs}) == 4
     assert all(NASTY in log for log in logs)
     assert run_status(run).state == "completed"
 

@@ -16,16 +16,7 @@ from typing import Any
 import plans
 import pytest
 import submitit
-from slurm_jobs import (  # noqa: F401 (fixtures)
-    THREE,
-    Counting,
-    executor,
-    folder,
-    functions_travel_with_the_pickle,
-    sleeper,
-    start,
-    until,
-)
+from slurm_jobs import THREE, Counting, executor, folder, functions_travel_with_the_pickle, sleeper, start, until  # noqa: F401 (fixtures)
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.config.slurm_settings import SlurmSettings
@@ -36,16 +27,16 @@ from holmes_hpc.submission.lifecycle.follow import follow
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
 
-pytestmark = [pytest.mark.slurm, pytest.mark.breaking,
-              pytest.mark.usefixtures("testbed", "whole_again")]
+pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.usefixtures("testbed", "whole_again")]
 
 
 @pytest.fixture
 def whole_again() -> Iterator[None]:
     """What a test broke is repaired after it."""
     yield
-    drained = subprocess.run(["sinfo", "-h", "-N", "-t", "drain,drained,draining", "-o", "%N"], capture_output=True,
-                             text=True).stdout.split()
+    drained = subprocess.run(
+        ["sinfo", "-h", "-N", "-t", "drain,drained,draining", "-o", "%N"], capture_output=True, text=True
+    ).stdout.split()
     for node in drained:
         subprocess.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"], check=False)
     beds.up()
@@ -151,8 +142,10 @@ def _net(process: Path) -> str:
 @pytest.fixture
 def low() -> Iterator[str]:
     """A partition whose jobs are requeued for others."""
-    subprocess.run(["scontrol", "create", "PartitionName=low", "Nodes=ib[1-4],roce[1-4]", "PriorityTier=1",
-                    "PreemptMode=REQUEUE"], check=True)
+    subprocess.run(
+        ["scontrol", "create", "PartitionName=low", "Nodes=ib[1-4],roce[1-4]", "PriorityTier=1", "PreemptMode=REQUEUE"],
+        check=True,
+    )
     yield "low"
     subprocess.run(["scancel", "-p", "low"], check=False)
     until(lambda: subprocess.run(["scontrol", "delete", "PartitionName=low"], capture_output=True).returncode == 0)
@@ -166,8 +159,12 @@ def test_preempted(folder: Path, low: str) -> None:
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
     submit_plan(plan, run.path, plans.until_told, config, SlurmSettings(timeout_min=3))
     until(lambda: all_here(run))
-    urgent = subprocess.run(["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap",
-                             "sleep 2"], capture_output=True, text=True, check=True).stdout.strip()
+    urgent = subprocess.run(
+        ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap", "sleep 2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     code = follow(run, job_of(run))
     assert urgent
     result = run.read_result()

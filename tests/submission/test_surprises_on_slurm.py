@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 import submitit
-from slurm_jobs import (  # noqa: F401 (fixtures)
-    THREE,
-    executor,
-    folder,
-    functions_travel_with_the_pickle,
-    sleeper,
-    until,
-)
+from slurm_jobs import THREE, executor, folder, functions_travel_with_the_pickle, sleeper, until  # noqa: F401 (fixtures)
 from submitit.helpers import TorchDistributedEnvironment
 
 from holmes_hpc.submission.executor.job import SlurmHetJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
-UNEQUAL = [{"partition": "ib", "tasks_per_node": 2, "environment": {"WHERE": "an ib 'node'"},
-            "setup": ["tool() { echo tool $1; }", "export TOOL=$(tool b)"]}, {"partition": "eth"}]
+UNEQUAL = [
+    {
+        "partition": "ib",
+        "tasks_per_node": 2,
+        "environment": {"WHERE": "an ib 'node'"},
+        "setup": ["tool() { echo tool $1; }", "export TOOL=$(tool b)"],
+    },
+    {"partition": "eth"},
+]
 
 
 def own_view() -> tuple[int, str | None, str | None]:
@@ -63,8 +63,11 @@ def test_a_long_job_in_line_holds_up_nobody_after_the_client_has_gone(folder: Pa
 
 def test_an_array_and_what_a_set_up_that_fails_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = submitit.AutoExecutor(folder / "%j", cluster="slurmhet")
-    made.update_parameters(timeout_min=2, slurm_partition="eth", slurm_setup=[
-        'if [ "$SLURM_ARRAY_TASK_ID" = 1 ]; then nosuchtool; exit 3; fi'])
+    made.update_parameters(
+        timeout_min=2,
+        slurm_partition="eth",
+        slurm_setup=['if [ "$SLURM_ARRAY_TASK_ID" = 1 ]; then nosuchtool; exit 3; fi'],
+    )
     good, bad = made.map_array(sleeper, [0, 0])
     assert good.result() == "slept" and good.job_id.endswith("_0")
     until(lambda: bad.slurm_state().ended)

@@ -22,8 +22,9 @@ SLURM = Path(__file__).parents[2] / "slurm"
 
 
 def test_the_files_are_what_the_executor_would_write() -> None:
-    assert {p.name: p.read_text() for p in SLURM.glob("*.sbatch")} == templates(), \
+    assert {p.name: p.read_text() for p in SLURM.glob("*.sbatch")} == templates(), (
         "python -m holmes_hpc.submission.templates slurm"
+    )
 
 
 @pytest.mark.integration
@@ -74,11 +75,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rank.py").write_text(RANK)
     scripts = {
         "python3": f'[ "$2" = holmes_hpc.train ] && {{ shift 2; exec {sys.executable} {tmp_path}/rank.py "$@"; }}\n'
-                   f'exec {sys.executable} "$@"',
+        f'exec {sys.executable} "$@"',
         "apptainer": '[ "$1" = exec ] && [ "$2" = holmes_hpc.sif ] || exit 9\nshift 2; exec "$@"',
         "srun": 'case "$*" in *--container-image=holmes_hpc:latest*) ;; *) exec REAL "$@";; esac\n'
-                'n=$#; while [ $n -gt 0 ]; do a=$1; shift; n=$((n-1)); case "$a" in --container-image=*) ;; '
-                '*) set -- "$@" "$a";; esac; done\nexec REAL "$@"'}
+        'n=$#; while [ $n -gt 0 ]; do a=$1; shift; n=$((n-1)); case "$a" in --container-image=*) ;; '
+        '*) set -- "$@" "$a";; esac; done\nexec REAL "$@"',
+    }
     (tmp_path / "bin").mkdir()
     for name, text in scripts.items():
         path = tmp_path / "bin" / name
@@ -93,13 +95,19 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", templates())
 def test_each_is_submitted_for_real(bench: Path, name: str) -> None:
     fabrics = {"one_fabric.sbatch": ("ib-a",), "three_components.sbatch": ("ib-a", "roce-a", "eth-a")}.get(
-        name, ("ib-a", "roce-a"))
+        name, ("ib-a", "roce-a")
+    )
     plan = plans.plan(*fabrics)
     plan.write(bench / "plan.yaml")
     extra = ["+labels.fail=1"] if name == "requeue.sbatch" else []
     note = '+labels.note="a b;$(touch pwned)"'
-    job = subprocess.run(["sbatch", "--parsable", str(SLURM / name), note, *extra], cwd=bench,
-                         env={**os.environ, "RUN": "my run", "PYTHON": "python3"}, capture_output=True, text=True)
+    job = subprocess.run(
+        ["sbatch", "--parsable", str(SLURM / name), note, *extra],
+        cwd=bench,
+        env={**os.environ, "RUN": "my run", "PYTHON": "python3"},
+        capture_output=True,
+        text=True,
+    )
     assert job.returncode == 0, job.stderr
     run = RunDirectory(bench / "my run")
     end = time.monotonic() + 60

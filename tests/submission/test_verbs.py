@@ -22,8 +22,9 @@ Holmes = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def holmes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path,
-           hydra_restore_singletons: object) -> Holmes:
+def holmes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, hydra_restore_singletons: object
+) -> Holmes:
     """Run `holmes ARGS`; (exit code, stdout, stderr) come back."""
     monkeypatch.setenv("HOLMES_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
@@ -45,8 +46,14 @@ def test_submit_without_a_plan_says_what_to_do(holmes: Holmes, args: tuple[str, 
     assert "no plan" in err and "`holmes plan" in err and "`holmes run`" in err
 
 
-@pytest.mark.parametrize("args, word", [(("--site", "x.yaml"), "a site file"), (("launcher=local",), "launcher=local"),
-                                        (("plan_file=x.yaml",), "one plan")])
+@pytest.mark.parametrize(
+    "args, word",
+    [
+        (("--site", "x.yaml"), "a site file"),
+        (("launcher=local",), "launcher=local"),
+        (("plan_file=x.yaml",), "one plan"),
+    ],
+)
 def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, args: tuple[str, ...], word: str) -> None:
     for verb in ("plan", "run"):
         code, out, err = holmes(verb, "--earliest", *args)
@@ -54,8 +61,9 @@ def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, ar
 
 
 def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any) -> None:
-    run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={
-        "job_id": 7, "submitted": time.time() - 100})
+    run = RunDirectory.create(
+        tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={"job_id": 7, "submitted": time.time() - 100}
+    )
     run.log_path(1).write_text("a\nb\nc\n")
     code, out, _ = holmes("logs", "r", "-n", "2", "--json")
     assert code == 0 and json.loads(out) == {"run": str(run.path), "logs": {"rank-1.txt": ["b", "c"]}}

@@ -32,17 +32,19 @@ class Browser:
         binary = next(filter(None, map(shutil.which, BROWSERS)))
         # it leaves files behind, a socket among them, whose path must be short
         self._own = tempfile.TemporaryDirectory(prefix="browser-", dir="/tmp", ignore_cleanup_errors=True)
-        self._process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True,
-                                         env={**os.environ, "TMPDIR": self._own.name})
+        self._process = subprocess.Popen(
+            [driver, "--port=0"], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": self._own.name}
+        )
         assert self._process.stdout
         started = (re.search(r"successfully on port (\d+)", line) for line in self._process.stdout)
         port = next(found.group(1) for found in started if found)
         self._url = f"http://127.0.0.1:{port}/session"
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         metrics = {"width": width, "height": height, "pixelRatio": ratio, "mobile": True, "touch": True}
-        capabilities = {"goog:chromeOptions": {"binary": binary, "args": arguments,
-                                               "mobileEmulation": {"deviceMetrics": metrics}},
-                        "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        capabilities = {
+            "goog:chromeOptions": {"binary": binary, "args": arguments, "mobileEmulation": {"deviceMetrics": metrics}},
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
         made = self._call("POST", "", {"capabilities": {"alwaysMatch": capabilities}})
         self._url += "/" + made["sessionId"]
 
@@ -70,8 +72,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._call("DELETE", "")
         finally:

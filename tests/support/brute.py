@@ -68,24 +68,27 @@ def _parallels(model: ModelSpec, batch: Batch, tp: int, pp: int, dp: int, **more
             yield Parallel(tp, pp, dp, virtual_stages=chunks, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
 
 
-def _pipelines(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int,
-               ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
+def _pipelines(
+    model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int
+) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
     components, at = [], 0
     for fabric, nodes in chosen:
         ranks = nodes * fabric.gpus_per_node
         if ranks % (tp * dp):
             return
         stages = ranks // (tp * dp)
-        components.append(Component(fabric.partition, "", fabric.name, nodes, fabric.gpus_per_node,
-                                    tuple(range(at, at + stages))))
+        components.append(
+            Component(fabric.partition, "", fabric.name, nodes, fabric.gpus_per_node, tuple(range(at, at + stages)))
+        )
         at += stages
     if at <= model.layers:
         for parallel in _parallels(model, batch, tp, at, dp, order=PIPELINE_ORDER):
             yield tuple(components), parallel
 
 
-def _hierarchies(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int,
-                 ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
+def _hierarchies(
+    model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int
+) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
     ranks = sum(n * f.gpus_per_node for f, n in chosen)
     if len(chosen) < 2 or ranks % (tp * dp) or ranks // (tp * dp) > model.layers:
         return
@@ -93,10 +96,12 @@ def _hierarchies(model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]
     pipelines = [n * f.gpus_per_node / (tp * pp) for f, n in chosen]
     for run in range(1, dp + 1):
         if dp % run == 0 and all(count % run == 0 for count in pipelines):
-            components = tuple(Component(f.partition, "", f.name, n, f.gpus_per_node, tuple(range(pp)))
-                               for f, n in chosen)
-            for parallel in _parallels(model, batch, tp, pp, dp, order=HIERARCHICAL_ORDER,
-                                       optimizer_instances=dp // run):
+            components = tuple(
+                Component(f.partition, "", f.name, n, f.gpus_per_node, tuple(range(pp))) for f, n in chosen
+            )
+            for parallel in _parallels(
+                model, batch, tp, pp, dp, order=HIERARCHICAL_ORDER, optimizer_instances=dp // run
+            ):
                 yield components, parallel
 
 
@@ -106,16 +111,21 @@ def _schedules(p: Parallel, micro_batches: int) -> list[Schedule]:
         base = [min(micro_batches, p.pp - s) for s in range(p.pp)]
         waiting = Schedule("1f1b", tuple(base))
     else:
-        base = [min(micro_batches * p.virtual_stages, 2 * (p.pp - s - 1) + (p.virtual_stages - 1) * p.pp + 1)
-                for s in range(p.pp)]
+        base = [
+            min(micro_batches * p.virtual_stages, 2 * (p.pp - s - 1) + (p.virtual_stages - 1) * p.pp + 1)
+            for s in range(p.pp)
+        ]
         waiting = Schedule("interleaved", tuple(base))
     if p.pp == 1:
         return [waiting]
     deeper = []
-    for more, *extra in product(range(micro_batches if p.virtual_stages == 1 else 1),
-                                *[range(DEEPER + 1)] * (p.pp - 1)):
-        depth = tuple(min(b + sum(extra[s:]) + more * (p.pp - 1 - s), micro_batches * p.virtual_stages)
-                      for s, b in enumerate(base))
+    for more, *extra in product(
+        range(micro_batches if p.virtual_stages == 1 else 1), *[range(DEEPER + 1)] * (p.pp - 1)
+    ):
+        depth = tuple(
+            min(b + sum(extra[s:]) + more * (p.pp - 1 - s), micro_batches * p.virtual_stages)
+            for s, b in enumerate(base)
+        )
         deeper.append(Schedule("ahead", depth))
     return [waiting, *dict.fromkeys(deeper)]
 

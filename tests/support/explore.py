@@ -45,7 +45,7 @@ class Round:
         self.ran += report.when == "call" and not report.skipped
         if report.failed:
             text = report.longreprtext
-            example = text[text.rfind("Falsifying example"):] if "Falsifying example" in text else text[-3000:]
+            example = text[text.rfind("Falsifying example") :] if "Falsifying example" in text else text[-3000:]
             self.found[report.nodeid] = example
             print(f"\nexplore: {report.nodeid}, seed {self.seed}:\n{example}\n", flush=True)
 
@@ -61,13 +61,27 @@ def main() -> int:
     rounds = 0
     while time.monotonic() < end:
         this, rounds = Round(end, random.SystemRandom().randrange(2**32), found, asked.more), rounds + 1
-        code = pytest.main([*asked.tests, "-m", MARKS, "-q", "--no-header", "--tb=short",
-                            "-p", "no:cacheprovider", "--hypothesis-profile=fresh",
-                            f"--hypothesis-seed={this.seed}"], plugins=[this])
+        code = pytest.main(
+            [
+                *asked.tests,
+                "-m",
+                MARKS,
+                "-q",
+                "--no-header",
+                "--tb=short",
+                "-p",
+                "no:cacheprovider",
+                "--hypothesis-profile=fresh",
+                f"--hypothesis-seed={this.seed}",
+            ],
+            plugins=[this],
+        )
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not this.ran:
             return int(code) or 3  # there was nothing to explore
-        print(f"explore: round {rounds}, seed {this.seed}: {this.ran} property tests, {len(found)} counterexamples",
-              flush=True)
+        print(
+            f"explore: round {rounds}, seed {this.seed}: {this.ran} property tests, {len(found)} counterexamples",
+            flush=True,
+        )
     for name, example in found.items():
         print(f"\nfound in {name}:\n{example}")
     return 1 if found else 0

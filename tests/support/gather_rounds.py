@@ -14,8 +14,9 @@ from holmes_hpc.training.network import process_groups
 
 def rank(number: int, file: str, rounds: int) -> None:
     torch.set_num_threads(1)
-    options = SimpleNamespace(store=dist.FileStore(file, 2), group_rank=number, group_size=2,
-                              timeout=timedelta(seconds=30))
+    options = SimpleNamespace(
+        store=dist.FileStore(file, 2), group_rank=number, group_size=2, timeout=timedelta(seconds=30)
+    )
     group = process_groups._create_gloo(options, {"interface": "lo"})
     whole, own = [torch.empty(2, 8) for _ in range(6)], torch.full((8,), float(number))
     for _ in range(rounds):

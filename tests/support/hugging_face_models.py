@@ -10,16 +10,37 @@ from typing import Any
 
 import torch
 
-_SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 16}
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 # name -> model_type, config; sequences of LENGTH tokens are longer than what a scaled model was first trained on
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "llama3_1": ("llama", {**_SIZES, "rope_parameters": _LLAMA3}),
-    "llama_linear": ("llama", {**_SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
-                               "rope_parameters": {"rope_type": "linear", "rope_theta": 500.5, "factor": 4.0}}),
+    "llama_linear": (
+        "llama",
+        {
+            **_SIZES,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 500.5, "factor": 4.0},
+        },
+    ),
     "mistral": ("mistral", {**_SIZES, "sliding_window": None, "head_dim": 16}),
     "qwen2": ("qwen2", {**_SIZES, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}),
@@ -76,8 +97,9 @@ def rank(number: int, root: Path, layout: str) -> None:
             dist_checkpointing.save({"model": model.sharded_state_dict()}, str(root / f"saved {name}"))
         losses, norms = _three_steps(model, plan, config, tokens)
         if number == tp * (pp - 1):
-            torch.save({"logits": logits[..., :spec.vocab], "losses": losses, "norms": norms},
-                       root / f"{layout} {name}.pt")
+            torch.save(
+                {"logits": logits[..., : spec.vocab], "losses": losses, "norms": norms}, root / f"{layout} {name}.pt"
+            )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -113,15 +135,28 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
 
     models = optimizer.wrap([model.train()], config, plan, spawn.TRAIN)
     made = optimizer.build(models, config, plan, spawn.TRAIN, Breakdown(False))
-    batches = [{"tokens": row[None], "labels": row.roll(-1)[None], "position_ids": torch.arange(LENGTH)[None],
-                "loss_mask": torch.ones(1, LENGTH)} for row in tokens]
+    batches = [
+        {
+            "tokens": row[None],
+            "labels": row.roll(-1)[None],
+            "position_ids": torch.arange(LENGTH)[None],
+            "loss_mask": torch.ones(1, LENGTH),
+        }
+        for row in tokens
+    ]
     losses, norms = [], []
     for _ in range(3):
         models[0].zero_grad_buffer()
         made.zero_grad()
         stored = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter(batches), model=models[0], num_microbatches=len(batches),
-            seq_length=LENGTH, micro_batch_size=1, forward_only=False)
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=models[0],
+            num_microbatches=len(batches),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
         optimizer.set_options(made, spawn.TRAIN, 1e-4)
         norms.append(float(made.step()[1]))
         losses.append(sum(float(entry["loss"]) for entry in stored) / len(batches))

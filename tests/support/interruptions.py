@@ -33,12 +33,32 @@ from holmes_hpc.submission.lifecycle.status import cancel_run, run_status
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 STEPS, INTERVAL, RANKS = 40, 8, 4
-PLAN = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "model.layers=2", "model.hidden=64",
-        "model.ffn=128", "batch.global_size=8", "batch.sequence_length=32")
-TRAIN = (f"train.steps={STEPS}", f"train.checkpoint_interval={INTERVAL}", "train.pace_layer_ms=10",
-         "train.log_interval=10")
-KINDS = ("TERM", "USR2", "KILL of a rank", "node killed", "RDMA link cut", "slurmctld restarted",
-         "checkpoint disk full", "KILL while saving")
+PLAN = (
+    "plan.nodes={ib-a: 2, roce-a: 2}",
+    "plan.pp=2",
+    "plan.schedule=1f1b",
+    "model.layers=2",
+    "model.hidden=64",
+    "model.ffn=128",
+    "batch.global_size=8",
+    "batch.sequence_length=32",
+)
+TRAIN = (
+    f"train.steps={STEPS}",
+    f"train.checkpoint_interval={INTERVAL}",
+    "train.pace_layer_ms=10",
+    "train.log_interval=10",
+)
+KINDS = (
+    "TERM",
+    "USR2",
+    "KILL of a rank",
+    "node killed",
+    "RDMA link cut",
+    "slurmctld restarted",
+    "checkpoint disk full",
+    "KILL while saving",
+)
 DISK = "disk"  # below the root: a small file system, which the testbed's nodes see too
 LIMIT_S = 180
 
@@ -60,9 +80,17 @@ class Fault:
 
 def drawn(seed: int, runs: int) -> list[Fault]:
     """`runs` faults, every kind as often as any other; the first ones are the same for more runs."""
-    return [Fault(number, KINDS[number % len(KINDS)], choice.randrange(RANKS), choice.randint(3, STEPS - 12),
-                  choice.random() < 0.5)
-            for number in range(runs) for choice in [random.Random(f"{seed} {number}")]]
+    return [
+        Fault(
+            number,
+            KINDS[number % len(KINDS)],
+            choice.randrange(RANKS),
+            choice.randint(3, STEPS - 12),
+            choice.random() < 0.5,
+        )
+        for number in range(runs)
+        for choice in [random.Random(f"{seed} {number}")]
+    ]
 
 
 @dataclass(frozen=True)
@@ -110,8 +138,12 @@ def submit(directory: Path, *overrides: str) -> RunDirectory:
     plan = directory.parent / "plan.yaml"
     if not plan.exists():
         subprocess.run([HOLMES, "plan", *PLAN, *TRAIN, "-o", str(plan)], check=True, capture_output=True)
-    done = subprocess.run([HOLMES, "submit", str(plan), f"run_dir={directory}", *TRAIN, *overrides],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [HOLMES, "submit", str(plan), f"run_dir={directory}", *TRAIN, *overrides],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"holmes submit: {done.stderr.strip()}")
     return RunDirectory(directory)
@@ -127,8 +159,11 @@ def processes(run: RunDirectory, rank: int) -> list[int]:
         with contextlib.suppress(OSError):
             own = dict(e.partition("=")[::2] for e in (proc / "environ").read_text().split("\0"))
             words = (proc / "cmdline").read_text().split("\0")
-            if (own.get("HOLMES_LEADER_JOB_ID"), own.get("SLURM_PROCID")) == (job, str(rank)) \
-                    and "submitit.core._submit" in words[:6] and "python" in words[0]:
+            if (
+                (own.get("HOLMES_LEADER_JOB_ID"), own.get("SLURM_PROCID")) == (job, str(rank))
+                and "submitit.core._submit" in words[:6]
+                and "python" in words[0]
+            ):
                 found.append(int(proc.name))
     if not found:
         raise ProcessLookupError(f"no process of rank {rank} of job {job}")
@@ -243,6 +278,7 @@ def _state_of(node: str) -> str:
 
 def to_the_end(run: RunDirectory) -> str:
     """Wait for the run's end; a run that Slurm does not start again is resumed by hand. How it went on comes back."""
+
     def completed() -> str:
         now = run_status(run)
         return now.state if now.ended and (now.state == "completed" or not _queued(run)) else ""
@@ -296,9 +332,11 @@ def untouched(root: Path) -> dict[int, tuple[float, float]]:
 
 def line_of(outcome: Outcome) -> str:
     f = outcome.fault
-    return (f"{f.number:3} {f.kind:21} rank {f.rank} on {outcome.node:6} step {outcome.hit_at:2}, saves in the "
-            f"{'background' if f.background else 'foreground'}: {outcome.how}, {outcome.lost} steps lost "
-            f"(allowed {outcome.allowed}), {outcome.seconds:.0f} s: {outcome.problem or 'equal bit by bit'}")
+    return (
+        f"{f.number:3} {f.kind:21} rank {f.rank} on {outcome.node:6} step {outcome.hit_at:2}, saves in the "
+        f"{'background' if f.background else 'foreground'}: {outcome.how}, {outcome.lost} steps lost "
+        f"(allowed {outcome.allowed}), {outcome.seconds:.0f} s: {outcome.problem or 'equal bit by bit'}"
+    )
 
 
 def summary(outcomes: list[Outcome], wanted: int) -> list[str]:
@@ -306,10 +344,12 @@ def summary(outcomes: list[Outcome], wanted: int) -> list[str]:
     kinds = Counter(o.fault.kind for o in outcomes)
     most = max((o.lost for o in outcomes), default=0)
     beyond = sum(o.lost > INTERVAL for o in outcomes)
-    return [f"injected {len(outcomes)} of {wanted}: " + ", ".join(f"{k} {kinds[k]}" for k in KINDS if kinds[k]),
-            f"recovered {len(good)} of {len(outcomes)}, all losses and gradient norms equal bit by bit",
-            f"steps lost: at most {most}, on average {sum(o.lost for o in outcomes) / max(1, len(outcomes)):.1f}; "
-            f"the checkpoint interval is {INTERVAL}; {beyond} runs lost more, by steps made beside an unfinished save"]
+    return [
+        f"injected {len(outcomes)} of {wanted}: " + ", ".join(f"{k} {kinds[k]}" for k in KINDS if kinds[k]),
+        f"recovered {len(good)} of {len(outcomes)}, all losses and gradient norms equal bit by bit",
+        f"steps lost: at most {most}, on average {sum(o.lost for o in outcomes) / max(1, len(outcomes)):.1f}; "
+        f"the checkpoint interval is {INTERVAL}; {beyond} runs lost more, by steps made beside an unfinished save",
+    ]
 
 
 def main() -> int:
@@ -324,8 +364,10 @@ def main() -> int:
     os.environ["HOLMES_TESTBED"] = given.testbed
     faults, kept = drawn(given.seed, given.runs), root / "outcomes.jsonl"
     root.mkdir(parents=True, exist_ok=True)
-    outcomes = [Outcome(**{**data, "fault": Fault(**data["fault"])})
-                for data in map(json.loads, kept.read_text().splitlines() if kept.exists() else [])]
+    outcomes = [
+        Outcome(**{**data, "fault": Fault(**data["fault"])})
+        for data in map(json.loads, kept.read_text().splitlines() if kept.exists() else [])
+    ]
     outcomes = [o for o in outcomes if o.fault in faults]
     print(f"inputs: seed {given.seed}, {given.runs} runs, {' '.join(PLAN + TRAIN)}", flush=True)
     for outcome in outcomes:
@@ -341,8 +383,19 @@ def main() -> int:
                 try:
                     outcomes.append(interrupted(fault, root, whole))
                 except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as e:
-                    outcomes.append(Outcome(fault, "?", 0, 0, 0, INTERVAL, "not recovered",
-                                            round(time.monotonic() - began, 1), f"{type(e).__name__}: {e}"))
+                    outcomes.append(
+                        Outcome(
+                            fault,
+                            "?",
+                            0,
+                            0,
+                            0,
+                            INTERVAL,
+                            "not recovered",
+                            round(time.monotonic() - began, 1),
+                            f"{type(e).__name__}: {e}",
+                        )
+                    )
                 with kept.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(outcomes[-1])) + "\n")
                 print(line_of(outcomes[-1]), flush=True)

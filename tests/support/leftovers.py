@@ -83,8 +83,11 @@ def checkout(root: Path) -> set[Path]:
     """Every file of the checkout, but hidden ones and what Python and Git keep for themselves."""
     found = set()
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in NOT_OURS and not name.startswith(".")
-                    and not name.endswith(".egg-info")]
+        below[:] = [
+            name
+            for name in below
+            if name not in NOT_OURS and not name.startswith(".") and not name.endswith(".egg-info")
+        ]
         found |= {Path(folder, name) for name in names if not name.startswith(".")}
     return found
 

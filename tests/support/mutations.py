@@ -8,13 +8,62 @@ from typing import Any
 from hypothesis import strategies as st
 
 ODD = st.one_of(
-    st.none(), st.booleans(), st.sampled_from([0, -1, 1, 9, 2**31, 2**63, 10**30, -(10**30)]),
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 9, 2**31, 2**63, 10**30, -(10**30)]),
     st.sampled_from([0.0, -0.5, 1e-300, 1e308, float("inf"), float("-inf"), float("nan")]),
-    st.sampled_from(["", " ", "x", "0", "-1", "1e9", "nan", "a\nb", "\x1b[31m", "\x00", "../..", "/etc/passwd",
-                     "a" * 300, "ib1", "ib[1-3]", "ib[1-", "$(id)", "<b>", "٣", "\ud800", "🙂", "2025-13-45T99:00:00"]),
-    st.sampled_from([[], {}, [[]], [None], {"": None}, {"kind": []}, [0, "x"], {"a": {"b": [1]}}, {1: 2}]))
-WORDS = ["", "=", ":", "[", "]", "[1-", "]]", "+", "\x1f", "\n", "\x00", "-", ",", "(null)", "0:x", "x:0", "9" * 20,
-         "None", "²", "\x1b[2J", "{", "'"]
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "x",
+            "0",
+            "-1",
+            "1e9",
+            "nan",
+            "a\nb",
+            "\x1b[31m",
+            "\x00",
+            "../..",
+            "/etc/passwd",
+            "a" * 300,
+            "ib1",
+            "ib[1-3]",
+            "ib[1-",
+            "$(id)",
+            "<b>",
+            "٣",
+            "\ud800",
+            "🙂",
+            "2025-13-45T99:00:00",
+        ]
+    ),
+    st.sampled_from([[], {}, [[]], [None], {"": None}, {"kind": []}, [0, "x"], {"a": {"b": [1]}}, {1: 2}]),
+)
+WORDS = [
+    "",
+    "=",
+    ":",
+    "[",
+    "]",
+    "[1-",
+    "]]",
+    "+",
+    "\x1f",
+    "\n",
+    "\x00",
+    "-",
+    ",",
+    "(null)",
+    "0:x",
+    "x:0",
+    "9" * 20,
+    "None",
+    "²",
+    "\x1b[2J",
+    "{",
+    "'",
+]
 
 
 def _places(document: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

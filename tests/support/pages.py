@@ -18,15 +18,25 @@ def text_of(page: Path) -> str:
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
     """(title, text) of a page's fenced blocks of a language, in order."""
-    return [(m[3] or "", re.sub(rf"^{m[1]}", "", m[4], flags=re.MULTILINE)) for m in FENCE.finditer(text_of(page))
-            if m[2] == language]
+    return [
+        (m[3] or "", re.sub(rf"^{m[1]}", "", m[4], flags=re.MULTILINE))
+        for m in FENCE.finditer(text_of(page))
+        if m[2] == language
+    ]
 
 
 def run_block(text: str, directory: Path) -> str:
     """Run a page's lines as they stand there; what they print comes back."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.pop("HOLMES_RUNS", None)
-    done = subprocess.run(["bash", "-c", f"set -eux\n{text}"], cwd=directory, env=environment, capture_output=True,
-                          text=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f"set -eux\n{text}"],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

@@ -138,8 +138,16 @@ def make_model(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
     models: list[torch.nn.Module] = []
     for chunk in range(chunks):
         first, last = stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1
-        model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, pre_process=first, post_process=last,
-                         share_embeddings_and_output_weights=False, vp_stage=chunk if chunks > 1 else None)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=False,
+            vp_stage=chunk if chunks > 1 else None,
+        )
         if case.pace_s:
             pace([model.decoder.layers], 1000 * case.pace_s)
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
@@ -157,21 +165,27 @@ def make_config(case: Case) -> TransformerConfig:
     names[0][0] = "E" + names[0][0]
     names[-1][-1] += "L"
     return TransformerConfig(
-        num_layers=sum(map(sum, case.layers)), hidden_size=case.hidden, num_attention_heads=2,
-        hidden_dropout=case.dropout, attention_dropout=case.dropout, pipeline_model_parallel_size=stages,
+        num_layers=sum(map(sum, case.layers)),
+        hidden_size=case.hidden,
+        num_attention_heads=2,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        pipeline_model_parallel_size=stages,
         tensor_model_parallel_size=case.tp,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
         pipeline_model_parallel_layout="|".join(itertools.chain.from_iterable(names)),
-        batch_p2p_comm=not case.overlap, overlap_p2p_comm=case.overlap,
+        batch_p2p_comm=not case.overlap,
+        overlap_p2p_comm=case.overlap,
         overlap_p2p_comm_warmup_flush=case.overlap and not case.as_on_gpu,  # training leaves it off
         deallocate_pipeline_outputs=case.deallocate,
-        calculate_per_token_loss=case.per_token)
+        calculate_per_token_loss=case.per_token,
+    )
 
 
 def batches(case: Case, step: int) -> Iterator[torch.Tensor]:
     """Micro-batches of tokens, the same for every schedule."""
-    generator = torch.Generator().manual_seed(
-        1000 * case.seed + 10 * step + parallel_state.get_data_parallel_rank())
+    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + parallel_state.get_data_parallel_rank())
     while True:
         yield torch.randint(VOCABULARY, (MICRO, SEQUENCE + 1), generator=generator).to(case.device)
 
@@ -188,6 +202,7 @@ def forward_step(case: Case, data: Iterator[torch.Tensor], model: torch.nn.Modul
             return values.sum(), count, {"loss": values.detach().mean()}
         mean = values.mean()
         return mean, {"loss": mean.detach().clone()}
+
     return output, loss
 
 
@@ -196,14 +211,18 @@ def communicator(case: Case, config: TransformerConfig) -> point_to_point.EdgeCo
     stages, chunks, dp, tp, *_ = case.world
     parallel = Parallel(pp=stages, dp=dp, tp=tp, virtual_stages=chunks)
     plan = SimpleNamespace(
-        parallel=parallel, edge_dtype=case.edge_dtype, edge_connections=case.stripes,
-        transports=lambda: (GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel)))
+        parallel=parallel,
+        edge_dtype=case.edge_dtype,
+        edge_connections=case.stripes,
+        transports=lambda: (GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel)),
+    )
     channels = _channels(case.world, plan, config)
     for channel in channels.values():
         channel.delay_s, channel.rate, channel.staged = case.delay_s, case.rate, case.staged
         channel.one_by_one = case.as_on_gpu
-    return point_to_point.EdgeCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, channels,
-                                           torch.device(case.device))
+    return point_to_point.EdgeCommunicator(
+        parallel_state.get_pipeline_model_parallel_group(), config, channels, torch.device(case.device)
+    )
 
 
 _made: dict[Any, dict[str, Any]] = {}
@@ -215,7 +234,9 @@ def _watch_groups() -> None:
         def call(*args: Any, group: Any = None, **rest: Any) -> Any:
             _group_sizes.add(dist.get_world_size(group))
             return operation(*args, group=group, **rest)
+
         return call
+
     for name in ("isend", "irecv"):
         operation = watched(getattr(dist, name))
         setattr(dist, name, operation)
@@ -225,9 +246,15 @@ def _watch_groups() -> None:
 def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
     key = world, plan.edge_dtype, plan.edge_connections
     if key not in _made:
-        built = point_to_point.build(plan, lambda edge: dist.new_group(list(edge.ranks)), rank=dist.get_rank(),
-                            pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config,
-                            device=torch.device(world[4]), channel=SlowChannel)
+        built = point_to_point.build(
+            plan,
+            lambda edge: dist.new_group(list(edge.ranks)),
+            rank=dist.get_rank(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            config=config,
+            device=torch.device(world[4]),
+            channel=SlowChannel,
+        )
         _made[key] = built.channels
     return _made[key]
 
@@ -238,12 +265,17 @@ def run(case: Case) -> dict[str, Any]:
     models = make_model(case, config)
     _group_sizes.clear()
     events: list[TraceEvent] = []
-    schedule: Callable[..., Any] = (megatron.forward_backward_pipelining_with_interleaving if len(models) > 1
-                                    else megatron.forward_backward_pipelining_without_interleaving)
+    schedule: Callable[..., Any] = (
+        megatron.forward_backward_pipelining_with_interleaving
+        if len(models) > 1
+        else megatron.forward_backward_pipelining_without_interleaving
+    )
     with_edges: dict[str, Any] = {}
     if case.schedule != "megatron":
-        with_edges = {"p2p_communicator": communicator(case, config),
-                      "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+        with_edges = {
+            "p2p_communicator": communicator(case, config),
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        }
     if case.schedule == "ahead":
         schedule = functools.partial(run_ahead, in_flight=case.in_flight, tracer=events.append if case.trace else None)
     losses, digests, times, ends = [], [], [], []
@@ -260,10 +292,15 @@ def run(case: Case) -> dict[str, Any]:
         dist.barrier()
         began = time.perf_counter()
         stored = schedule(
-            forward_step_func=functools.partial(forward_step, case), data_iterator=data if len(models) > 1 else data[0],
+            forward_step_func=functools.partial(forward_step, case),
+            data_iterator=data if len(models) > 1 else data[0],
             model=models if len(models) > 1 else models[0],
-            num_microbatches=case.micro_batches[step % len(case.micro_batches)], seq_length=SEQUENCE,
-            micro_batch_size=MICRO, forward_only=case.forward_only, **with_edges)
+            num_microbatches=case.micro_batches[step % len(case.micro_batches)],
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO,
+            forward_only=case.forward_only,
+            **with_edges,
+        )
         if case.device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
@@ -275,9 +312,14 @@ def run(case: Case) -> dict[str, Any]:
             parameter.data.add_(parameter.main_grad, alpha=-case.lr)
         digests.append(digest.hexdigest())
     waited = with_edges["p2p_communicator"].waited_s if with_edges else 0.0
-    return {"losses": losses, "gradients": digests, "times": times, "waited_s": waited,
-            "events": [[list(e) for e in events[a:b]] for a, b in zip([0, *ends], ends, strict=False)],
-            "group_sizes": sorted(_group_sizes)}
+    return {
+        "losses": losses,
+        "gradients": digests,
+        "times": times,
+        "waited_s": waited,
+        "events": [[list(e) for e in events[a:b]] for a, b in zip([0, *ends], ends, strict=False)],
+        "group_sizes": sorted(_group_sizes),
+    }
 
 
 def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> None:
@@ -286,16 +328,20 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
     if device == "cpu":
         cpu.install()
     else:
-        os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket",
-                          CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        os.environ.update(
+            NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket", CUBLAS_WORKSPACE_CONFIG=":4096:8"
+        )
         torch.cuda.set_device(0)
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", stages * dp * tp), rank=rank,
-                                world_size=stages * dp * tp)
+        dist.init_process_group(
+            backend, store=dist.FileStore(f"{folder}/store", stages * dp * tp), rank=rank, world_size=stages * dp * tp
+        )
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=stages,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=stages,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        )
         _watch_groups()
         with open(f"{folder}/{rank}.jsonl", "w", encoding="utf-8") as out:
             for index, case in cases:
@@ -326,12 +372,17 @@ def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]
             for process in processes:
                 process.kill()
                 process.join()
-            lines = [Path(folder, f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()
-                     if Path(folder, f"{rank}.jsonl").exists() else [] for rank in range(ranks)]
+            lines = [
+                Path(folder, f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+                if Path(folder, f"{rank}.jsonl").exists()
+                else []
+                for rank in range(ranks)
+            ]
             if any(code != 0 for code in codes):  # None: it hangs
                 said = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.txt")))
-                raise RuntimeError(f"world {world}: exit codes {codes}; cases done per rank {[len(x) for x in lines]}\n"
-                                   + said)
+                raise RuntimeError(
+                    f"world {world}: exit codes {codes}; cases done per rank {[len(x) for x in lines]}\n" + said
+                )
             for index, _, result in sorted(map(json.loads, itertools.chain.from_iterable(lines)), key=lambda x: x[:2]):
                 results[index].append(result)
     return results
@@ -365,9 +416,14 @@ class Server:
     without the caller's threads. It ends with the caller."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, text=True,
-                                         stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                                         start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__],
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
         stays(self._process.pid)
         atexit.register(self._process.kill)
 

@@ -19,10 +19,14 @@ MODEL = ModelSpec("m", layers=6, hidden=32, heads=4, vocab=256, ffn=64, kv_heads
 
 def site(nodes: int = 4, gres: bool = False) -> Site:
     """The default testbed as the fabric room shows it."""
-    return Site("holmes", (
-        Fabric("ib-a", NicType.IB, "ib", nodes, 1, 0.05, CPU, 0.4, "nic_ib", gres=gres),
-        Fabric("roce-a", NicType.ROCE, "roce", nodes, 1, 0.05, CPU, 0.25, "nic_roce", gres=gres),
-        Fabric("eth-a", NicType.ETHERNET, "eth", 2, 1, 0.05, CPU, None, "nic_ethernet", gres=gres)))
+    return Site(
+        "holmes",
+        (
+            Fabric("ib-a", NicType.IB, "ib", nodes, 1, 0.05, CPU, 0.4, "nic_ib", gres=gres),
+            Fabric("roce-a", NicType.ROCE, "roce", nodes, 1, 0.05, CPU, 0.25, "nic_roce", gres=gres),
+            Fabric("eth-a", NicType.ETHERNET, "eth", 2, 1, 0.05, CPU, None, "nic_ethernet", gres=gres),
+        ),
+    )
 
 
 def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any) -> Plan:
@@ -31,11 +35,18 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
     parts = [(own.fabric(name), i) for i, name in enumerate(fabrics)]
     dp = nodes * parts[0][0].gpus_per_node
     return Plan(
-        "pipeline" if len(fabrics) > 1 else "one-fabric", MODEL, Batch(8, 1, 32), Parallel(pp=len(fabrics), dp=dp),
-        "none", Schedule("1f1b", tuple(range(len(fabrics), 0, -1))),
+        "pipeline" if len(fabrics) > 1 else "one-fabric",
+        MODEL,
+        Batch(8, 1, 32),
+        Parallel(pp=len(fabrics), dp=dp),
+        "none",
+        Schedule("1f1b", tuple(range(len(fabrics), 0, -1))),
         tuple(Component(f.partition, f.constraint, f.name, nodes, f.gpus_per_node, (i,)) for f, i in parts),
-        tuple(Stage(f.name, 6 // len(fabrics)) for f, _ in parts), own,
-        predicted=Predicted(step_time_s, 1, 1, 1, (1,) * len(fabrics), {}, {}), **changes)
+        tuple(Stage(f.name, 6 // len(fabrics)) for f, _ in parts),
+        own,
+        predicted=Predicted(step_time_s, 1, 1, 1, (1,) * len(fabrics), {}, {}),
+        **changes,
+    )
 
 
 CONFIG: dict[str, Any] = {"train": {"steps": 4, "max_restarts": 0}}

@@ -15,12 +15,43 @@ def one_fabric(gpu: Gpu, name: str = "ib-a", nodes: int = 1) -> Fabric:
 
 def two_clusters(nodes: int = 4, ethernet_gbps: float = 25) -> Site:
     """The paper's setting: InfiniBand and RoCE nodes of 8 A100, joined by Ethernet."""
-    return Site("two", tuple(Fabric(f"{nic}-a", NicType(nic), f"gpu-{nic}", nodes, 8, ethernet_gbps, A100,
-                                    rdma_gbps=200, constraint=f"nic_{nic}") for nic in ("ib", "roce")))
+    return Site(
+        "two",
+        tuple(
+            Fabric(
+                f"{nic}-a",
+                NicType(nic),
+                f"gpu-{nic}",
+                nodes,
+                8,
+                ethernet_gbps,
+                A100,
+                rdma_gbps=200,
+                constraint=f"nic_{nic}",
+            )
+            for nic in ("ib", "roce")
+        ),
+    )
 
 
 def small_testbed() -> Site:
     """The default topology of the testbed: CPU ranks, one a node."""
     rows = (("ib-a", "ib", 0.4, 4), ("roce-a", "roce", 0.25, 4), ("eth-a", "ethernet", None, 2))
-    return Site("testbed", tuple(Fabric(name, NicType(nic), name.split("-")[0], nodes, 1, 0.05, CPU, rdma_gbps=gbps,
-                                        constraint=f"nic_{nic}", gres=False) for name, nic, gbps, nodes in rows))
+    return Site(
+        "testbed",
+        tuple(
+            Fabric(
+                name,
+                NicType(nic),
+                name.split("-")[0],
+                nodes,
+                1,
+                0.05,
+                CPU,
+                rdma_gbps=gbps,
+                constraint=f"nic_{nic}",
+                gres=False,
+            )
+            for name, nic, gbps, nodes in rows
+        ),
+    )

@@ -19,9 +19,11 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.plan_job import submit_plan
 
-THREE = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2},
-         {"partition": "roce", "constraint": "nic_roce", "nodes": 2},
-         {"partition": "eth", "constraint": "nic_ethernet", "nodes": 1}]
+THREE = [
+    {"partition": "ib", "constraint": "nic_ib", "nodes": 2},
+    {"partition": "roce", "constraint": "nic_roce", "nodes": 2},
+    {"partition": "eth", "constraint": "nic_ethernet", "nodes": 1},
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

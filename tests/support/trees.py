@@ -57,8 +57,19 @@ class Tree:
     def gpu(self, *addresses: str, vendor: str = "0x10de") -> None:
         self.write(self.pci(*addresses), **{"class": "0x030200", "vendor": vendor})
 
-    def net(self, name: str, pci: Path | None = None, speed: object = None, operstate: str = "up", kind: str = "1",
-            driver: str = "", master: str | None = None, bond: bool = False, tx: int = 0, rx: int = 0) -> None:
+    def net(
+        self,
+        name: str,
+        pci: Path | None = None,
+        speed: object = None,
+        operstate: str = "up",
+        kind: str = "1",
+        driver: str = "",
+        master: str | None = None,
+        bond: bool = False,
+        tx: int = 0,
+        rx: int = 0,
+    ) -> None:
         folder = (pci / "net" if pci else self.root / "devices/virtual/net") / name
         self.write(folder, operstate=operstate, type=kind, flags="0x1003", carrier=int(operstate == "up"))
         self.write(folder / "statistics", tx_bytes=tx, rx_bytes=rx)
@@ -76,9 +87,19 @@ class Tree:
         if master:
             (folder / "master").symlink_to(f"../../../../virtual/net/{master}")
 
-    def rdma(self, device: str, pci: Path, layer: str = "InfiniBand", rate: str = "200 Gb/sec (4X HDR)",
-             state: str = ACTIVE, node_type: str = "1: CA", port: int = 1,
-             gids: tuple[tuple[str, str, str], ...] = (), xmit: int = 0, rcv: int = 0) -> None:
+    def rdma(
+        self,
+        device: str,
+        pci: Path,
+        layer: str = "InfiniBand",
+        rate: str = "200 Gb/sec (4X HDR)",
+        state: str = ACTIVE,
+        node_type: str = "1: CA",
+        port: int = 1,
+        gids: tuple[tuple[str, str, str], ...] = (),
+        xmit: int = 0,
+        rcv: int = 0,
+    ) -> None:
         """`gids`: (gid, type, interface) for indices 0, 1, …; empty slots follow, as on real devices."""
         folder = pci / "infiniband" / device
         at = folder / "ports" / str(port)
@@ -123,9 +144,18 @@ def roce_on_a_bond(tree: Tree) -> None:
     tree.net("eth2", card, speed=100000, master="bond0")
     tree.net("eth3", other, speed=100000, master="bond0")
     link_local = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
-    tree.rdma("mlx5_bond_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=(
-        (link_local, "IB/RoCE v1", "bond0"), (link_local, "RoCE v2", "bond0"),
-        (mapped("10.7.0.3"), "IB/RoCE v1", "bond0"), (mapped("10.7.0.3"), "RoCE v2", "bond0")))
+    tree.rdma(
+        "mlx5_bond_0",
+        card,
+        "Ethernet",
+        "100 Gb/sec (4X EDR)",
+        gids=(
+            (link_local, "IB/RoCE v1", "bond0"),
+            (link_local, "RoCE v2", "bond0"),
+            (mapped("10.7.0.3"), "IB/RoCE v1", "bond0"),
+            (mapped("10.7.0.3"), "RoCE v2", "bond0"),
+        ),
+    )
     ethernet_card(tree)
 
 
@@ -162,8 +192,13 @@ def gid_unreadable(tree: Tree) -> None:
 def some_gids_unreadable(tree: Tree) -> None:
     card = tree.pci("0000:00:02.0", "0000:21:00.0")
     tree.net("eth2", card, speed=100000)
-    tree.rdma("mlx5_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=(
-        (mapped("10.7.0.2"), "RoCE v2", "eth2"), (mapped("10.7.0.3"), "RoCE v2", "eth2")))
+    tree.rdma(
+        "mlx5_0",
+        card,
+        "Ethernet",
+        "100 Gb/sec (4X EDR)",
+        gids=((mapped("10.7.0.2"), "RoCE v2", "eth2"), (mapped("10.7.0.3"), "RoCE v2", "eth2")),
+    )
     tree.refuse("class/infiniband/mlx5_0/ports/1/gid_attrs/types/0")
     ethernet_card(tree)
 
@@ -294,8 +329,30 @@ def a_container(tree: Tree) -> None:
     (tree.root / "class/infiniband").rmdir()
 
 
-ALL: dict[str, Callable[[Tree], None]] = {f.__name__: f for f in (
-    hdr_4_hcas, roce_on_a_bond, one_port_down, ib_and_a_storage_card, iwarp, gid_unreadable, some_gids_unreadable,
-    virtio_only, speed_unknown, eight_rails, converged_roce, omnipath, a_slow_cable, a_fast_bond_beside_a_slow_port,
-    a_vlan, a_vlan_on_a_bond, virtual_functions, a_virtual_function_alone, a_dual_port_card,
-    eight_hcas_and_two_for_storage, rails_and_a_frontend, a_container)}
+ALL: dict[str, Callable[[Tree], None]] = {
+    f.__name__: f
+    for f in (
+        hdr_4_hcas,
+        roce_on_a_bond,
+        one_port_down,
+        ib_and_a_storage_card,
+        iwarp,
+        gid_unreadable,
+        some_gids_unreadable,
+        virtio_only,
+        speed_unknown,
+        eight_rails,
+        converged_roce,
+        omnipath,
+        a_slow_cable,
+        a_fast_bond_beside_a_slow_port,
+        a_vlan,
+        a_vlan_on_a_bond,
+        virtual_functions,
+        a_virtual_function_alone,
+        a_dual_port_card,
+        eight_hcas_and_two_for_storage,
+        rails_and_a_frontend,
+        a_container,
+    )
+}

@@ -29,8 +29,11 @@ def train(place: Path, name: str, until: int) -> list[float]:
     from test_layouts import LAYOUTS
 
     layout, more = LAYOUTS[name]
-    ended = spawn.begin(place, spawn.plan(**layout), {"train": {
-        "steps": until, "lr_decay_steps": STEPS, "checkpoint_interval": STEPS // 2, **more}}).finish(LIMIT_S)
+    ended = spawn.begin(
+        place,
+        spawn.plan(**layout),
+        {"train": {"steps": until, "lr_decay_steps": STEPS, "checkpoint_interval": STEPS // 2, **more}},
+    ).finish(LIMIT_S)
     assert set(ended.codes) == {0}, ended.output
     return ended.column("loss")
 
@@ -92,8 +95,10 @@ def compare(command: list[str], place: Path) -> bool:
         for first, second in ((0, 1), (1, 0)) if layout in CONTINUED else ():
             at = place / f"{layout}-{first}-{second}".replace(" ", "_")
             engines[first].losses(at, layout, STEPS // 2)
-            tell(f"{layout}: {engines[second].name} goes on from {engines[first].name}'s checkpoint",
-                 furthest(whole[first], engines[second].losses(at, layout)))
+            tell(
+                f"{layout}: {engines[second].name} goes on from {engines[first].name}'s checkpoint",
+                furthest(whole[first], engines[second].losses(at, layout)),
+            )
     for engine in engines:
         engine.end()
     return well

@@ -16,8 +16,9 @@ LIMIT_S = 600  # for whatever a command here does, on a busy machine too
 
 
 def holmes(*args: str, timeout: float = LIMIT_S, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HOLMES, *args], capture_output=True, text=True, timeout=timeout, check=False,
-                          env={**os.environ, **environment})
+    return subprocess.run(
+        [HOLMES, *args], capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **environment}
+    )
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
@@ -38,8 +39,11 @@ def process_of(run: RunDirectory, rank: int) -> int:
         except OSError:
             continue
         leader = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID")
-        is_rank = "python" in Path(words[0]).name and "submitit.core._submit" in words[:6] and any(
-            word.startswith(str(run.path)) for word in words)  # other testbeds have jobs of the same number
+        is_rank = (
+            "python" in Path(words[0]).name
+            and "submitit.core._submit" in words[:6]
+            and any(word.startswith(str(run.path)) for word in words)
+        )  # other testbeds have jobs of the same number
         if is_rank and leader == str(job) and environment.get("SLURM_PROCID") == str(rank):
             return int(proc.name)
     raise AssertionError(f"no process of rank {rank} of job {job}")

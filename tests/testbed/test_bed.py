@@ -60,8 +60,15 @@ def prefix_of(place: Path) -> str:
 
 
 def slurm(*argv: str, timeout_s: float = 60) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/tmp",
-                          env={**os.environ, **beds.env()})
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd="/tmp",
+        env={**os.environ, **beds.env()},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -108,8 +115,13 @@ srun --het-group=0-2 --kill-on-bad-exit=1 sh -c 'echo $SLURM_PROCID $(hostname) 
 """)
     slurm("sbatch", "--wait", str(script))
     lines = sorted(out.read_text().splitlines())
-    assert lines == ["0 ib1 eth0 ib0 lo mgmt0", "1 ib2 eth0 ib0 lo mgmt0", "2 roce1 eth0 lo mgmt0 roce0",
-                     "3 roce2 eth0 lo mgmt0 roce0", "4 eth1 eth0 lo mgmt0"]
+    assert lines == [
+        "0 ib1 eth0 ib0 lo mgmt0",
+        "1 ib2 eth0 ib0 lo mgmt0",
+        "2 roce1 eth0 lo mgmt0 roce0",
+        "3 roce2 eth0 lo mgmt0 roce0",
+        "4 eth1 eth0 lo mgmt0",
+    ]
 
 
 def test_accounting_answers(bed: Path) -> None:
@@ -125,8 +137,9 @@ def test_accounting_answers(bed: Path) -> None:
 def test_a_low_partition_made_at_run_time_is_preempted_and_requeued(bed: Path) -> None:
     slurm("scontrol", "create", "PartitionName=low", "Nodes=ib[1-4]", "PriorityTier=1", "PreemptMode=REQUEUE")
     try:
-        low = slurm("sbatch", "--parsable", "-p", "low", "-N4", "--exclusive", "-o", "/dev/null", "--wrap",
-                    "sleep 300").strip()
+        low = slurm(
+            "sbatch", "--parsable", "-p", "low", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 300"
+        ).strip()
         wait_for(low, "RUNNING")
         slurm("srun", "-p", "ib", "-N4", "--exclusive", "true")
         wait_for(low, "RUNNING")
@@ -154,17 +167,22 @@ def address(node: str, interface: str) -> str:
 def counters(node: str) -> dict[str, tuple[int, int]]:
     """Interface -> bytes sent and received, of a node's data NICs."""
     rows = json.loads(beds.exec_in(node, ["ip", "-j", "-s", "link"], capture=True).stdout)
-    return {row["ifname"]: (row["stats64"]["tx"]["bytes"], row["stats64"]["rx"]["bytes"])
-            for row in rows if row["ifname"] not in ("lo", "mgmt0")}
+    return {
+        row["ifname"]: (row["stats64"]["tx"]["bytes"], row["stats64"]["rx"]["bytes"])
+        for row in rows
+        if row["ifname"] not in ("lo", "mgmt0")
+    }
 
 
 def transfer(sender: str, receiver: str, interface: str, count: int) -> float:
     """Send `count` bytes to the receiver's address on `interface`; Mbit/s as the receiver saw it."""
     goal = address(receiver, interface)
-    code = ("import sys; from holmes_hpc import testbed; "
-            "sys.exit(testbed.exec_in(sys.argv[1], sys.argv[2:]).returncode)")
-    server = subprocess.Popen([sys.executable, "-c", code, receiver, sys.executable, str(PEER), "serve", goal],
-                              stdout=subprocess.PIPE, text=True)
+    code = "import sys; from holmes_hpc import testbed; sys.exit(testbed.exec_in(sys.argv[1], sys.argv[2:]).returncode)"
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, receiver, sys.executable, str(PEER), "serve", goal],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with server:
         assert server.stdout is not None
         port = server.stdout.readline().strip()
@@ -175,11 +193,18 @@ def transfer(sender: str, receiver: str, interface: str, count: int) -> float:
     return count * 8 / 1e6 / float(seconds)
 
 
-@pytest.mark.parametrize(("sender", "receiver", "interface", "mbit"), [
-    ("ib1", "ib2", "ib0", 400), ("roce3", "roce4", "roce0", 250), ("ib1", "roce1", "eth0", 50),
-    ("eth1", "eth2", "eth0", 50)])
-def test_bytes_go_over_the_nic_they_are_sent_to_at_its_rate(bed: Path, sender: str, receiver: str, interface: str,
-                                                            mbit: float) -> None:
+@pytest.mark.parametrize(
+    ("sender", "receiver", "interface", "mbit"),
+    [
+        ("ib1", "ib2", "ib0", 400),
+        ("roce3", "roce4", "roce0", 250),
+        ("ib1", "roce1", "eth0", 50),
+        ("eth1", "eth2", "eth0", 50),
+    ],
+)
+def test_bytes_go_over_the_nic_they_are_sent_to_at_its_rate(
+    bed: Path, sender: str, receiver: str, interface: str, mbit: float
+) -> None:
     count = int(mbit * 1e6 / 8)  # a second's worth
     before = {node: counters(node) for node in (sender, receiver)}
     # Never faster than the rate (a bucket's content aside); how much slower depends on what else the machine does.
@@ -285,13 +310,18 @@ def test_another_releases_files_are_seen_inside_only(tmp_path: Path) -> None:
     (root / "usr" / "bin").mkdir(parents=True)
     for program in ("cat", "mount", "sh"):
         shutil.copy(shutil.which(program) or program, root / "usr" / "bin" / program)
-    (root / "usr" / "bin" / "sinfo").write_text("#!/bin/sh\ncat /etc/of-the-release; echo \"$PWD $1\"\n")
+    (root / "usr" / "bin" / "sinfo").write_text('#!/bin/sh\ncat /etc/of-the-release; echo "$PWD $1"\n')
     (root / "usr" / "bin" / "sinfo").chmod(0o755)
     userland.write_wrappers(root, tmp_path / "bin")
     assert sorted(os.listdir(tmp_path / "bin")) == ["in-release", "sinfo"]
     for argv in (["sinfo", "a b"], ["in-release", "sinfo", "a b"]):
-        done = subprocess.run([tmp_path / "bin" / argv[0], *argv[1:]], capture_output=True, text=True, cwd=tmp_path,
-                              env={**os.environ, "PATH": SYSTEM_PATH})  # not a testbed's own wrappers
+        done = subprocess.run(
+            [tmp_path / "bin" / argv[0], *argv[1:]],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": SYSTEM_PATH},
+        )  # not a testbed's own wrappers
         assert done.stdout == f"yes{tmp_path} a b\n", done.stderr
     assert not Path("/etc/of-the-release").exists()
 
@@ -299,8 +329,10 @@ def test_another_releases_files_are_seen_inside_only(tmp_path: Path) -> None:
 def test_a_failure_half_way_undoes_itself(place: Path, tmp_path: Path) -> None:
     beds.down()
     wrong = tmp_path / "wrong.yaml"
-    wrong.write_text("name: wrong\nethernet_mbit: 5\nfabrics: [{name: e, nic: ethernet, partition: e, nodes: 2}]\n"
-                     "slurm: {SelectType: select/nonsense}\n")
+    wrong.write_text(
+        "name: wrong\nethernet_mbit: 5\nfabrics: [{name: e, nic: ethernet, partition: e, nodes: 2}]\n"
+        "slurm: {SelectType: select/nonsense}\n"
+    )
     seen: list[str] = []
     with pytest.raises(TestbedError) as caught:
         beds.up(wrong, progress=lambda line: seen.append(prefix_of(place) if (place / FILE).exists() else ""))

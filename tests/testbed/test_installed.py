@@ -35,8 +35,10 @@ def test_a_folder_without_slurmctld_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("version", "taken"), [("slurm 21.08.8", False), ("slurm 22.05.8", True),
-                                                ("slurm 26.05.3", True), ("slurm 26.11.0", False)])
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [("slurm 21.08.8", False), ("slurm 22.05.8", True), ("slurm 26.05.3", True), ("slurm 26.11.0", False)],
+)
 def test_a_slurm_out_of_range_is_said_with_the_range(version: str, taken: bool, tmp_path: Path) -> None:
     place = prefix(tmp_path, version)
     if taken:
@@ -46,11 +48,18 @@ def test_a_slurm_out_of_range_is_said_with_the_range(version: str, taken: bool, 
         installed.check(place)
 
 
-@pytest.mark.parametrize(("version", "plugins", "auth"), [
-    ("slurm 24.11.7", ["auth_munge", "auth_slurm"], "munge"), ("slurm 25.05.1", ["auth_munge", "auth_slurm"], "slurm"),
-    ("slurm 26.05.3", ["auth_slurm"], "slurm"), ("slurm 26.05.3", ["auth_munge"], "munge")])
-def test_newer_slurms_trust_a_key_rather_than_one_munged(version: str, plugins: list[str], auth: str,
-                                                        tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "plugins", "auth"),
+    [
+        ("slurm 24.11.7", ["auth_munge", "auth_slurm"], "munge"),
+        ("slurm 25.05.1", ["auth_munge", "auth_slurm"], "slurm"),
+        ("slurm 26.05.3", ["auth_slurm"], "slurm"),
+        ("slurm 26.05.3", ["auth_munge"], "munge"),
+    ],
+)
+def test_newer_slurms_trust_a_key_rather_than_one_munged(
+    version: str, plugins: list[str], auth: str, tmp_path: Path
+) -> None:
     assert installed.auth_of(prefix(tmp_path, version, *plugins), version) == auth
 
 
@@ -61,8 +70,10 @@ def test_a_slurm_that_can_trust_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_with_a_key_no_munge_is_named_and_sockets_stay_in_the_testbed() -> None:
     places = Places(Path("/state"))
-    texts = [slurmconf.slurm_conf(places, WIRING, PORTS, slurmconf.SLURM),
-             slurmconf.slurmdbd_conf(places, WIRING, PORTS, "secret", slurmconf.SLURM)]
+    texts = [
+        slurmconf.slurm_conf(places, WIRING, PORTS, slurmconf.SLURM),
+        slurmconf.slurmdbd_conf(places, WIRING, PORTS, "secret", slurmconf.SLURM),
+    ]
     assert not any("munge" in text for text in texts) and all("AuthType=auth/slurm" in text for text in texts)
     assert "CredType=cred/slurm" in texts[0] and "AuthInfo=cred_expire=5\n" in texts[0]
     bed = Bed(places, WIRING, PORTS, "secret", None, Path("/opt/slurm"), slurmconf.SLURM)
@@ -108,8 +119,9 @@ def test_a_source_that_does_not_build_is_said_with_its_last_line(source: Path) -
     with pytest.raises(TestbedError) as caught:
         build.built(source, print)
     log = next(build.cache().glob("*/build.log"))
-    assert str(caught.value) == (f"--slurm-source {source}: configure failed: configure: error: no compiler; "
-                                 f"the rest is in {log}")
+    assert str(caught.value) == (
+        f"--slurm-source {source}: configure failed: configure: error: no compiler; the rest is in {log}"
+    )
     assert log.read_text().splitlines()[0] == "checking"
 
 

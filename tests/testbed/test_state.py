@@ -21,9 +21,22 @@ from holmes_hpc.testbed.topology import find, parse
 
 
 def example(**values: object) -> Record:
-    return Record(**{**dict(  # type: ignore[arg-type]
-        prefix="hb0001", subnet="10.70.0.0/16", ports={"slurmd": 1}, password="p", release="bookworm",
-        topology="name: x", namespaces=("hb0001-switch",), made_directory=True, run_netns="absent"), **values})
+    return Record(
+        **{
+            **dict(  # type: ignore[arg-type]
+                prefix="hb0001",
+                subnet="10.70.0.0/16",
+                ports={"slurmd": 1},
+                password="p",
+                release="bookworm",
+                topology="name: x",
+                namespaces=("hb0001-switch",),
+                made_directory=True,
+                run_netns="absent",
+            ),
+            **values,
+        }
+    )
 
 
 def test_a_record_reads_back_and_only_root_may_read_it(tmp_path: Path) -> None:
@@ -99,8 +112,9 @@ def pretend(tmp_path: Path) -> Iterator[Callable[..., int]]:
         if not path.exists():
             shutil.copy(shutil.which("sleep") or "/bin/sleep", path)
         cwd.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen([*argv, "600"] if argv else [program, "600"], executable=path, cwd=cwd,
-                                   env={"PATH": "/bin", **(env or {})})
+        process = subprocess.Popen(
+            [*argv, "600"] if argv else [program, "600"], executable=path, cwd=cwd, env={"PATH": "/bin", **(env or {})}
+        )
         started.append(process)
         return process.pid
 
@@ -113,8 +127,10 @@ def pretend(tmp_path: Path) -> Iterator[Callable[..., int]]:
 @pytest.mark.integration
 def test_only_servers_of_this_directory_are_ours(tmp_path: Path, pretend: Callable[..., int]) -> None:
     mine, other, below = tmp_path / "bed", tmp_path / "bed2", tmp_path / "x" / "bed"
-    ours = {pretend("slurmctld-wlm", cwd=mine / "run"),
-            pretend("debootstrap", cwd=tmp_path, env={processes.MARK: str(mine)})}
+    ours = {
+        pretend("slurmctld-wlm", cwd=mine / "run"),
+        pretend("debootstrap", cwd=tmp_path, env={processes.MARK: str(mine)}),
+    }
     pretend("debootstrap", cwd=tmp_path, env={processes.MARK: str(other)})
     pretend("slurmctld-wlm", cwd=other)  # another testbed, whose path starts alike
     pretend("munged", cwd=below)
@@ -163,12 +179,16 @@ def test_the_machines_policy_is_put_aside_and_back(policy: Path, kind: str) -> N
         policy.chmod(0o741)
     elif kind == "link":
         policy.symlink_to("/bin/true")
-    before = [(p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
-              for p in policy.parent.iterdir()]
+    before = [
+        (p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
+        for p in policy.parent.iterdir()
+    ]
     with packages._no_services():
         assert subprocess.run([policy]).returncode == 101
-    after = [(p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
-             for p in policy.parent.iterdir()]
+    after = [
+        (p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
+        for p in policy.parent.iterdir()
+    ]
     assert after == before
 
 
@@ -199,6 +219,7 @@ def test_a_directory_with_other_files_is_left_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bed.packages, "install", lambda *_: pytest.fail("went on"))
     with pytest.MonkeyPatch.context() as patch:
         import tempfile
+
         with tempfile.TemporaryDirectory(dir="/tmp") as folder:
             (Path(folder) / "thesis.tex").write_text("dear")
             patch.setenv("HOLMES_TESTBED", folder)
@@ -220,13 +241,31 @@ def test_asking_a_testbed_that_is_not_up_names_the_cure(monkeypatch: pytest.Monk
 
 def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
     """Else `up`, after one slurmd died, would wait for nodes that jobs or people hold, and then make all anew."""
-    assert [state for state in ("idle", "idle*", "mixed", "mixed-", "planned", "drained", "drained*", "down", "down*",
-                                "allocated+", "reserved", "unknown*", "failing", "completing")
-            if not bed.registered(state)] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
+    assert [
+        state
+        for state in (
+            "idle",
+            "idle*",
+            "mixed",
+            "mixed-",
+            "planned",
+            "drained",
+            "drained*",
+            "down",
+            "down*",
+            "allocated+",
+            "reserved",
+            "unknown*",
+            "failing",
+            "completing",
+        )
+        if not bed.registered(state)
+    ] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
 
 
 def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subnets = ["10.70.0.0/16", "10.71.0.0/16"]
     used: list[str] = []
     began = threading.Barrier(2)
@@ -241,8 +280,14 @@ def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
     monkeypatch.setattr(network, "free_subnet", lambda _: next(each for each in subnets if each not in used))
     monkeypatch.setattr(network, "names_in_use", list)
     monkeypatch.setattr(network, "make", make)
-    for place, name in ((packages, "install"), (bed.daemons, "write_files"), (bed.daemons, "make_database"),
-                        (bed.daemons, "start"), (bed, "_start_servers"), (bed, "_wait_for_nodes")):
+    for place, name in (
+        (packages, "install"),
+        (bed.daemons, "write_files"),
+        (bed.daemons, "make_database"),
+        (bed.daemons, "start"),
+        (bed, "_start_servers"),
+        (bed, "_wait_for_nodes"),
+    ):
         monkeypatch.setattr(place, name, nothing)
     text = find("default").read_text()
 

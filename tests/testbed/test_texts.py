@@ -81,8 +81,15 @@ def test_a_bucket_holds_a_bundle_and_its_queue_holds_more(mbit: int) -> None:
 def test_slurm_conf_keeps_apart_from_another_slurm() -> None:
     found = settings(slurmconf.slurm_conf(PLACES, wiring(), PORTS))
     assert found["SlurmctldHost"].endswith("(10.99.0.1)")
-    for key in ("StateSaveLocation", "SlurmdSpoolDir", "SlurmctldLogFile", "SlurmdLogFile", "SlurmctldPidFile",
-                "SlurmdPidFile", "AccountingStoragePass"):
+    for key in (
+        "StateSaveLocation",
+        "SlurmdSpoolDir",
+        "SlurmctldLogFile",
+        "SlurmdLogFile",
+        "SlurmctldPidFile",
+        "SlurmdPidFile",
+        "AccountingStoragePass",
+    ):
         assert found[key].startswith("/state/"), key
     assert {found["SlurmctldPort"], found["SlurmdPort"], found["AccountingStoragePort"]} == {"20001", "20003", "20002"}
     assert found["AuthInfo"] == "cred_expire=5,socket=/state/run/munge.socket"
@@ -98,8 +105,11 @@ def test_slurm_conf_lists_every_node_once_with_its_features_and_partition() -> N
     assert nodes[0]["Feature"] == "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a"
     assert len({row["NodeAddr"] for row in nodes}) == 10
     partitions = {row["PartitionName"]: row["Nodes"].split(",") for row in rows(text, "PartitionName=")}
-    assert partitions == {"ib": ["ib1", "ib2", "ib3", "ib4"], "roce": ["roce1", "roce2", "roce3", "roce4"],
-                          "eth": ["eth1", "eth2"]}
+    assert partitions == {
+        "ib": ["ib1", "ib2", "ib3", "ib4"],
+        "roce": ["roce1", "roce2", "roce3", "roce4"],
+        "eth": ["eth1", "eth2"],
+    }
 
 
 def test_a_preemptable_partition_lies_below_the_fabrics_own() -> None:
@@ -133,9 +143,16 @@ def test_a_free_subnet_avoids_routes_and_addresses(monkeypatch: pytest.MonkeyPat
         network.free_subnet("hbffff")
 
 
-@pytest.mark.parametrize(("version", "plugin"), [
-    ("slurm-wlm 22.05.8", "cgroup/v1"), ("slurm 23.02.7", "cgroup/v1"), ("slurm-wlm 23.11.4", "disabled"),
-    ("slurm-wlm 24.11.5", "disabled"), ("who knows", "cgroup/v1")])
+@pytest.mark.parametrize(
+    ("version", "plugin"),
+    [
+        ("slurm-wlm 22.05.8", "cgroup/v1"),
+        ("slurm 23.02.7", "cgroup/v1"),
+        ("slurm-wlm 23.11.4", "disabled"),
+        ("slurm-wlm 24.11.5", "disabled"),
+        ("who knows", "cgroup/v1"),
+    ],
+)
 def test_the_cgroup_plugin_is_one_that_this_slurm_starts_with(version: str, plugin: str) -> None:
     assert daemons.cgroup_plugin(version) == plugin
 

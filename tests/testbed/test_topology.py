@@ -33,8 +33,18 @@ def test_default_topology_is_four_ib_four_roce_two_ethernet() -> None:
     counts = {f.partition: (f.nic, f.nodes, f.rdma_mbit) for f in shape.fabrics}
     assert counts == {"ib": ("ib", 4, 400), "roce": ("roce", 4, 250), "eth": ("ethernet", 2, None)}
     assert shape.ethernet_mbit == 50
-    assert [n.name for n in shape.nodes] == ["ib1", "ib2", "ib3", "ib4", "roce1", "roce2", "roce3", "roce4",
-                                             "eth1", "eth2"]
+    assert [n.name for n in shape.nodes] == [
+        "ib1",
+        "ib2",
+        "ib3",
+        "ib4",
+        "roce1",
+        "roce2",
+        "roce3",
+        "roce4",
+        "eth1",
+        "eth2",
+    ]
 
 
 def test_evaluation_has_28_nodes_in_four_fabrics() -> None:
@@ -64,38 +74,41 @@ def test_features_of_both_kinds_of_node() -> None:
     assert shape.features(shape.fabrics[1]) == ("nic_ethernet", "nic_0.05g", "eth_0.05g", "fabric_eth-a")
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "not a map"),
-    ("fabrics: [", "not YAML"),
-    ("fabrics: 3\nname: x\nethernet_mbit: 5", "fabrics is 3"),
-    ("name: x\nethernet_mbit: 5\nfabrics: []", "no fabric"),
-    ("ethernet_mbit: 5\nfabrics: [{name: a, nic: ib, partition: a, nodes: 1, rdma_mbit: 1}]", "name is missing"),
-    (changed("fabrics", 0, "nic", to="ibb"), "nic is 'ibb'; use ib, roce, ethernet (did you mean 'ib'?)"),
-    (changed("fabrics", 0, "nodes", to=0), "nodes is 0"),
-    (changed("fabrics", 0, "nodes", to=True), "nodes is True"),
-    (changed("fabrics", 0, "nodes", to=500), "at most 200"),
-    (changed("fabrics", 0, "nodes", to="two"), "nodes is 'two'"),
-    (changed("fabrics", 0, "rdma_mbit", to=-1), "rdma_mbit is -1"),
-    (changed("fabrics", 0, "rdma_mbit", to=float("nan")), "rdma_mbit is nan"),
-    (changed("fabrics", 1, "rdma_mbit", to=400), "Ethernet-only fabric has rdma_mbit"),
-    (changed("fabrics", 1, "name", to="ib-a"), "two fabrics are named 'ib-a'"),
-    (changed("fabrics", 1, "prefix", to="ib"), "two nodes are named 'ib1'"),
-    (changed("fabrics", 0, "name", to="a b"), "name is 'a b'"),
-    (changed("fabrics", 0, "partition", to="ib;reboot"), "partition is 'ib;reboot'"),
-    (changed("fabrics", 0, "prefix", to="toolong"), "prefix is 'toolong'"),
-    (changed("fabrics", 0, "rate", to=3), "unknown key 'rate'"),
-    (changed("fabrics", 0, to="ib"), "is 'ib', not keys with values"),
-    (changed("ethernet_mbits", to=3), "did you mean 'ethernet_mbit'"),
-    (changed("partitions", to=[{"name": "low", "fabrics": ["ib-b"]}]), "did you mean 'ib-a'"),
-    (changed("partitions", to=[{"name": "low", "fabrics": []}]), "names the fabric ''"),
-    (changed("partitions", to=[{"name": "ib", "fabrics": ["ib-a"]}]), "two partitions are named 'ib'"),
-    (changed("partitions", to=[{"name": "low", "fabrics": ["ib-a"], "preempt": "kill"}]), "preempt is 'kill'"),
-    (changed("slurm", to={"SlurmctldPort": 6817}), "is the testbed's own"),
-    (changed("slurm", to={"slurmctldport": 6817}), "is the testbed's own"),
-    (changed("slurm", to={"KillWait": "5\nNodeName=x"}), "slurm.KillWait"),
-    (changed("slurm", to={"Kill Wait": 5}), "not a setting"),
-    (changed("slurm", to=[1]), "slurm is [1]; use keys with values"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not a map"),
+        ("fabrics: [", "not YAML"),
+        ("fabrics: 3\nname: x\nethernet_mbit: 5", "fabrics is 3"),
+        ("name: x\nethernet_mbit: 5\nfabrics: []", "no fabric"),
+        ("ethernet_mbit: 5\nfabrics: [{name: a, nic: ib, partition: a, nodes: 1, rdma_mbit: 1}]", "name is missing"),
+        (changed("fabrics", 0, "nic", to="ibb"), "nic is 'ibb'; use ib, roce, ethernet (did you mean 'ib'?)"),
+        (changed("fabrics", 0, "nodes", to=0), "nodes is 0"),
+        (changed("fabrics", 0, "nodes", to=True), "nodes is True"),
+        (changed("fabrics", 0, "nodes", to=500), "at most 200"),
+        (changed("fabrics", 0, "nodes", to="two"), "nodes is 'two'"),
+        (changed("fabrics", 0, "rdma_mbit", to=-1), "rdma_mbit is -1"),
+        (changed("fabrics", 0, "rdma_mbit", to=float("nan")), "rdma_mbit is nan"),
+        (changed("fabrics", 1, "rdma_mbit", to=400), "Ethernet-only fabric has rdma_mbit"),
+        (changed("fabrics", 1, "name", to="ib-a"), "two fabrics are named 'ib-a'"),
+        (changed("fabrics", 1, "prefix", to="ib"), "two nodes are named 'ib1'"),
+        (changed("fabrics", 0, "name", to="a b"), "name is 'a b'"),
+        (changed("fabrics", 0, "partition", to="ib;reboot"), "partition is 'ib;reboot'"),
+        (changed("fabrics", 0, "prefix", to="toolong"), "prefix is 'toolong'"),
+        (changed("fabrics", 0, "rate", to=3), "unknown key 'rate'"),
+        (changed("fabrics", 0, to="ib"), "is 'ib', not keys with values"),
+        (changed("ethernet_mbits", to=3), "did you mean 'ethernet_mbit'"),
+        (changed("partitions", to=[{"name": "low", "fabrics": ["ib-b"]}]), "did you mean 'ib-a'"),
+        (changed("partitions", to=[{"name": "low", "fabrics": []}]), "names the fabric ''"),
+        (changed("partitions", to=[{"name": "ib", "fabrics": ["ib-a"]}]), "two partitions are named 'ib'"),
+        (changed("partitions", to=[{"name": "low", "fabrics": ["ib-a"], "preempt": "kill"}]), "preempt is 'kill'"),
+        (changed("slurm", to={"SlurmctldPort": 6817}), "is the testbed's own"),
+        (changed("slurm", to={"slurmctldport": 6817}), "is the testbed's own"),
+        (changed("slurm", to={"KillWait": "5\nNodeName=x"}), "slurm.KillWait"),
+        (changed("slurm", to={"Kill Wait": 5}), "not a setting"),
+        (changed("slurm", to=[1]), "slurm is [1]; use keys with values"),
+    ],
+)
 def test_bad_input_is_one_line_with_the_file_and_the_cure(text: str, says: str) -> None:
     with pytest.raises(TestbedError) as caught:
         parse(text, "some.yaml")
@@ -117,10 +130,19 @@ def test_a_binary_file_is_refused(tmp_path: object) -> None:
         read(path)
 
 
-json_like = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-                         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-                             st.sampled_from(["name", "nic", "nodes", "fabrics", "partition", "slurm", "rdma_mbit"])
-                             | st.text(max_size=5), inner, max_size=5), max_leaves=12)
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["name", "nic", "nodes", "fabrics", "partition", "slurm", "rdma_mbit"])
+            | st.text(max_size=5),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
 
 
 @given(json_like)
@@ -147,8 +169,9 @@ def test_a_rate_in_a_feature_reads_back_as_the_rate(mbit: int) -> None:
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_nodes_are_numbered_once_and_in_fabric_order(sizes: list[int]) -> None:
-    fabrics = tuple(FabricSpec(f"f{i}", "ib", f"p{i}", count, prefix="abcd"[i], rdma_mbit=1)
-                    for i, count in enumerate(sizes))
+    fabrics = tuple(
+        FabricSpec(f"f{i}", "ib", f"p{i}", count, prefix="abcd"[i], rdma_mbit=1) for i, count in enumerate(sizes)
+    )
     shape = Topology("t", 1, fabrics)
     assert [n.index for n in shape.nodes] == list(range(sum(sizes)))
     assert [n.fabric_index for n in shape.nodes] == sorted(n.fabric_index for n in shape.nodes)

@@ -63,11 +63,17 @@ def truncated(path: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize(("make", "pattern"), [
-    (unreadable, r"text\.bin"), (empty, "holds no text"), (truncated, r"text\.bin: truncated"),
-    (lambda path: corpus(path, [[1] * 40]), r"samples of 16 tokens, a step takes 8"),
-    (lambda path: corpus(path, [[1] * 500, [250]]), r"token id 250 is not in the model's vocabulary of 250"),
-], ids=["unreadable", "empty", "truncated", "shorter than a batch", "beyond the vocabulary"])
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (unreadable, r"text\.bin"),
+        (empty, "holds no text"),
+        (truncated, r"text\.bin: truncated"),
+        (lambda path: corpus(path, [[1] * 40]), r"samples of 16 tokens, a step takes 8"),
+        (lambda path: corpus(path, [[1] * 500, [250]]), r"token id 250 is not in the model's vocabulary of 250"),
+    ],
+    ids=["unreadable", "empty", "truncated", "shorter than a batch", "beyond the vocabulary"],
+)
 def test_a_corpus(make: Callable[[Path], str], pattern: str, tmp_path: Path) -> None:
     name, began = make(tmp_path / "text"), time.monotonic()
     refused(spawn.train(tmp_path / "run", PLAN, {"data": {"kind": "indexed", "prefix": name}}), began, pattern)
@@ -96,12 +102,19 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize(("harm", "pattern"), [
-    (lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)), "other bytes than were written"),
-    (lambda p: next(iter(p.glob("*.distcp"))).unlink(), "No such file"),
-    (lambda p: (p / ".metadata").write_bytes(b""), "is not .* bytes long"),
-    (lambda p: (p / "holmes.json").write_text("{"), "not a complete checkpoint"),
-], ids=["a shard", "a shard is missing", "metadata", "description"])
+@pytest.mark.parametrize(
+    ("harm", "pattern"),
+    [
+        (
+            lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)),
+            "other bytes than were written",
+        ),
+        (lambda p: next(iter(p.glob("*.distcp"))).unlink(), "No such file"),
+        (lambda p: (p / ".metadata").write_bytes(b""), "is not .* bytes long"),
+        (lambda p: (p / "holmes.json").write_text("{"), "not a complete checkpoint"),
+    ],
+    ids=["a shard", "a shard is missing", "metadata", "description"],
+)
 def test_a_damaged_checkpoint(harm: Callable[[Path], Any], pattern: str, saved: Path, tmp_path: Path) -> None:
     import shutil
 

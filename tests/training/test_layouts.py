@@ -60,8 +60,10 @@ def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.Ended, t
     found = {}
     for name, layout in {"one": {}, "dp2": {"dp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}.items():
         plan = spawn.plan(**layout, distributed_optimizer=False)
-        muon = {"plan": PlanOptions(distributed_optimizer=False),
-                "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 6, "checkpoint_interval": 3}}
+        muon = {
+            "plan": PlanOptions(distributed_optimizer=False),
+            "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 6, "checkpoint_interval": 3},
+        }
         if name == "tp2 pp2":
             spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 3}})
         ended = spawn.train(tmp_path / name, plan, muon)

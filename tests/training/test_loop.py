@@ -17,6 +17,7 @@ from holmes_hpc.training.rank.signals import AnyRank, Signals
 
 def test_what_was_loaded_is_thrown_away_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else bindings of other packages report each of their objects as leaked, into the rank's log."""
+
     def fails(*_: object) -> None:
         assert gc.get_freeze_count() > 0
         raise RunFailed("as it should", where="here", hint="none")
@@ -29,8 +30,9 @@ def test_what_was_loaded_is_thrown_away_at_the_end(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("limit_s", "lines"), [(-1.0, "step line step line line"), (60.0, "step step line")])
-def test_the_line_of_a_slow_step_does_not_wait_for_the_next(limit_s: float, lines: str,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_a_slow_step_does_not_wait_for_the_next(
+    limit_s: float, lines: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "SLOW_STEP_S", limit_s)
     trainer, done = MagicMock(), list[str]()
     trainer.step, trainer.settings.steps, trainer.trace = 0, 2, None

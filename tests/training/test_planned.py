@@ -17,8 +17,13 @@ pytestmark = pytest.mark.integration
 
 
 def site(ib: int = 2, roce: int = 2, per_node: int = 1) -> Site:
-    return Site("test", (Fabric("ib-a", NicType.IB, "ib", ib, per_node, 0.05, CPU, rdma_gbps=0.4, gres=False),
-                         Fabric("roce-a", NicType.ROCE, "roce", roce, per_node, 0.05, CPU, rdma_gbps=0.25, gres=False)))
+    return Site(
+        "test",
+        (
+            Fabric("ib-a", NicType.IB, "ib", ib, per_node, 0.05, CPU, rdma_gbps=0.4, gres=False),
+            Fabric("roce-a", NicType.ROCE, "roce", roce, per_node, 0.05, CPU, rdma_gbps=0.25, gres=False),
+        ),
+    )
 
 
 BOTH = {"ib-a": 2, "roce-a": 2}
@@ -30,12 +35,16 @@ CASES: dict[str, tuple[Site, dict[str, Any]]] = {
     "plain Megatron-LM": (site(), {"nodes": BOTH, "strategy": "pipeline", "dp": 2, "transport": "single"}),
     "two stages in one fabric": (site(2, 1), {"nodes": {"ib-a": 2, "roce-a": 1}, "pp": 3, "dp": 1}),
     "hierarchical": (site(), {"nodes": BOTH, "strategy": "hierarchical-dp", "pp": 1}),
-    "hierarchical, stages in a node": (site(1, 1, 2), {
-        "nodes": {"ib-a": 1, "roce-a": 1}, "strategy": "hierarchical-dp", "pp": 2, "tp": 1}),
+    "hierarchical, stages in a node": (
+        site(1, 1, 2),
+        {"nodes": {"ib-a": 1, "roce-a": 1}, "strategy": "hierarchical-dp", "pp": 2, "tp": 1},
+    ),
     "interleaved": (site(), {"nodes": {"ib-a": 2}, "pp": 2, "dp": 1, "virtual_stages": 2, "schedule": "interleaved"}),
     "interleaved ahead": (site(), {"nodes": {"ib-a": 2}, "pp": 2, "dp": 1, "virtual_stages": 2, "schedule": "ahead"}),
-    "hierarchical, interleaved": (site(1, 1, 2), {
-        "nodes": {"ib-a": 1, "roce-a": 1}, "strategy": "hierarchical-dp", "pp": 2, "tp": 1, "virtual_stages": 2}),
+    "hierarchical, interleaved": (
+        site(1, 1, 2),
+        {"nodes": {"ib-a": 1, "roce-a": 1}, "strategy": "hierarchical-dp", "pp": 2, "tp": 1, "virtual_stages": 2},
+    ),
     "tensor parallel": (site(1, 1, 2), {"nodes": {"ib-a": 1, "roce-a": 1}, "tp": 2, "pp": 2}),
     "full recomputation": (site(), {"nodes": {"ib-a": 2}, "pp": 2, "dp": 1, "recompute": "full"}),
     "proportional": (site(), {"nodes": BOTH, "strategy": "pipeline", "dp": 2, "partition": "proportional"}),
@@ -54,8 +63,13 @@ def test_a_plan_of_the_search_runs(name: str, tmp_path: Path) -> None:
 def test_an_activation_over_several_connections_is_the_same(tmp_path: Path) -> None:
     losses = []
     for connections in (1, 2):
-        plan = best_plan(spawn.MODEL, spawn.BATCH, site(), PlanOptions(
-            nodes=BOTH, strategy="pipeline", pp=2, dp=2, schedule="ahead", edge_connections=connections), Costs())
+        plan = best_plan(
+            spawn.MODEL,
+            spawn.BATCH,
+            site(),
+            PlanOptions(nodes=BOTH, strategy="pipeline", pp=2, dp=2, schedule="ahead", edge_connections=connections),
+            Costs(),
+        )
         ended = spawn.train(tmp_path / str(connections), plan, {"train": {"steps": 2}})
         assert set(ended.codes) == {0}, ended.output
         losses.append(ended.column("loss"))

@@ -44,23 +44,41 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     hca = [{"NCCL_IB_HCA": f"=mlx5_{i}:1", "NCCL_SOCKET_IFNAME": "=eth0"} if cuda else {} for i in range(2)]
     nodes = [node("ib1", hca[0]), node("ib1", hca[0]), node("ib2", hca[1]), node("ib2", hca[1])]
     fast, slow, none = ("IB", "Socket", None) if cuda else ("ib0", "eth0", "lo")
-    groups = [("world", [0, 1, 2, 3], slow), ("tp", [0, 1], none), ("tp", [2, 3], none), ("dp", [0, 2], fast),
-              ("dp", [1, 3], fast)]
+    groups = [
+        ("world", [0, 1, 2, 3], slow),
+        ("tp", [0, 1], none),
+        ("tp", [2, 3], none),
+        ("dp", [0, 2], fast),
+        ("dp", [1, 3], fast),
+    ]
     store = dist.HashStore()
-    ranks = [SimpleNamespace(launch=SimpleNamespace(rank=rank, world_size=4), nodes=nodes, store=store, cpus="",
-                             groups=SimpleNamespace(made=[group(*g) for g in groups if rank in g[1]]))
-             for rank in range(4)]
+    ranks = [
+        SimpleNamespace(
+            launch=SimpleNamespace(rank=rank, world_size=4),
+            nodes=nodes,
+            store=store,
+            cpus="",
+            groups=SimpleNamespace(made=[group(*g) for g in groups if rank in g[1]]),
+        )
+        for rank in range(4)
+    ]
     for rank in ranks:
         session.tell_groups(rank)
     found = {(g["kind"], *g["ranks"]): g["interfaces"] for g in session._groups(ranks[0])}
     fast_nics = {"mlx5_0:1": "ib1", "mlx5_1:1": "ib2"} if cuda else {"ib0": "ib[1-2]"}
     local = "local" if cuda else "lo"
-    assert found == {("world", 0, 1, 2, 3): {"eth0": "ib[1-2]"}, ("tp", 0, 1): {local: "ib1"},
-                     ("tp", 2, 3): {local: "ib2"}, ("dp", 0, 2): fast_nics, ("dp", 1, 3): fast_nics}
+    assert found == {
+        ("world", 0, 1, 2, 3): {"eth0": "ib[1-2]"},
+        ("tp", 0, 1): {local: "ib1"},
+        ("tp", 2, 3): {local: "ib2"},
+        ("dp", 0, 2): fast_nics,
+        ("dp", 1, 3): fast_nics,
+    }
 
 
-def test_rank_0_takes_no_directory_in_which_another_attempt_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                   ) -> None:
+def test_rank_0_takes_no_directory_in_which_another_attempt_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "OWNER_WAIT_S", 0.0)
     run = RunDirectory.create(tmp_path / "run")
     rank_exit, this = SimpleNamespace(attempt=None), Launch(0, 2, 0, "srun", "ib1", "slurm-42-0-0", False)
@@ -87,15 +105,23 @@ def test_ranks_name_nodes_of_the_job_and_addresses_of_their_own() -> None:
         return NodeTransports(name, "ib-a", {"tcp": ("eth0", address, 24)}, {}, False)
 
     good = [named("ib1", "10.0.0.1"), named("ib1", "10.0.0.1"), named("roce1", "10.0.0.2")]
-    job = job_nodes({"SLURM_JOB_NODELIST": "ib[1-2]", "SLURM_HET_SIZE": "2",
-                     "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
-                     "SLURM_JOB_NODELIST_HET_GROUP_1": "roce1"})
+    job = job_nodes(
+        {
+            "SLURM_JOB_NODELIST": "ib[1-2]",
+            "SLURM_HET_SIZE": "2",
+            "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
+            "SLURM_JOB_NODELIST_HET_GROUP_1": "roce1",
+        }
+    )
     check_addresses(good, job)
     apart = [NodeTransports(n, n, {"rdma": ("ib0", "10.1.0.1", 24)}, {}, False) for n in ("ib1", "ib2")]
     check_addresses(apart, job)  # two fabrics without a link between them
-    for bad, says in ((named("evil", "10.0.0.9"), "rank 3 on evil: that is no node of the job"),
-                      (named("ib2", "127.0.0.1"), "which other nodes cannot reach"),
-                      (named("ib2", "10.0.0.1"), "as ib1 does"), (named("ib2", "evil.example"), "cannot reach")):
+    for bad, says in (
+        (named("evil", "10.0.0.9"), "rank 3 on evil: that is no node of the job"),
+        (named("ib2", "127.0.0.1"), "which other nodes cannot reach"),
+        (named("ib2", "10.0.0.1"), "as ib1 does"),
+        (named("ib2", "evil.example"), "cannot reach"),
+    ):
         with pytest.raises(NetworkError, match=says):
             check_addresses([*good, bad], job)
 
@@ -108,17 +134,20 @@ def own(one_host: bool) -> Any:
     return SimpleNamespace(rank=0, one_host=one_host)
 
 
-@pytest.mark.parametrize(("cuda", "wanted", "facts", "one_host", "says"), [
-    (False, "auto", CudaFacts("13.0", 12040), True, "the NVIDIA driver knows CUDA up to 12.4"),  # else: on CPUs
-    (True, "cuda", CudaFacts("13.0", 13000, 1, False), True, "this torch has no NCCL"),
-    (False, "auto", CudaFacts("13.0", 0), True, None),  # a machine without GPUs
-    (False, "auto", CudaFacts("13.0", 0), False, "no CUDA device, nor an NVIDIA driver"),  # a cluster's nodes
-    (False, "auto", CudaFacts(None), False, "this torch is built for CPUs"),
-    (True, "auto", CudaFacts("13.0", 13000, 8), False, None),
-])
+@pytest.mark.parametrize(
+    ("cuda", "wanted", "facts", "one_host", "says"),
+    [
+        (False, "auto", CudaFacts("13.0", 12040), True, "the NVIDIA driver knows CUDA up to 12.4"),  # else: on CPUs
+        (True, "cuda", CudaFacts("13.0", 13000, 1, False), True, "this torch has no NCCL"),
+        (False, "auto", CudaFacts("13.0", 0), True, None),  # a machine without GPUs
+        (False, "auto", CudaFacts("13.0", 0), False, "no CUDA device, nor an NVIDIA driver"),  # a cluster's nodes
+        (False, "auto", CudaFacts(None), False, "this torch is built for CPUs"),
+        (True, "auto", CudaFacts("13.0", 13000, 8), False, None),
+    ],
+)
 def test_a_gpu_that_cannot_be_used_ends_the_run_before_the_ranks_meet(
-        cuda: bool, wanted: str, facts: CudaFacts, one_host: bool, says: str | None,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda: bool, wanted: str, facts: CudaFacts, one_host: bool, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_check, "gather", lambda: facts)
     if says is None:
         assert session._check_cuda(on_gpus(), own(one_host), cuda, TrainConfig(device=wanted)) == []

@@ -15,8 +15,10 @@ TIED = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.Ended]:
-    ended = {name: spawn.train(tmp_path_factory.mktemp(name), spawn.plan(model=model), {"train": STEPS})
-             for name, model in (("plain", spawn.MODEL), ("tied", TIED))}
+    ended = {
+        name: spawn.train(tmp_path_factory.mktemp(name), spawn.plan(model=model), {"train": STEPS})
+        for name, model in (("plain", spawn.MODEL), ("tied", TIED))
+    }
     assert all(one.codes == [0] for one in ended.values())
     return ended
 
@@ -40,20 +42,25 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_unequal_widths_give_the_numbers_of_one_process(name: str, alone: dict[str, spawn.Ended], tmp_path: Path,
-                                                        ) -> None:
+def test_unequal_widths_give_the_numbers_of_one_process(
+    name: str, alone: dict[str, spawn.Ended], tmp_path: Path
+) -> None:
     widths, more, kind = LAYOUTS[name]
     norm = 1e-3 if "TP" in name and kind == "tied" else 1e-4  # with TP 2 in all stages these are 2.5e-4 apart too
     same(spawn.train(tmp_path / "run", spawn.unequal(*widths, **more), {"train": STEPS}), alone[kind], norm)
 
 
 @pytest.mark.integration
-def test_a_checkpoint_of_one_set_of_widths_is_continued_under_another(alone: dict[str, spawn.Ended], tmp_path: Path,
-                                                                      ) -> None:
+def test_a_checkpoint_of_one_set_of_widths_is_continued_under_another(
+    alone: dict[str, spawn.Ended], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     plans = {6: spawn.unequal((1, 2), (1, 1)), 13: spawn.unequal((2, 1), (1, 2)), 20: spawn.plan(dp=2)}
     for steps, plan in plans.items():
-        ended = spawn.train(run, plan, {"train": {"steps": steps, "lr_decay_steps": 20,
-                                                  "checkpoint_interval": steps if steps < 20 else 0}})
+        ended = spawn.train(
+            run,
+            plan,
+            {"train": {"steps": steps, "lr_decay_steps": 20, "checkpoint_interval": steps if steps < 20 else 0}},
+        )
         assert set(ended.codes) == {0}, ended.output
     same(ended, alone["plain"])

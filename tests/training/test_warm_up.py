@@ -69,8 +69,13 @@ print("nothing is left behind")
 @pytest.mark.integration
 def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
     """Under Megatron-Core's DDP as training has it, gathers and reductions overlapped, with dropout and a buffer."""
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)], capture_output=True,
-                           text=True, timeout=120, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.splitlines()[-1] == "nothing is left behind"
 

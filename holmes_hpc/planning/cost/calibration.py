@@ -44,8 +44,11 @@ class Measured:
     def __post_init__(self) -> None:
         check(self, "calibration")
         if self.sequence and self.tokens % self.sequence:
-            raise ConfigError(f"{self.tokens} tokens are no whole number of sequences of {self.sequence}",
-                              where="calibration", hint="give the tokens of a micro-batch")
+            raise ConfigError(
+                f"{self.tokens} tokens are no whole number of sequences of {self.sequence}",
+                where="calibration",
+                hint="give the tokens of a micro-batch",
+            )
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,18 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""
-        return {**asdict(self), "fabrics": [{
-            **asdict(f), "links": {k: asdict(v) for k, v in f.links.items()}, "parts": [asdict(p) for p in f.parts],
-        } for f in self.fabrics], "between": [{**asdict(b), "between": list(b.between)} for b in self.between]}
+        return {
+            **asdict(self),
+            "fabrics": [
+                {
+                    **asdict(f),
+                    "links": {k: asdict(v) for k, v in f.links.items()},
+                    "parts": [asdict(p) for p in f.parts],
+                }
+                for f in self.fabrics
+            ],
+            "between": [{**asdict(b), "between": list(b.between)} for b in self.between],
+        }
 
     def of(self, fabric: Fabric) -> MeasuredFabric | None:
         """What was measured on `fabric`, else on another with GPUs of its kind; None: on none."""
@@ -136,8 +148,9 @@ class Calibration:
         near = list(self._near(fabric))
         if network != "local":
             near += [m for m in self.fabrics if m not in near]
-        return next((m.links[name] for name in (f"{network}.{collective}", network) for m in near if name in m.links),
-                    None)
+        return next(
+            (m.links[name] for name in (f"{network}.{collective}", network) for m in near if name in m.links), None
+        )
 
     def on(self, site: Site) -> Site:
         """`site` with what was measured between its fabrics, which goes before what it says itself; it says so where
@@ -146,8 +159,11 @@ class Calibration:
         found = {frozenset(b.between): b for b in self.between if names.issuperset(b.between)}
         if all(links.get(pair) == link for pair, link in found.items()):
             return site
-        said = [f"between {' and '.join(b.between)} {_words(b)}, as measured; the site says {_words(links[pair])}"
-                for pair, b in found.items() if pair in links and _differ(b, links[pair])]
+        said = [
+            f"between {' and '.join(b.between)} {_words(b)}, as measured; the site says {_words(links[pair])}"
+            for pair, b in found.items()
+            if pair in links and _differ(b, links[pair])
+        ]
         return replace(site, links=tuple({**links, **found}.values()), assumptions=(*site.assumptions, *said))
 
     def refuse_other_models(self, model: ModelSpec) -> None:
@@ -157,8 +173,11 @@ class Calibration:
             return
         widths = ", ".join(str(h) for h in sorted({p.hidden for p in layers}))
         other = f"of width {widths}" if model.hidden not in {p.hidden for p in layers} else "with other FLOPs"
-        raise ConfigError(f"it was measured for layers {other}, {model.name}'s are {model.hidden} wide",
-                          where="calibration", hint=f"measure this model: `holmes calibrate model={model.name}`")
+        raise ConfigError(
+            f"it was measured for layers {other}, {model.name}'s are {model.hidden} wide",
+            where="calibration",
+            hint=f"measure this model: `holmes calibrate model={model.name}`",
+        )
 
 
 def _fits(p: Measured, model: ModelSpec) -> bool:

@@ -78,12 +78,18 @@ class Costs:
         if self.calibration is not None and any(f.parts for f in self.calibration.fabrics):
             was, now = self.calibration.pace_layer_ms, self.pace_layer_ms
             if was != now:
-                raise ConfigError(f"measured with {_pace(was)}, used for {_pace(now)}", where="calibration",
-                                  hint=f"set train.pace_layer_ms={was or 'null'} (predict: --pace-layer-ms), or"
-                                       f" calibrate again with {_pace(now)}")
+                raise ConfigError(
+                    f"measured with {_pace(was)}, used for {_pace(now)}",
+                    where="calibration",
+                    hint=f"set train.pace_layer_ms={was or 'null'} (predict: --pace-layer-ms), or"
+                    f" calibrate again with {_pace(now)}",
+                )
             if self.dtype and self.calibration.dtype and self.dtype != self.calibration.dtype:
-                raise ConfigError(f"measured with {self.calibration.dtype}, used for {self.dtype}", where="calibration",
-                                  hint=f"set train.dtype={self.calibration.dtype}, or calibrate again")
+                raise ConfigError(
+                    f"measured with {self.calibration.dtype}, used for {self.dtype}",
+                    where="calibration",
+                    hint=f"set train.dtype={self.calibration.dtype}, or calibrate again",
+                )
 
     def on(self, site: Site) -> Site:
         """`site`, with what was measured between its fabrics."""
@@ -95,11 +101,16 @@ class Costs:
             return self.software
         if gpu not in self._known_software:
             if gpu.attention in ("flash", "flash1") and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
-                raise ConfigError(f"attention is {gpu.attention}, which computes in fp16 or bf16 alone, and the weights"
-                                  " are fp32", where=f"gpu {gpu.name}", hint="use attention: sdpa, or dtype bf16")
+                raise ConfigError(
+                    f"attention is {gpu.attention}, which computes in fp16 or bf16 alone, and the weights are fp32",
+                    where=f"gpu {gpu.name}",
+                    hint="use attention: sdpa, or dtype bf16",
+                )
             self._known_software[gpu] = replace(
-                self.software, attention=gpu.attention or self.software.attention,
-                fused_norm=self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm)
+                self.software,
+                attention=gpu.attention or self.software.attention,
+                fused_norm=self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm,
+            )
         return self._known_software[gpu]
 
     @cached_property
@@ -107,8 +118,9 @@ class Costs:
         return {}
 
     def dtype_of(self, gpu: Gpu) -> str:
-        return self.dtype or (self.calibration.dtype if self.calibration else None) or (
-            "fp32" if gpu.is_cpu else "bf16")
+        return (
+            self.dtype or (self.calibration.dtype if self.calibration else None) or ("fp32" if gpu.is_cpu else "bf16")
+        )
 
     def weight_bytes(self, gpu: Gpu) -> int:
         """Of one weight, and of one element of an activation."""
@@ -151,8 +163,15 @@ class Costs:
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
         return GLOO_LINKS if gpu.is_cpu else NCCL_LINKS
 
-    def layer_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool = False,
-                recompute: str = "none") -> Seconds:
+    def layer_s(
+        self,
+        model: ModelSpec,
+        batch: Batch,
+        tp: int,
+        fabric: Fabric,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+    ) -> Seconds:
         """Seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks of `fabric`.
 
         Recomputation counts as backward: `full` the whole forward again, its collectives too, `selective` the
@@ -167,8 +186,11 @@ class Costs:
             return self._corrected(self._modelled(model, batch, tp, gpu, sequence_parallel, recompute)[0], gpu)
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
         if "norms" in software.recompute_parts and recompute == "selective":
-            raise ConfigError("norms are computed again, and what they take is not known where layers were measured, or"
-                              " on CPUs", where="software.recompute_parts", hint="leave norms out")
+            raise ConfigError(
+                "norms are computed again, and what they take is not known where layers were measured, or on CPUs",
+                where="software.recompute_parts",
+                hint="leave norms out",
+            )
         if measured is not None:
             forward, backward = measured
             scores = forward * layer_score_flops(model, tokens, sequence) / flops
@@ -247,10 +269,25 @@ class Costs:
     def _of(self, fabric: Fabric) -> MeasuredFabric | None:
         return self.calibration.of(fabric) if self.calibration is not None else None
 
-    def _modelled(self, model: ModelSpec, batch: Batch, tp: int, gpu: Gpu, sequence_parallel: bool = False,
-                  recompute: str = "none") -> tuple[Seconds, Seconds, Seconds]:
-        return times(self._device(gpu), self.software_on(gpu), model, batch, tp, sequence_parallel,
-                     self.gradient_size(gpu), recompute)
+    def _modelled(
+        self,
+        model: ModelSpec,
+        batch: Batch,
+        tp: int,
+        gpu: Gpu,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+    ) -> tuple[Seconds, Seconds, Seconds]:
+        return times(
+            self._device(gpu),
+            self.software_on(gpu),
+            model,
+            batch,
+            tp,
+            sequence_parallel,
+            self.gradient_size(gpu),
+            recompute,
+        )
 
     def _device(self, gpu: Gpu) -> Device:
         return Device(gpu, self.weight_bytes(gpu), self.stack)
@@ -267,8 +304,9 @@ class Costs:
         forward = self.pace_layer_ms / 1e3 * (self.pace_factors or {}).get(fabric.name, 1.0)
         return forward, 2 * forward
 
-    def _measured_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric,
-                    sequence_parallel: bool = False) -> Seconds | None:
+    def _measured_s(
+        self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool = False
+    ) -> Seconds | None:
         """Seconds of a part's (forward, backward) by what was measured; None: nothing was."""
         key = part, model, batch, tp, fabric.name, fabric.gpu, sequence_parallel
         if self.calibration is None:
@@ -282,8 +320,9 @@ class Costs:
     def _known_parts(self) -> dict[tuple[object, ...], Seconds | None]:
         return {}
 
-    def _between(self, rows: list[Measured], model: ModelSpec, batch: Batch, tp: int, fabric: Fabric,
-                 sequence_parallel: bool) -> Seconds:
+    def _between(
+        self, rows: list[Measured], model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool
+    ) -> Seconds:
         """Of a part that `rows` measure, at the TP nearest to `tp`: how long each shape took beside what is reckoned of
         it, between the shapes; times what is reckoned here."""
         part, sequence, tokens = rows[0].part, batch.sequence_length, batch.micro_size * batch.sequence_length
@@ -292,18 +331,31 @@ class Costs:
         for p in (p for p in rows if p.tp == near):
             long = p.sequence or sequence
             talk = (0.0, 0.0) if near == tp else self._talk_s(part, model, p.tokens, near, fabric, p.sequence_parallel)
-            whole = self._reckoned_s(part, model, p.tokens, long, near, fabric, p.sequence_parallel, near == tp,
-                                     p.flops)
+            whole = self._reckoned_s(
+                part, model, p.tokens, long, near, fabric, p.sequence_parallel, near == tp, p.flops
+            )
             took = tuple(max(s - t, COMPUTED * s) for s, t in zip((p.forward_s, p.backward_s), talk, strict=True))
             ratios.append(((long, p.tokens), (took[0] / whole[0], took[1] / whole[1])))
         talk = (0.0, 0.0) if near == tp else self._talk_s(part, model, tokens, tp, fabric, sequence_parallel)
         whole = self._reckoned_s(part, model, tokens, sequence, tp, fabric, sequence_parallel, near == tp)
-        forward, backward = (interpolated([(at, r[way]) for at, r in ratios], (sequence, tokens)) * whole[way]
-                             + talk[way] for way in (0, 1))
+        forward, backward = (
+            interpolated([(at, r[way]) for at, r in ratios], (sequence, tokens)) * whole[way] + talk[way]
+            for way in (0, 1)
+        )
         return forward, backward
 
-    def _reckoned_s(self, part: str, model: ModelSpec, tokens: int, sequence: int, tp: int, fabric: Fabric,
-                    sequence_parallel: bool, collectives: bool, flops: float | None = None) -> Seconds:
+    def _reckoned_s(
+        self,
+        part: str,
+        model: ModelSpec,
+        tokens: int,
+        sequence: int,
+        tp: int,
+        fabric: Fabric,
+        sequence_parallel: bool,
+        collectives: bool,
+        flops: float | None = None,
+    ) -> Seconds:
         """What a shape takes beside others: seconds by the kernels' tables, with or without TP's collectives; on CPUs
         FLOPs of a rank (`flops`: of the whole part, where they are known)."""
         gpu = fabric.gpu
@@ -320,15 +372,19 @@ class Costs:
         forward, backward = (max(s - t, COMPUTED * s) * share for s, t in zip(whole, talk, strict=True))
         return forward, backward
 
-    def _talk_s(self, part: str, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool,
-                ) -> Seconds:
+    def _talk_s(
+        self, part: str, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool
+    ) -> Seconds:
         """TP's collectives in a part's (forward, backward)."""
         return self._collectives_s(part, self._reduction_s(model, tokens, tp, fabric, sequence_parallel), fabric.gpu)
 
     def _collectives_s(self, part: str, one: float, gpu: Gpu) -> Seconds:
         """Those of a part's (forward, backward), of which each takes `one`."""
-        return {"layer": (2 * one, self.software_on(gpu).backward_reductions * one), "embedding": (one, 0.0),
-                "head": (0.0, one)}[part]
+        return {
+            "layer": (2 * one, self.software_on(gpu).backward_reductions * one),
+            "embedding": (one, 0.0),
+            "head": (0.0, one),
+        }[part]
 
     def _reduction_s(self, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool) -> float:
         """An all-reduce of T x h over the TP ranks (with sequence parallel as many bytes: a reduce-scatter and an
@@ -355,17 +411,22 @@ class Costs:
     def _memory_s(self, moved: float, gpu: Gpu) -> float:
         return moved / (memory_gbps(gpu) * 1e9 * FITTED.memory)
 
-    def _rest_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu, sequence_parallel: bool,
-                ) -> float:
+    def _rest_s(
+        self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu, sequence_parallel: bool
+    ) -> float:
         """Forward, all but matrix products. Per token and hidden unit, in elements: two norms (read, write), two
         residual additions with dropout (two read, one written), all on every rank unless sequence parallel; the FFN's
         activation (read f or 2f, write f) and rotary or bias on q, k, v."""
-        whole = model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes(gpu) if model.dropout
-                                                                           else 0))
+        whole = (
+            model.hidden
+            / (tp if sequence_parallel else 1)
+            * (10.0 + (4 / self.weight_bytes(gpu) if model.dropout else 0))
+        )
         wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
         split = (wide + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
-        return (self._memory_s(tokens * (whole + split) * self.weight_bytes(gpu), gpu)
-                + self._score_traffic_s(model, tokens, sequence, tp, gpu))
+        return self._memory_s(tokens * (whole + split) * self.weight_bytes(gpu), gpu) + self._score_traffic_s(
+            model, tokens, sequence, tp, gpu
+        )
 
     def _score_traffic_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu) -> float:
         """Unfused attention writes a x s scores a token, reads and writes them in the (masked) softmax, if need be in

@@ -82,8 +82,11 @@ def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:
 def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> float:
     """Forward, of a `part` that is measured: layer, head, or embedding, which computes nothing and is told by what it
     writes. Of the whole micro-batch, on all `tp` ranks together."""
-    return {"layer": layer_flops(m, tokens, sequence), "embedding": float(tokens * m.hidden),
-            "head": head_flops(m, tokens, tp)}[part]
+    return {
+        "layer": layer_flops(m, tokens, sequence),
+        "embedding": float(tokens * m.hidden),
+        "head": head_flops(m, tokens, tp),
+    }[part]
 
 
 def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
@@ -92,13 +95,25 @@ def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
     return 3 * (model.layers * layer_flops(model, tokens, batch.sequence_length) + head_flops(model, tokens, tp))
 
 
-def hardware_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1, recompute: str = "none",
-                            parts: Sequence[str] = ("scores",), layers: int | None = None) -> float:
+def hardware_flops_per_step(
+    model: ModelSpec,
+    batch: Batch,
+    tp: int = 1,
+    recompute: str = "none",
+    parts: Sequence[str] = ("scores",),
+    layers: int | None = None,
+) -> float:
     """:func:`model_flops_per_step` and what is computed again: with `full` the forward of `layers` (None: of all), with
     `selective` the `parts` of each, by default its attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
-    each = {"scores": layer_score_flops(model, tokens, batch.sequence_length), "norms": 0.0,
-            "ffn": 2.0 * tokens * ffn_matrix(model)}
-    again = {"none": 0.0, "selective": model.layers * sum(each[part] for part in parts),
-             "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.sequence_length)}
+    each = {
+        "scores": layer_score_flops(model, tokens, batch.sequence_length),
+        "norms": 0.0,
+        "ffn": 2.0 * tokens * ffn_matrix(model),
+    }
+    again = {
+        "none": 0.0,
+        "selective": model.layers * sum(each[part] for part in parts),
+        "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.sequence_length),
+    }
     return model_flops_per_step(model, batch, tp) + again[recompute]

@@ -82,9 +82,18 @@ UNMEASURED = tuple(str(nic) for nic in NicType if nic.rdma and not nic.verbs)
 # By transport. NVLink: 230 GB/s of 300 GB/s a direction, InfiniBand: 184 of 200 GB/s, the bus bandwidths that
 # nccl-tests print on DGX A100 (NVIDIA's own figures). TCP: what headers leave of a 1500-byte packet, 1448/1514.
 # Latencies: a few microseconds for RDMA, tens for TCP. EFA, Slingshot and Omni-Path: nobody's figures, taken as RoCE's.
-NCCL_LINKS: Mapping[str, Link] = {"local": Link(5e-6, 0.77), "ib": Link(1e-5, 0.92), "roce": Link(1e-5, FITTED.roce),
-                                  "ethernet": Link(5e-5, 0.956),
-                                  **dict.fromkeys(UNMEASURED, Link(1e-5, FITTED.roce))}
+NCCL_LINKS: Mapping[str, Link] = {
+    "local": Link(5e-6, 0.77),
+    "ib": Link(1e-5, 0.92),
+    "roce": Link(1e-5, FITTED.roce),
+    "ethernet": Link(5e-5, 0.956),
+    **dict.fromkeys(UNMEASURED, Link(1e-5, FITTED.roce)),
+}
 # CPU ranks: gloo over TCP whatever the NIC; headers take 1 - 1448/1514, and a message costs about a scheduler's tick.
-GLOO_LINKS: Mapping[str, Link] = {"local": Link(2e-4, 0.9), "ib": Link(4e-4, 0.95), "roce": Link(4e-4, 0.95),
-                                  "ethernet": Link(4e-4, 0.95), **dict.fromkeys(UNMEASURED, Link(4e-4, 0.95))}
+GLOO_LINKS: Mapping[str, Link] = {
+    "local": Link(2e-4, 0.9),
+    "ib": Link(4e-4, 0.95),
+    "roce": Link(4e-4, 0.95),
+    "ethernet": Link(4e-4, 0.95),
+    **dict.fromkeys(UNMEASURED, Link(4e-4, 0.95)),
+}

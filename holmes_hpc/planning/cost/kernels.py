@@ -55,8 +55,15 @@ def kind(gpu: Gpu) -> Kind:
     for found in kinds():
         if gpu.name.lower().startswith(found.name):
             return found
-    return Kind(gpu.name, max(1, round(gpu.peak_tflops / 2.9)), gpu.peak_tflops * 1e3 / FLOPS_PER_BYTE,
-                gpu.peak_tflops / 2, 0.66, 0.4, known=False)
+    return Kind(
+        gpu.name,
+        max(1, round(gpu.peak_tflops / 2.9)),
+        gpu.peak_tflops * 1e3 / FLOPS_PER_BYTE,
+        gpu.peak_tflops / 2,
+        0.66,
+        0.4,
+        known=False,
+    )
 
 
 Share = Annotated[float, key("of a table's figure, of a bandwidth, or times what was counted", gt=0)]
@@ -171,5 +178,6 @@ class Device:
 
     def ring_s(self, sent: float, ranks: int, calls: float = 1.0) -> float:
         """Seconds of `calls` collectives inside a node in which a rank sends `sent` bytes in all."""
-        return (sent / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local)
-                + calls * (self.stack.ring_s + ranks * self.stack.hop_s))
+        return sent / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local) + calls * (
+            self.stack.ring_s + ranks * self.stack.hop_s
+        )

@@ -63,8 +63,12 @@ class Work:
     def products(self) -> Seconds:
         """The layer's: query, key and value in one, output, up (with the gate), down."""
         m, tp = self.model, self.tp
-        shapes = (((m.query_width + 2 * m.key_width) // tp, m.hidden), (m.hidden, m.query_width // tp),
-                  ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden), (m.hidden, m.ffn // tp))
+        shapes = (
+            ((m.query_width + 2 * m.key_width) // tp, m.hidden),
+            (m.hidden, m.query_width // tp),
+            ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden),
+            (m.hidden, m.ffn // tp),
+        )
         each = [self.product(*shape) for shape in shapes]
         return sum(f for f, _ in each), sum(b for _, b in each)
 
@@ -105,8 +109,9 @@ class Work:
         if "scores" in s.recompute_parts:
             seconds += self.scores()[0]
         if "norms" in s.recompute_parts:
-            seconds += d.moved_s(self.tokens * 2 * m.hidden * self.norm_bytes
-                                 / (self.tp if self.sequence_parallel else 1))
+            seconds += d.moved_s(
+                self.tokens * 2 * m.hidden * self.norm_bytes / (self.tp if self.sequence_parallel else 1)
+            )
         if "ffn" in s.recompute_parts:
             up, down = ((2 if m.swiglu else 1) * m.ffn // self.tp, m.hidden), (m.hidden, m.ffn // self.tp)
             seconds += self.product(*up)[0] + self.product(*down)[0] + self.reduction()
@@ -124,8 +129,13 @@ class Work:
     def kernels(self) -> int:
         """Launched in a layer's forward pass."""
         s, loose = self.software, 0 if self.software.fused_elementwise else KERNELS_LOOSE
-        return (KERNELS + KERNELS_ATTENTION[self.attention] + loose + (0 if s.fused_norm else 2 * KERNELS_NORM)
-                + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0))
+        return (
+            KERNELS
+            + KERNELS_ATTENTION[self.attention]
+            + loose
+            + (0 if s.fused_norm else 2 * KERNELS_NORM)
+            + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0)
+        )
 
     def accumulated(self, weights: int) -> float:
         """Adding a micro-batch's weight gradients to the sum: written, read, and the sum read and written."""
@@ -159,15 +169,25 @@ class Work:
         if self.software.gathered_logits and self.tp > 1:
             logits *= self.tp
             gather = d.ring_s((self.tp - 1) / self.tp * logits * d.element, self.tp) + d.streamed_s(
-                2.0 * logits * d.element)
+                2.0 * logits * d.element
+            )
         loss = d.streamed_s(logits * d.stack.loss_bytes)
         return forward + loss + gather, backward + loss + self.reduction() + self.accumulated(
-            head_parameters(m, self.tp))
+            head_parameters(m, self.tp)
+        )
 
 
 @lru_cache(maxsize=16384)
-def times(device: Device, software: Software, model: ModelSpec, batch: Batch, tp: int, sequence_parallel: bool,
-          gradient_bytes: int, recompute: str) -> tuple[Seconds, Seconds, Seconds]:
+def times(
+    device: Device,
+    software: Software,
+    model: ModelSpec,
+    batch: Batch,
+    tp: int,
+    sequence_parallel: bool,
+    gradient_bytes: int,
+    recompute: str,
+) -> tuple[Seconds, Seconds, Seconds]:
     """((forward, backward) of a layer, of the embedding, of the head), as PARTS has them."""
     work = Work(device, software, model, batch.micro_size, batch.sequence_length, tp, sequence_parallel, gradient_bytes)
     return work.layer(recompute), work.embedding(), work.head()

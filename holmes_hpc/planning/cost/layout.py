@@ -59,8 +59,13 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
 
-    def varied(self, schedule: Schedule | None = None, bucket_bytes: int | None = None, recompute: str | None = None,
-               virtual_stages: int | None = None) -> Layout:
+    def varied(
+        self,
+        schedule: Schedule | None = None,
+        bucket_bytes: int | None = None,
+        recompute: str | None = None,
+        virtual_stages: int | None = None,
+    ) -> Layout:
         """With another schedule, bucket size, recomputation or number of virtual stages: where the ranks are stays, so
         that what was worked out of their networks does too (`memo`)."""
         made = copy(self)  # nothing to check: a search makes thousands
@@ -74,9 +79,20 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
-        return cls(plan.model, plan.batch, grid_of(plan), plan.recompute, plan.schedule, plan.components,
-                   costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype, plan.edge_connections,
-                   plan.bucket_bytes)
+        return cls(
+            plan.model,
+            plan.batch,
+            grid_of(plan),
+            plan.recompute,
+            plan.schedule,
+            plan.components,
+            costs.on(plan.site),
+            costs,
+            plan.transport_mode,
+            plan.edge_dtype,
+            plan.edge_connections,
+            plan.bucket_bytes,
+        )
 
     def once(self, key: tuple[object, ...], made: Callable[[], T]) -> T:
         """What `made` gives, worked out once for all layouts with the same `common`: `key` says all that it goes by
@@ -90,8 +106,14 @@ class Layout:
     def order(self) -> Order:
         p = self.parallel
         micro_batches = self.batch.micro_batches(p.dp)
-        return _order(self.schedule.kind, p.pp, micro_batches, p.virtual_stages, self.schedule.in_flight,
-                      self.costs.software.overlap_transfers)
+        return _order(
+            self.schedule.kind,
+            p.pp,
+            micro_batches,
+            p.virtual_stages,
+            self.schedule.in_flight,
+            self.costs.software.overlap_transfers,
+        )
 
     @property
     def hierarchical(self) -> bool:
@@ -105,8 +127,11 @@ class Layout:
             return tuple((c,) * self.parallel.pp for c in self.components)
         at: dict[int, Component] = {s: c for c in self.components for s in c.stages}
         if sorted(at) != list(range(self.parallel.pp)):
-            raise PlanError(f"components hold stages {sorted(at)} of PP {self.parallel.pp}", where="components",
-                            hint="give every stage to one component")
+            raise PlanError(
+                f"components hold stages {sorted(at)} of PP {self.parallel.pp}",
+                where="components",
+                hint="give every stage to one component",
+            )
         return (tuple(at[s] for s in range(self.parallel.pp)),)
 
     @cached_property
@@ -133,8 +158,12 @@ class Layout:
     @cached_property
     def rule(self) -> TransportRule:
         """As the Plan has it; here, where a group's members run is found out without listing them."""
-        return TransportRule(self.site, self.transport_mode, frozenset(c.fabric for c in self.components),
-                             sum(c.nodes for c in self.components) == 1)
+        return TransportRule(
+            self.site,
+            self.transport_mode,
+            frozenset(c.fabric for c in self.components),
+            sum(c.nodes for c in self.components) == 1,
+        )
 
     def edge(self, replica: int, stage: int) -> Transport:
         """Of the stage transfer from `stage` to the next (the last's: back to the first). Local if it never leaves a
@@ -161,8 +190,7 @@ class Layout:
         if self.hierarchical:
             per_node = here.gpus_per_node // p.tp
             whole = per_node % p.pp == 0  # pipelines that never leave their node, nor does their way back
-            return here.nodes == 1 or whole or (
-                stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0)
+            return here.nodes == 1 or whole or (stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0)
         block, first = p.dp * p.tp, stage - here.stages[0]
         ahead = (stage + 1) % p.pp - stage
         span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
@@ -194,12 +222,15 @@ class Layout:
         local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
         return self.rule.of({first.fabric, last.fabric}, local)
 
-    def rate(self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None,
-             ) -> float:
+    def rate(
+        self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
+    ) -> float:
         """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective; `peer`: to
         whom, if that may be another fabric."""
-        return self.once(("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
-                         lambda: self._rate(transport, component, collective, peer))
+        return self.once(
+            ("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
+            lambda: self._rate(transport, component, collective, peer),
+        )
 
     def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:
         fabric, between = self.fabric(component), self._between(transport, component, peer)
@@ -209,8 +240,9 @@ class Layout:
         assert gbps is not None
         return gbps * 1e9 / 8 * self.costs.link(transport, fabric, collective).efficiency
 
-    def latency(self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None,
-                ) -> float:
+    def latency(
+        self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
+    ) -> float:
         """Seconds before a message's first byte."""
         between = self._between(transport, component, peer)
         own = self.costs.link(transport, self.fabric(component), collective).latency_s
@@ -238,13 +270,20 @@ class Layout:
             elif self.costs.measured(fabric):
                 said += self._of_the_calibration(fabric)
             else:
-                others = ": the calibration has other GPUs" if calibration and any(
-                    f.parts for f in calibration.fabrics) else ""
-                said.append(f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
-                            f" fitted efficiency), not measured{others}")
+                others = (
+                    ": the calibration has other GPUs"
+                    if calibration and any(f.parts for f in calibration.fabrics)
+                    else ""
+                )
+                said.append(
+                    f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
+                    f" fitted efficiency), not measured{others}"
+                )
                 if not gpu.is_cpu and not kind(gpu).known:
-                    said.append(f"no table of kernels for {gpu.name}: its shares of the peak are guessed; known are "
-                                + ", ".join(sorted(k.name for k in kinds())))
+                    said.append(
+                        f"no table of kernels for {gpu.name}: its shares of the peak are guessed; known are "
+                        + ", ".join(sorted(k.name for k in kinds()))
+                    )
             if not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
                 said.append("attention is fused, by Transformer Engine or torch: where it is not, a run stops at once")
             if str(fabric.nic) in UNMEASURED and not self.costs.measured(fabric):
@@ -261,9 +300,14 @@ class Layout:
             yield f"layers on {fabric.name} take what they took on {found.fabric}, with the same GPUs"
         kinds_here = {f.gpu.name for f in self.fabrics.values()}
         if not found.fabric and not found.gpu and len(kinds_here) > 1:
-            yield (f"the calibration does not tell {' and '.join(sorted(kinds_here))} apart (earlier releases measured"
-                   " all GPUs together; a profile need not name its own): calibrate again")
+            yield (
+                f"the calibration does not tell {' and '.join(sorted(kinds_here))} apart (earlier releases measured"
+                " all GPUs together; a profile need not name its own): calibrate again"
+            )
         measured = {p.tp for p in found.parts if p.part == "layer"}
         if measured and self.parallel.tp not in measured:
-            yield (f"layers at TP {self.parallel.tp} reckoned from TP {', '.join(map(str, sorted(measured)))}, with"
-                   " collectives added: measure it with `holmes calibrate plan.tp=" f"{self.parallel.tp}`")
+            yield (
+                f"layers at TP {self.parallel.tp} reckoned from TP {', '.join(map(str, sorted(measured)))}, with"
+                " collectives added: measure it with `holmes calibrate plan.tp="
+                f"{self.parallel.tp}`"
+            )

@@ -55,8 +55,12 @@ class Learned:
 
 def learn(runs: Sequence[Observed]) -> Learned:
     """The corrections that `runs`, one at least, ask for."""
-    names = sorted({*(("compute", gpu) for r in runs for gpu in _gpus(r)),
-                    *(("rates", network) for r in runs for network in _networks(r))})
+    names = sorted(
+        {
+            *(("compute", gpu) for r in runs for gpu in _gpus(r)),
+            *(("rates", network) for r in runs for network in _networks(r)),
+        }
+    )
     at = np.zeros(len(names))
     start = _residuals(runs, names, at)
     slopes = _slopes(runs, names, at, start)
@@ -72,8 +76,13 @@ def learn(runs: Sequence[Observed]) -> Learned:
     steps = len(runs)  # residuals of steps come first
     before, after = (float(np.mean(np.abs(np.expm1(r[:steps])))) for r in (start, _residuals(runs, names, at)))
     made = _corrections(names, at * seen)
-    return Learned(replace(made, notes=tuple(_notes(made, runs, before, after))), len(runs), before, after,
-                   tuple(name for (_, name), shown in zip(names, seen, strict=True) if not shown))
+    return Learned(
+        replace(made, notes=tuple(_notes(made, runs, before, after))),
+        len(runs),
+        before,
+        after,
+        tuple(name for (_, name), shown in zip(names, seen, strict=True) if not shown),
+    )
 
 
 def _notes(made: Corrections, runs: Sequence[Observed], before: float, after: float) -> list[str]:
@@ -81,8 +90,10 @@ def _notes(made: Corrections, runs: Sequence[Observed], before: float, after: fl
     said += [f"{name} reaches {factor:.2f} times the rate" for name, factor in made.rates.items()]
     said = [text for text in said if " 1.00 " not in text]
     named = ", ".join(r.name for r in runs[:4]) + (", …" if len(runs) > 4 else "")
-    return [f"learned from {len(runs)} run{'s' * (len(runs) != 1)} ({named}): {'; '.join(said) or 'nothing'}; their"
-            f" steps were {before:.1%} off without it, {after:.1%} with it"]
+    return [
+        f"learned from {len(runs)} run{'s' * (len(runs) != 1)} ({named}): {'; '.join(said) or 'nothing'}; their"
+        f" steps were {before:.1%} off without it, {after:.1%} with it"
+    ]
 
 
 def _corrections(names: Sequence[tuple[str, str]], at: np.ndarray) -> Corrections:

@@ -45,9 +45,21 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int, element: int, sequence_parallel: bool,
-                           recompute: str, fused: bool, flash: bool, loose_norm: bool = False, loose: bool = False,
-                           fp32_scores: bool = False, parts: Sequence[str] = ("scores",)) -> tuple[float, float]:
+def layer_activation_bytes(
+    model: ModelSpec,
+    tokens: int,
+    sequence: int,
+    tp: int,
+    element: int,
+    sequence_parallel: bool,
+    recompute: str,
+    fused: bool,
+    flash: bool,
+    loose_norm: bool = False,
+    loose: bool = False,
+    fp32_scores: bool = False,
+    parts: Sequence[str] = ("scores",),
+) -> tuple[float, float]:
     """(held from forward to backward, needed beside it while the layer's backward pass runs) of one layer and
     micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
 
@@ -77,8 +89,9 @@ def layer_activation_bytes(model: ModelSpec, tokens: int, sequence: int, tp: int
     dropped = element + mask if m.dropout else 0
     wider = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropped + wider))  # fused: a number for each row
-    everything = tokens * (whole / (tp if sequence_parallel else 1)
-                           + ((attention + queries + wide) * element + scores) / tp)
+    everything = tokens * (
+        whole / (tp if sequence_parallel else 1) + ((attention + queries + wide) * element + scores) / tp
+    )
     everything += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
     gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + wider))) / tp
     kept = tokens * h * element / (tp if sequence_parallel else 1)
@@ -105,10 +118,14 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
 
     def of(component: Component) -> tuple[float, ...]:
         gpu = layout.fabric(component).gpu
-        return (costs.weight_bytes(gpu), costs.gradient_size(gpu), moment_bytes(costs, gpu),
-                0 if gpu.is_cpu else CUDA_BYTES,
-                *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute),
-                _activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, "none")[0])
+        return (
+            costs.weight_bytes(gpu),
+            costs.gradient_size(gpu),
+            moment_bytes(costs, gpu),
+            0 if gpu.is_cpu else CUDA_BYTES,
+            *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute),
+            _activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, "none")[0],
+        )
 
     key = "memory", replica, layout.recompute
     if key not in layout.memo:
@@ -149,25 +166,47 @@ def moment_bytes(costs: Costs, gpu: Gpu) -> float:
     return 12.0 if costs.weight_bytes(gpu) < 4 else 8.0
 
 
-def _activation_bytes(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
-                      recompute: str) -> tuple[float, float]:
+def _activation_bytes(
+    model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool, recompute: str
+) -> tuple[float, float]:
     """:func:`layer_activation_bytes` as the training program keeps them."""
     does = costs.software_on(gpu)
     return layer_activation_bytes(
-        model, batch.micro_size * batch.sequence_length, batch.sequence_length, tp, costs.weight_bytes(gpu),
-        sequence_parallel, recompute, does.flash and not gpu.is_cpu, does.flash and not (gpu.is_cpu and model.dropout),
-        not (does.fused_norm or gpu.is_cpu), not (does.fused_elementwise or gpu.is_cpu),
-        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4, does.recompute_parts)
+        model,
+        batch.micro_size * batch.sequence_length,
+        batch.sequence_length,
+        tp,
+        costs.weight_bytes(gpu),
+        sequence_parallel,
+        recompute,
+        does.flash and not gpu.is_cpu,
+        does.flash and not (gpu.is_cpu and model.dropout),
+        not (does.fused_norm or gpu.is_cpu),
+        not (does.fused_elementwise or gpu.is_cpu),
+        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
+        does.recompute_parts,
+    )
 
 
-def most_layers(model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool,
-                recompute: str, run: int, depth: np.ndarray, most_gib: float | None = None) -> np.ndarray:
+def most_layers(
+    model: ModelSpec,
+    batch: Batch,
+    costs: Costs,
+    gpu: Gpu,
+    tp: int,
+    sequence_parallel: bool,
+    recompute: str,
+    run: int,
+    depth: np.ndarray,
+    most_gib: float | None = None,
+) -> np.ndarray:
     """Layers that a stage holds at most, of their own weights, gradients, share of the optimizer (`run` ranks have one)
     and activations alone; `depth`: passes in flight per chunk of each stage, (S,). No stage holds more; most hold
     less."""
     kept, _ = _activation_bytes(model, batch, costs, gpu, tp, sequence_parallel, recompute)
-    held = layer_parameters(model, tp) * (costs.weight_bytes(gpu) + costs.gradient_size(gpu)
-                                          + moment_bytes(costs, gpu) / run)
+    held = layer_parameters(model, tp) * (
+        costs.weight_bytes(gpu) + costs.gradient_size(gpu) + moment_bytes(costs, gpu) / run
+    )
     if costs.software.sharding in ("gradients", "full"):
         held = 0.0
     left = capacity(gpu, most_gib) - (0 if gpu.is_cpu else CUDA_BYTES)
@@ -182,8 +221,10 @@ def held_passes(order: Order, stage: int) -> np.ndarray:
         return np.array([[order.depth(stage)]])
     depth = order.depth(stage)
     chunk = np.array([c for _, c in replace(order, micro_batches=min(order.micro_batches, 4 * order.group)).turns()])
-    gone = [np.concatenate([np.zeros((1, order.chunks), int), np.cumsum(np.eye(order.chunks, dtype=int)[c], axis=0)])
-            for c in (chunk, order.chunks - 1 - chunk)]
+    gone = [
+        np.concatenate([np.zeros((1, order.chunks), int), np.cumsum(np.eye(order.chunks, dtype=int)[c], axis=0)])
+        for c in (chunk, order.chunks - 1 - chunk)
+    ]
     moments = range(max(1, len(chunk) - depth + 1))
     return np.unique([gone[0][min(depth + k, len(chunk))] - gone[1][k] for k in moments], axis=0)
 
@@ -212,8 +253,15 @@ def fits(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> n
 
 def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
     """Bytes of a GPU of each stage that a plan may use, the least of all pipeline replicas, (S,)."""
-    return np.asarray(np.min([by_stage(layout, replica, ("room", most_gib), lambda c: capacity(
-        layout.fabric(c).gpu, most_gib)) for replica in range(len(layout.replicas))], axis=0))
+    return np.asarray(
+        np.min(
+            [
+                by_stage(layout, replica, ("room", most_gib), lambda c: capacity(layout.fabric(c).gpu, most_gib))
+                for replica in range(len(layout.replicas))
+            ],
+            axis=0,
+        )
+    )
 
 
 def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> None:
@@ -228,7 +276,10 @@ def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) ->
                 worst = (short, s, needed, gpu)
     if worst is not None:
         short, stage, needed, gpu = worst
-        raise PlanError(f"stage {stage} needs {needed / 2**30:.1f} GiB a GPU, {short / 2**30:.1f} GiB more than"
-                        f" {gpu.name} has to give", where="memory",
-                        hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
-                             f" {needed / 2**30 / SLACK:.0f} GiB")
+        raise PlanError(
+            f"stage {stage} needs {needed / 2**30:.1f} GiB a GPU, {short / 2**30:.1f} GiB more than"
+            f" {gpu.name} has to give",
+            where="memory",
+            hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
+            f" {needed / 2**30 / SLACK:.0f} GiB",
+        )

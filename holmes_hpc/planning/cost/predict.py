@@ -9,12 +9,7 @@ import numpy as np
 
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.flops import (
-    hardware_flops_per_step,
-    head_flops,
-    layer_flops,
-    model_flops_per_step,
-)
+from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
@@ -47,14 +42,23 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     model, batch, p = layout.model, layout.batch, layout.parallel
     per_gpu = seconds * p.world_size * 1e12
     return Predicted(
-        step_time_s=seconds, samples_per_s=batch.global_size / seconds,
+        step_time_s=seconds,
+        samples_per_s=batch.global_size / seconds,
         model_tflops_per_gpu=model_flops_per_step(model, batch, p.tp) / per_gpu,
         hardware_tflops_per_gpu=hardware_flops_per_step(
-            model, batch, p.tp, layout.recompute, layout.costs.software.recompute_parts,
-            int(recomputed(layout, layers).sum())) / per_gpu,
+            model,
+            batch,
+            p.tp,
+            layout.recompute,
+            layout.costs.software.recompute_parts,
+            int(recomputed(layout, layers).sum()),
+        )
+        / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
-        nic_bytes_per_step=nic_bytes(layout, layers), breakdown=breakdown(layout, layers, seconds),
-        interval_s=interval_s(layout, seconds))
+        nic_bytes_per_step=nic_bytes(layout, layers),
+        breakdown=breakdown(layout, layers, seconds),
+        interval_s=interval_s(layout, seconds),
+    )
 
 
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
@@ -88,9 +92,13 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
     ready = float(d.ready[0, stage, 0])
     waits = max(0.0, seconds - after - float(work[stage]) - sync - ready)
     sync = seconds - after - float(work[stage]) - ready - waits
-    return {"compute_s": float(work[stage]), "pipeline_wait_s": waits, "grad_sync_s": sync + times.tied + times.norm,
-            "param_sync_s": ready + float(times.gather[0].max()),
-            "optimizer_s": float(times.optimizer[0]) + times.other}
+    return {
+        "compute_s": float(work[stage]),
+        "pipeline_wait_s": waits,
+        "grad_sync_s": sync + times.tied + times.norm,
+        "param_sync_s": ready + float(times.gather[0].max()),
+        "optimizer_s": float(times.optimizer[0]) + times.other,
+    }
 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
@@ -120,8 +128,9 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
     return dict(sorted(sent.items()))
 
 
-def _add_synchronisation(layout: Layout, replica: int, stage: int, component: Component, count: float, runs: int,
-                         add: Any) -> None:
+def _add_synchronisation(
+    layout: Layout, replica: int, stage: int, component: Component, count: float, runs: int, add: Any
+) -> None:
     """Gradients and parameters of one stage: a ring leaves each of its nodes once."""
     p, gpu = layout.parallel, layout.fabric(component).gpu
     how, n = layout.costs.collectives(gpu), layout.run
@@ -153,8 +162,11 @@ def _events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]
     ends, lasts = made.ends(table)[0], table[0, made.column]
     events = []
     for index in np.flatnonzero(lasts > 0).tolist():
-        event = {**numbers.describe(int(made.node[index])), "start_s": float(ends[index] - lasts[index]),
-                 "end_s": float(ends[index])}
+        event = {
+            **numbers.describe(int(made.node[index])),
+            "start_s": float(ends[index] - lasts[index]),
+            "end_s": float(ends[index]),
+        }
         event["stage"] += replica * layout.parallel.pp
         events.append(event)
     return sorted(events, key=lambda e: (e["stage"], e["start_s"], e["end_s"], e["kind"]))
@@ -170,6 +182,15 @@ def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
     for e in events:
         tid = {"forward": 0, "backward": 0, "send": 1}.get(e["kind"], 2)
         label = e["kind"] if e["micro_batch"] is None else f"{e['kind']} {e['micro_batch']}"
-        lines.append({"ph": "X", "pid": e["stage"], "tid": tid, "name": label, "ts": e["start_s"] * 1e6,
-                      "dur": (e["end_s"] - e["start_s"]) * 1e6, "args": {"chunk": e["chunk"]}})
+        lines.append(
+            {
+                "ph": "X",
+                "pid": e["stage"],
+                "tid": tid,
+                "name": label,
+                "ts": e["start_s"] * 1e6,
+                "dur": (e["end_s"] - e["start_s"]) * 1e6,
+                "args": {"chunk": e["chunk"]},
+            }
+        )
     return {"traceEvents": lines, "displayTimeUnit": "ms"}

@@ -62,17 +62,25 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
             try:
                 times = {int(index): tuple(float(s) for s in each) for index, each in parts.items()}
             except (AttributeError, TypeError, ValueError):
-                raise ConfigError("not Sailor's profile", where=where, hint="give {MICRO: {TP: {INDEX: [forward,"
-                                  " backward, update]}}} in seconds") from None
+                raise ConfigError(
+                    "not Sailor's profile",
+                    where=where,
+                    hint="give {MICRO: {TP: {INDEX: [forward, backward, update]}}} in seconds",
+                ) from None
             last = len(times) - 1
             if last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values()):
                 raise ConfigError("not Sailor's profile", where=where, hint="give three times for each index from 0")
             if last - 1 != model.layers:
-                raise ConfigError(f"it is of a model of {last - 1} layers, {model.name} has {model.layers}",
-                                  where=where, hint="give this model's profile, or `holmes calibrate`")
+                raise ConfigError(
+                    f"it is of a model of {last - 1} layers, {model.name} has {model.layers}",
+                    where=where,
+                    hint="give this model's profile, or `holmes calibrate`",
+                )
             inner = [median(times[i][way] for i in range(1, last)) for way in range(3)]
-            rows += [Row(part, int(tp), int(micro), *each) for part, each in (
-                ("layer", inner), ("embedding", times[0]), ("head", times[last]))]
+            rows += [
+                Row(part, int(tp), int(micro), *each)
+                for part, each in (("layer", inner), ("embedding", times[0]), ("head", times[last]))
+            ]
     return _calibration(rows, model, batch)
 
 
@@ -111,23 +119,37 @@ def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration
         raise ConfigError("no rows", where="profile", hint="give a row for each part and shape")
     for row in rows:
         if row.hidden not in (0, model.hidden):
-            raise ConfigError(f"it is of a model of width {row.hidden}, {model.name} is {model.hidden} wide",
-                              where="profile", hint="give this model's profile, or `holmes calibrate`")
-    return Calibration(tuple(_of_one_kind([r for r in rows if r.gpu == gpu], gpu, model, batch)
-                             for gpu in dict.fromkeys(r.gpu for r in rows)), made="a layer profile")
+            raise ConfigError(
+                f"it is of a model of width {row.hidden}, {model.name} is {model.hidden} wide",
+                where="profile",
+                hint="give this model's profile, or `holmes calibrate`",
+            )
+    return Calibration(
+        tuple(
+            _of_one_kind([r for r in rows if r.gpu == gpu], gpu, model, batch)
+            for gpu in dict.fromkeys(r.gpu for r in rows)
+        ),
+        made="a layer profile",
+    )
 
 
 def _of_one_kind(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredFabric:
     updates = [r.update_s / layer_parameters(model, r.tp) for r in rows if r.part == "layer" and r.update_s is not None]
-    return MeasuredFabric(gpu=gpu, parts=tuple(_measured(r, model, batch) for r in _rising(rows)),
-                          optimizer_s=median(updates) if updates else None)
+    return MeasuredFabric(
+        gpu=gpu,
+        parts=tuple(_measured(r, model, batch) for r in _rising(rows)),
+        optimizer_s=median(updates) if updates else None,
+    )
 
 
 def _rising(rows: list[Row]) -> Iterator[Row]:
     """The rows, with no time longer than that of a larger micro-batch of the same part, TP and sequence."""
     for row in rows:
-        larger = [r for r in rows if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence)
-                  and r.micro_size >= row.micro_size]
+        larger = [
+            r
+            for r in rows
+            if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence) and r.micro_size >= row.micro_size
+        ]
         yield replace(row, forward_s=min(r.forward_s for r in larger), backward_s=min(r.backward_s for r in larger))
 
 

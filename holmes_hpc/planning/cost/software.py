@@ -41,18 +41,25 @@ class Software:
     sharding: Annotated[str, key("what data-parallel ranks share out", one_of=SHARDING)] = "optimizer"
 
     recompute_parts: Annotated[tuple[str, ...], key("what selective recomputation computes again")] = ("scores",)
-    recompute_layers: Annotated[int | None, key("layers of a stage's chunk that full recomputation computes again;"
-                                                " null: all", ge=0)] = None
+    recompute_layers: Annotated[
+        int | None, key("layers of a stage's chunk that full recomputation computes again; null: all", ge=0)
+    ] = None
 
     def __post_init__(self) -> None:
         check(self, "software")
         for part in self.recompute_parts:
             if part not in RECOMPUTED:
-                raise ConfigError(f"unknown part {part!r} to recompute", where="software.recompute_parts",
-                                  hint=f"use some of {', '.join(RECOMPUTED)}")
+                raise ConfigError(
+                    f"unknown part {part!r} to recompute",
+                    where="software.recompute_parts",
+                    hint=f"use some of {', '.join(RECOMPUTED)}",
+                )
         if self.sharding == "full" and not self.overlap:
-            raise ConfigError("parameters are sharded and their traffic is not overlapped", where="software",
-                              hint="FSDP prefetches; set overlap, or sharding=optimizer")
+            raise ConfigError(
+                "parameters are sharded and their traffic is not overlapped",
+                where="software",
+                hint="FSDP prefetches; set overlap, or sharding=optimizer",
+            )
 
     @property
     def flash(self) -> bool:

@@ -61,9 +61,15 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     own = replace(layout, schedule=Schedule(kind, in_flight(p.pp, layout.order.micro_batches, chunks)))
     computing = float((d.forward + d.backward)[0].sum(axis=1).max())
     one_way_s = float(both[at]) / 2
-    return StageTransferCost((at, at + 1), str(layout.edge(replica, at)), one_way_s, one_way_s / computing,
-                             float(both[at]) * layout.order.micro_batches * chunks, _exposed_s(layout, layers),
-                             _exposed_s(own, layers))
+    return StageTransferCost(
+        (at, at + 1),
+        str(layout.edge(replica, at)),
+        one_way_s,
+        one_way_s / computing,
+        float(both[at]) * layout.order.micro_batches * chunks,
+        _exposed_s(layout, layers),
+        _exposed_s(own, layers),
+    )
 
 
 def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
@@ -71,8 +77,10 @@ def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
     times = timing(layout, layers)
     ends = []
     for without in (False, True):
-        replicas = [replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if without else d
-                 for d in times.replicas]
-        ends.append(max(float(step_seconds(layout.order, d, nic)[0])
-                        for d, nic in zip(replicas, times.shared, strict=True)))
+        replicas = [
+            replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if without else d for d in times.replicas
+        ]
+        ends.append(
+            max(float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(replicas, times.shared, strict=True))
+        )
     return ends[0] - ends[1]

@@ -65,11 +65,20 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
     known, p = networks(layout), layout.parallel
     sizes = np.full(len(layers), layout.bucket_bytes) if bucket_bytes is None else bucket_bytes
     count = parameters(layout, layers)
-    made = [_replica(layout, traffic, computes, layers, count, sizes)
-            for traffic, computes in zip(known.replicas, computing(layout), strict=True)]
+    made = [
+        _replica(layout, traffic, computes, layers, count, sizes)
+        for traffic, computes in zip(known.replicas, computing(layout), strict=True)
+    ]
     updated = count.sum(axis=2) / (layout.run if p.distributed_optimizer else 1)
-    return Timing(tuple(durations for durations, _ in made), _nics(layout), known.tied, known.norm,
-                  (updated * known.optimizer).max(axis=1), np.max([gather for _, gather in made], axis=0), known.other)
+    return Timing(
+        tuple(durations for durations, _ in made),
+        _nics(layout),
+        known.tied,
+        known.norm,
+        (updated * known.optimizer).max(axis=1),
+        np.max([gather for _, gather in made], axis=0),
+        known.other,
+    )
 
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarray:
@@ -80,12 +89,17 @@ def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarra
     return np.max(ends, axis=0) + times.after()
 
 
-def least_s(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None,
-            ) -> tuple[np.ndarray, np.ndarray]:
+def least_s(
+    layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(a lower bound of :func:`step_s`, much quicker; the bound and all data-parallel traffic that nothing hides)."""
     times = timing(layout, layers, bucket_bytes)
-    least = np.max([least_seconds(layout.order, d, nic) for d, nic in zip(times.replicas, times.shared, strict=True)],
-                   axis=0) + times.after()
+    least = (
+        np.max(
+            [least_seconds(layout.order, d, nic) for d, nic in zip(times.replicas, times.shared, strict=True)], axis=0
+        )
+        + times.after()
+    )
     open_s = np.max([d.ready.sum(axis=(1, 2)) + d.tail.max(axis=(1, 2)) for d in times.replicas], axis=0)
     return least, least + open_s
 
@@ -104,37 +118,55 @@ def _nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
     p = layout.parallel
     key = "nics", p.virtual_stages
     if key not in layout.memo:
-        layout.memo[key] = tuple(tuple(_one_nic(layout, replica, s) for s in range(p.pp))
-                                 for replica in range(len(layout.replicas)))
+        layout.memo[key] = tuple(
+            tuple(_one_nic(layout, replica, s) for s in range(p.pp)) for replica in range(len(layout.replicas))
+        )
     found: tuple[tuple[bool, ...], ...] = layout.memo[key]
     return found
 
 
 def _computing(layout: Layout, replica: int) -> Computing:
     m, p, costs, stages = layout.model, layout.parallel, layout.costs, layout.replicas[replica]
+
     def layer(recompute: str) -> np.ndarray:
-        return by_stage(layout, replica, ("layer", recompute), lambda c: costs.layer_s(
-            m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel, recompute)).T
+        return by_stage(
+            layout,
+            replica,
+            ("layer", recompute),
+            lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel, recompute),
+        ).T
 
     once = layer("none" if layout.recompute == "full" else layout.recompute)
     again = layer("full")[1] - once[1] if layout.recompute == "full" else np.zeros(p.pp)
     ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
     embedding = layout.once(("embedding", ends[0].name), lambda: costs.embedding_s(m, layout.batch, p.tp, ends[0]))
     head = layout.once(("head", ends[1].name), lambda: costs.head_s(m, layout.batch, p.tp, ends[1]))
-    return Computing(once, again, np.array(embedding), np.array(head),
-                     by_stage(layout, replica, ("pass",), lambda c: costs.pass_s(layout.fabric(c))))
+    return Computing(
+        once,
+        again,
+        np.array(embedding),
+        np.array(head),
+        by_stage(layout, replica, ("pass",), lambda c: costs.pass_s(layout.fabric(c))),
+    )
 
 
-def _replica(layout: Layout, traffic: Traffic, computes: Computing, layers: np.ndarray, count: np.ndarray,
-             bucket_bytes: np.ndarray) -> tuple[Durations, np.ndarray]:
+def _replica(
+    layout: Layout,
+    traffic: Traffic,
+    computes: Computing,
+    layers: np.ndarray,
+    count: np.ndarray,
+    bucket_bytes: np.ndarray,
+) -> tuple[Durations, np.ndarray]:
     """(What its passes and transfers take, what gathering parameters takes after the update); `count`: parameters,
     shaped like `layers`."""
     plans, software = len(layers), layout.costs.software
     forward, backward = _passes(layout, traffic, computes, layers, count)
     buckets = np.ones_like(count)  # a stage's later chunks have one each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * traffic.gradient_bytes / bucket_bytes[:, None]))
-    reduce, gather = (each[0, :, None] * count + each[1, :, None] * buckets for each in (traffic.reduce,
-                                                                                        traffic.gather))
+    reduce, gather = (
+        each[0, :, None] * count + each[1, :, None] * buckets for each in (traffic.reduce, traffic.gather)
+    )
     if software.sharding in ("gradients", "full"):  # in every pass, and what the last layer leaves
         gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
     ready, tail = gather, reduce
@@ -154,12 +186,18 @@ def _replica(layout: Layout, traffic: Traffic, computes: Computing, layers: np.n
 def _apart(layout: Layout) -> bool:
     """Does all of the data-parallel traffic come after the last backward pass? Megatron-Core's overlap of several
     optimizer instances takes CUDA streams (training.model.optimizer.wrap)."""
-    return layout.parallel.optimizer_instances > 1 and any(
-        layout.fabric(c).gpu.is_cpu for c in layout.components)
+    return layout.parallel.optimizer_instances > 1 and any(layout.fabric(c).gpu.is_cpu for c in layout.components)
 
 
-def _exposed(layout: Layout, layers: np.ndarray, forward: np.ndarray, backward: np.ndarray, gather: np.ndarray,
-             reduce: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _exposed(
+    layout: Layout,
+    layers: np.ndarray,
+    forward: np.ndarray,
+    backward: np.ndarray,
+    gather: np.ndarray,
+    reduce: np.ndarray,
+    buckets: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """What is left of (gathering parameters, reducing gradients) beside a chunk's first and last pass: a bucket's
     traffic goes beside the others' computing, and a gather fetches one bucket ahead. A paced layer computes in no time
     and waits for the rest of its own: what it waits for its parameters is part of that, and gradients come at its end.
@@ -183,8 +221,9 @@ def _one_nic(layout: Layout, replica: int, stage: int) -> bool:
     return inner and down == up and down.kind != "local"
 
 
-def _passes(layout: Layout, traffic: Traffic, computes: Computing, layers: np.ndarray, count: np.ndarray,
-            ) -> tuple[np.ndarray, np.ndarray]:
+def _passes(
+    layout: Layout, traffic: Traffic, computes: Computing, layers: np.ndarray, count: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of one (forward, backward) pass of each stage and chunk, (plans, S, C)."""
     made = []
     for way in (0, 1):

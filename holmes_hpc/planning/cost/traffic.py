@@ -50,11 +50,20 @@ class Networks:
 def networks(layout: Layout) -> Networks:
     """Worked out once for a layout and its variants."""
     if "networks" not in layout.memo:
-        each = np.max([by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(
-            1.0, layout.fabric(c))) for replica in range(len(layout.replicas))], axis=0)
+        each = np.max(
+            [
+                by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
+                for replica in range(len(layout.replicas))
+            ],
+            axis=0,
+        )
         layout.memo["networks"] = Networks(
-            tuple(_traffic(layout, replica) for replica in range(len(layout.replicas))), _tied_s(layout),
-            _norm_s(layout), max(layout.costs.step_s(layout.fabric(c)) for c in layout.components), each)
+            tuple(_traffic(layout, replica) for replica in range(len(layout.replicas))),
+            _tied_s(layout),
+            _norm_s(layout),
+            max(layout.costs.step_s(layout.fabric(c)) for c in layout.components),
+            each,
+        )
     found: Networks = layout.memo["networks"]
     return found
 
@@ -76,8 +85,15 @@ def _traffic(layout: Layout, replica: int) -> Traffic:
             passing[:, :, first:end] = each[:, :, None]
         if p.pp > 1 and layout.run > 1:
             beside[first:end] = [layout.edge(replica, (s - 1) % p.pp) == reduction for s in range(first, end)]
-    return Traffic(down, up, reduce, gather, passing, by_stage(layout, replica, ("gradient",), lambda c: (
-        costs.gradient_size(layout.fabric(c).gpu))), beside)
+    return Traffic(
+        down,
+        up,
+        reduce,
+        gather,
+        passing,
+        by_stage(layout, replica, ("gradient",), lambda c: costs.gradient_size(layout.fabric(c).gpu)),
+        beside,
+    )
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
@@ -103,8 +119,9 @@ def transfer_s(layout: Layout, replica: int, stage: int, forward: bool) -> float
     sent = activation_bytes(layout, transport, source)
     if transport.kind == "local":
         return layout.latency(transport, source) + sent / layout.rate(transport, source)
-    slowest = min(layout.rate(transport, c, peer=to) / _ranks_at_edge(layout, c)
-                  for c, to in ((source, target), (target, source)))
+    slowest = min(
+        layout.rate(transport, c, peer=to) / _ranks_at_edge(layout, c) for c, to in ((source, target), (target, source))
+    )
     seconds = layout.latency(transport, source, peer=target) + sent / slowest
     if layout.costs.software.scatter_transfers and p.tp > 1 and not p.sequence_parallel:
         local = Transport("local")
@@ -124,10 +141,15 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
     pp, stages = layout.parallel.pp, layout.replicas[replica]
     if pp == 1:
         return np.zeros(1), np.zeros(1)
-    both = np.array([layout.once(
-        ("transfer", here.fabric, there.fabric, layout.edge(replica, s).kind),
-        partial(_both_ways, layout, replica, s)) for s, (here, there) in enumerate(zip(stages, (*stages[1:], stages[0]),
-                                                                                       strict=True))])
+    both = np.array(
+        [
+            layout.once(
+                ("transfer", here.fabric, there.fabric, layout.edge(replica, s).kind),
+                partial(_both_ways, layout, replica, s),
+            )
+            for s, (here, there) in enumerate(zip(stages, (*stages[1:], stages[0]), strict=True))
+        ]
+    )
     return both[:, 0], np.roll(both[:, 1], 1)
 
 
@@ -135,8 +157,17 @@ def _both_ways(layout: Layout, replica: int, stage: int) -> tuple[float, float]:
     return transfer_s(layout, replica, stage, True), transfer_s(layout, replica, stage, False)
 
 
-def collective(layout: Layout, component: Component, transport: Transport, ranks: int, nodes: int, what: str,
-               factor: float, sharing: float, pairs: Sequence[tuple[Component, Component]] = ()) -> np.ndarray:
+def collective(
+    layout: Layout,
+    component: Component,
+    transport: Transport,
+    ranks: int,
+    nodes: int,
+    what: str,
+    factor: float,
+    sharing: float,
+    pairs: Sequence[tuple[Component, Component]] = (),
+) -> np.ndarray:
     """Seconds of a ring collective (`what` its link is called) for each byte of the whole tensor and for each call,
     (2,): each rank sends `factor` * (n-1)/n of it; `sharing` groups go out of one node, each once; a ring has as many
     steps as ranks, of which each has a latency. `pairs`: of components that it goes from and to, beside its way through
@@ -161,13 +192,17 @@ def _passing(layout: Layout, component: Component, reduction: Transport, nodes: 
     """Seconds to (gather the parameters, reduce the gradients) in every pass, for each parameter and each call, (2, 2),
     as FSDP does."""
     gpu, costs, tp = layout.fabric(component).gpu, layout.costs, layout.parallel.tp
-    return np.array([np.array([size, 1.0]) * collective(layout, component, reduction, layout.run, nodes, what, 1.0, tp)
-                     for what, size in (("all_gather", costs.weight_bytes(gpu)),
-                                        ("reduce_scatter", costs.gradient_size(gpu)))])
+    return np.array(
+        [
+            np.array([size, 1.0]) * collective(layout, component, reduction, layout.run, nodes, what, 1.0, tp)
+            for what, size in (("all_gather", costs.weight_bytes(gpu)), ("reduce_scatter", costs.gradient_size(gpu)))
+        ]
+    )
 
 
-def _synchronise(layout: Layout, component: Component, transport: Transport, nodes: int,
-                 ) -> tuple[np.ndarray, np.ndarray]:
+def _synchronise(
+    layout: Layout, component: Component, transport: Transport, nodes: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds to (reduce the gradients, gather the parameters) of a stage of one component, by runs over `nodes` of its
     nodes: for each parameter, and for each bucket, (2,) each."""
     p, gpu, costs = layout.parallel, layout.fabric(component).gpu, layout.costs
@@ -175,8 +210,9 @@ def _synchronise(layout: Layout, component: Component, transport: Transport, nod
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.hierarchical else 1)
 
     def ring(what: str, factor: float, size: float) -> np.ndarray:
-        return np.array([size, 1.0]) * collective(layout, component, transport, layout.run, nodes, what, factor,
-                                                  sharing)
+        return np.array([size, 1.0]) * collective(
+            layout, component, transport, layout.run, nodes, what, factor, sharing
+        )
 
     if not p.distributed_optimizer:
         return ring("reduce_scatter", how.all_reduce, costs.wire_size(gpu)), np.zeros(2)
@@ -184,8 +220,16 @@ def _synchronise(layout: Layout, component: Component, transport: Transport, nod
     reduce = ring("reduce_scatter", factor, costs.wire_size(gpu))
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
         reduce = reduce + np.array([costs.wire_size(gpu) / layout.run, 1.0]) * collective(
-            layout, component, layout.across(), p.optimizer_instances, p.optimizer_instances, "reduce_scatter",
-            how.all_reduce, component.gpus_per_node, layout.linked)
+            layout,
+            component,
+            layout.across(),
+            p.optimizer_instances,
+            p.optimizer_instances,
+            "reduce_scatter",
+            how.all_reduce,
+            component.gpus_per_node,
+            layout.linked,
+        )
     return reduce, ring("all_gather", how.all_gather, costs.weight_bytes(gpu))
 
 
@@ -221,8 +265,9 @@ def _norm_s(layout: Layout) -> float:
     return steps * layout.once(("norm", shared.kind, *(c.fabric for c in layout.components)), longest)
 
 
-def by_stage(layout: Layout, replica: int, what: tuple[object, ...],
-             of: Callable[[Component], float | tuple[float, ...]]) -> np.ndarray:
+def by_stage(
+    layout: Layout, replica: int, what: tuple[object, ...], of: Callable[[Component], float | tuple[float, ...]]
+) -> np.ndarray:
     """`of` each stage's component, (S,) or (S, numbers), which must go by its fabric alone: asked once for each under
     the name `what`."""
     stages, pieces = layout.replicas[replica], layout.runs[replica]

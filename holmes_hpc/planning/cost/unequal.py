@@ -68,15 +68,35 @@ class Unequal:
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Unequal:
         assert isinstance(plan.parallel, Widths)
-        return cls(plan.model, plan.batch, plan.parallel, tuple(s.layers for s in plan.stages), plan.schedule.in_flight,
-                   plan.recompute, plan.components, costs.on(plan.site), costs, plan.transport_mode, plan.edge_dtype,
-                   plan.edge_connections, plan.bucket_bytes)
+        return cls(
+            plan.model,
+            plan.batch,
+            plan.parallel,
+            tuple(s.layers for s in plan.stages),
+            plan.schedule.in_flight,
+            plan.recompute,
+            plan.components,
+            costs.on(plan.site),
+            costs,
+            plan.transport_mode,
+            plan.edge_dtype,
+            plan.edge_connections,
+            plan.bucket_bytes,
+        )
 
-    def varied(self, layers: tuple[int, ...] | None = None, in_flight: tuple[int, ...] | None = None,
-               bucket_bytes: int | None = None) -> Unequal:
+    def varied(
+        self,
+        layers: tuple[int, ...] | None = None,
+        in_flight: tuple[int, ...] | None = None,
+        bucket_bytes: int | None = None,
+    ) -> Unequal:
         """With other layers, depths or buckets on the same ranks: what was worked out of these stays."""
-        made = replace(self, layers=layers or self.layers, in_flight=in_flight or self.in_flight,
-                       bucket_bytes=bucket_bytes or self.bucket_bytes)
+        made = replace(
+            self,
+            layers=layers or self.layers,
+            in_flight=in_flight or self.in_flight,
+            bucket_bytes=bucket_bytes or self.bucket_bytes,
+        )
         object.__setattr__(made, "_known", self._known)
         return made
 
@@ -89,8 +109,10 @@ class Unequal:
 
     @cached_property
     def order(self) -> RoutedOrder:
-        return self._once(("order", self.in_flight), lambda: RoutedOrder(
-            self.widths.routes(self.batch.micro_batches(1)), self.in_flight))
+        return self._once(
+            ("order", self.in_flight),
+            lambda: RoutedOrder(self.widths.routes(self.batch.micro_batches(1)), self.in_flight),
+        )
 
     @cached_property
     def views(self) -> tuple[Layout, ...]:
@@ -104,11 +126,23 @@ class Unequal:
 
         def made() -> Layout:
             batch = Batch(self.batch.micro_size * width.dp * most, self.batch.micro_size, self.batch.sequence_length)
-            parallel = Parallel(width.tp, self.widths.pp, width.dp,
-                                sequence_parallel=self.widths.sequence_parallel and width.tp > 1)
+            parallel = Parallel(
+                width.tp, self.widths.pp, width.dp, sequence_parallel=self.widths.sequence_parallel and width.tp > 1
+            )
             alike = tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components)
-            return Layout(self.model, batch, parallel, self.recompute, Schedule("ahead", (1,) * self.widths.pp), alike,
-                          self.site, self.costs, self.transport_mode, self.edge_dtype, self.edge_connections)
+            return Layout(
+                self.model,
+                batch,
+                parallel,
+                self.recompute,
+                Schedule("ahead", (1,) * self.widths.pp),
+                alike,
+                self.site,
+                self.costs,
+                self.transport_mode,
+                self.edge_dtype,
+                self.edge_connections,
+            )
 
         return self._once(("view", width.tp, width.dp, most, own.gpus_per_node), made)
 
@@ -120,11 +154,14 @@ class Unequal:
 
     def _timing(self, stage: int) -> Timing:
         view = self.views[stage]
-        return self._once(("timing", id(view), self.bucket_bytes), lambda: timing(
-            view.varied(bucket_bytes=self.bucket_bytes), self._rows))
+        return self._once(
+            ("timing", id(view), self.bucket_bytes),
+            lambda: timing(view.varied(bucket_bytes=self.bucket_bytes), self._rows),
+        )
 
     def by_layers(self, part: str) -> np.ndarray:
         """One part of :class:`Durations` for each stage, and each number of layers from one to all, (layers, S)."""
+
         def made() -> np.ndarray:
             parts = [getattr(self._timing(s).replicas[0], part) for s in range(self.widths.pp)]
             return np.stack([of[:, s].reshape(len(of), -1)[:, 0] for s, of in enumerate(parts)], axis=1)
@@ -141,8 +178,10 @@ class Unequal:
         NIC at either end, and its latency."""
         ends = [(view, view.replicas[0][s]) for s, view in ((s, self.views[s]) for s in (upper, upper + 1))]
         transport = ends[0][0].edge(0, upper)
-        busy = max(activation_bytes(view, transport, here) * view.parallel.tp / view.rate(transport, here, peer=there)
-                   for (view, here), (_, there) in (ends, ends[::-1]))
+        busy = max(
+            activation_bytes(view, transport, here) * view.parallel.tp / view.rate(transport, here, peer=there)
+            for (view, here), (_, there) in (ends, ends[::-1])
+        )
         (view, source), (_, target) = ends if forward else ends[::-1]
         return busy, view.latency(transport, source, peer=target)
 
@@ -150,8 +189,9 @@ class Unequal:
     def durations(self) -> RoutedDurations:
         edges = self._once(("edges",), self._edges)
         last = [max(0.0, a - b) for a, b in zip(self.of_stages("last_up"), self.of_stages("up"), strict=True)]
-        return RoutedDurations(self.of_stages("forward"), self.of_stages("backward"), self.of_stages("ready"), last,
-                               *edges)
+        return RoutedDurations(
+            self.of_stages("forward"), self.of_stages("backward"), self.of_stages("ready"), last, *edges
+        )
 
     def _edges(self) -> tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]], list[int], list[int]]:
         """`down`, `up`, `node` and `wire` of :class:`RoutedDurations`."""
@@ -178,8 +218,9 @@ class Unequal:
             now[w.row] = w.end
             if w.sent is not None:
                 found.append(Event(w.row, "send", w.micro_batch, *w.sent))
-        return found + [Event(row, "grad_sync", None, end, end + tail[order.stage_of(row)])
-                        for row, end in enumerate(now)]
+        return found + [
+            Event(row, "grad_sync", None, end, end + tail[order.stage_of(row)]) for row, end in enumerate(now)
+        ]
 
     @cached_property
     def after(self) -> float:
@@ -190,8 +231,10 @@ class Unequal:
     def step_s(self) -> float:
         """Seconds of the simulated step."""
         tail = self.of_stages("tail")
-        return max(end + tail[self.order.stage_of(row)]
-                   for row, end in enumerate(ends(self.order, self.durations))) + self.after
+        return (
+            max(end + tail[self.order.stage_of(row)] for row, end in enumerate(ends(self.order, self.durations)))
+            + self.after
+        )
 
     @property
     def norm_s(self) -> float:
@@ -234,8 +277,10 @@ class Unequal:
     @cached_property
     def optimizer_s(self) -> float:
         """Of the stage whose ranks update longest: each has a share of its stage's parameters."""
-        return max(self._parameters(s) / self.widths.dp_of(s)
-                   * self.costs.optimizer_s(1.0, view.fabric(view.replicas[0][s])) for s, view in enumerate(self.views))
+        return max(
+            self._parameters(s) / self.widths.dp_of(s) * self.costs.optimizer_s(1.0, view.fabric(view.replicas[0][s]))
+            for s, view in enumerate(self.views)
+        )
 
     def _parameters(self, stage: int) -> float:
         """On one rank of a stage."""
@@ -249,8 +294,13 @@ class Unequal:
         found = []
         for s, view in enumerate(self.views):
             gpu = view.fabric(view.replicas[0][s]).gpu
-            tensor = (self.batch.micro_size * self.batch.sequence_length * self.model.hidden
-                      * self.costs.weight_bytes(gpu) / self.widths.tp_of(s))
+            tensor = (
+                self.batch.micro_size
+                * self.batch.sequence_length
+                * self.model.hidden
+                * self.costs.weight_bytes(gpu)
+                / self.widths.tp_of(s)
+            )
             counted = 2 * ((s > 0) + (s < self.widths.pp - 1))  # windows of one, in the view
             found.append(int(self.own_bytes(s) + max(0, self.order.posted(s) - counted) * tensor))
         return tuple(found)
@@ -263,8 +313,10 @@ class Unequal:
 
     def _memory(self, view: Layout, depth: int) -> np.ndarray:
         """Bytes of a rank by the layers on every stage, (layers, S), where all stages hold so many micro-batches."""
-        return self._once(("memory", id(view), depth), lambda: memory(
-            view.varied(Schedule("ahead", (depth,) * self.widths.pp)), self._rows).total())
+        return self._once(
+            ("memory", id(view), depth),
+            lambda: memory(view.varied(Schedule("ahead", (depth,) * self.widths.pp)), self._rows).total(),
+        )
 
     def sent(self, plan: Plan) -> Iterator[tuple[GroupTransport, int, float]]:
         """Every group that leaves a node, each rank that sends for it over its node's NIC, and the bytes of payload
@@ -291,8 +343,9 @@ class Unequal:
                     yield group, rank, shared[stage, a, b] * tensor
             elif group.kind == "dp":
                 count = self._parameters(stage)
-                amount = (how.reduce_scatter * self.costs.gradient_size(gpu)
-                          + how.all_gather * self.costs.weight_bytes(gpu)) * count
+                amount = (
+                    how.reduce_scatter * self.costs.gradient_size(gpu) + how.all_gather * self.costs.weight_bytes(gpu)
+                ) * count
                 for rank in one_a_node.values():
                     yield group, rank, amount * (n - 1) / n
             elif group.kind == "embd":
@@ -319,18 +372,28 @@ def predict_unequal(plan: Plan, costs: Costs) -> Predicted:
         nic[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
     per_gpu, parts = seconds * plan.world_size * 1e12, plan.parallel.vocabulary_parts
     return Predicted(
-        step_time_s=seconds, samples_per_s=plan.batch.global_size / seconds,
+        step_time_s=seconds,
+        samples_per_s=plan.batch.global_size / seconds,
         model_tflops_per_gpu=model_flops_per_step(plan.model, plan.batch, parts) / per_gpu,
         hardware_tflops_per_gpu=hardware_flops_per_step(plan.model, plan.batch, parts, plan.recompute) / per_gpu,
-        memory_bytes_per_gpu=of.memory_bytes, nic_bytes_per_step=dict(sorted(nic.items())),
-        breakdown={"compute_s": work[row], "pipeline_wait_s": ends - work[row] - gather - sync,
-                   "grad_sync_s": sync + of.tied_s + of.norm_s, "param_sync_s": gather + of.gather_s,
-                   "optimizer_s": of.optimizer_s + of.other_s},
-        interval_s=interval_s(of.views[0], seconds))
+        memory_bytes_per_gpu=of.memory_bytes,
+        nic_bytes_per_step=dict(sorted(nic.items())),
+        breakdown={
+            "compute_s": work[row],
+            "pipeline_wait_s": ends - work[row] - gather - sync,
+            "grad_sync_s": sync + of.tied_s + of.norm_s,
+            "param_sync_s": gather + of.gather_s,
+            "optimizer_s": of.optimizer_s + of.other_s,
+        },
+        interval_s=interval_s(of.views[0], seconds),
+    )
 
 
 def timeline_unequal(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """The simulated step as events; `stage` counts replicas stage by stage."""
-    found = [{"stage": e.row, "kind": e.kind, "chunk": 0, "micro_batch": e.micro_batch, "start_s": e.start,
-              "end_s": e.end} for e in Unequal.of(plan, costs).events() if e.end > e.start]
+    found = [
+        {"stage": e.row, "kind": e.kind, "chunk": 0, "micro_batch": e.micro_batch, "start_s": e.start, "end_s": e.end}
+        for e in Unequal.of(plan, costs).events()
+        if e.end > e.start
+    ]
     return sorted(found, key=lambda e: (e["stage"], e["start_s"], e["end_s"], e["kind"]))

@@ -74,31 +74,38 @@ class Numbers:
         nothing = sum(sizes)
         column = np.full(self.count, nothing)
         stage = np.arange(s)[:, None]
-        passes = column[:self.transfers].reshape(s, 2, t)
+        passes = column[: self.transfers].reshape(s, 2, t)
         passes[:, 0] = starts["forward"] + stage * c + self.chunk_of(0)
         passes[:, 1] = starts["backward"] + stage * c + self.chunk_of(1)
-        transfers = column[self.transfers:self.around].reshape(s, 2, t)
+        transfers = column[self.transfers : self.around].reshape(s, 2, t)
         transfers[:, 0] = starts["down"] + stage
         last = self.micro_batch == self.order.micro_batches - 1
         transfers[:, 1] = np.where(last, starts["last_up"], starts["up"]) + stage
         transfers[~moved.reshape(s, 2, t)] = nothing
-        around = column[self.around:].reshape(3, s * c)
+        around = column[self.around :].reshape(3, s * c)
         for row, name in enumerate(("ready", "tail", "reduce")):
             around[row] = starts[name] + np.arange(s * c)
         around[2].reshape(s, c)[:, c - 1] = nothing  # the last chunk is the first to finish
         return column
 
-
     def describe(self, node: int) -> dict[str, Any]:
         """What a node is: {stage, kind, chunk, micro_batch}; kind: forward, backward, send, param_sync, grad_sync."""
         if node >= self.around:
             part, place = divmod(node - self.around, self.stages * self.chunks)
-            return {"stage": place // self.chunks, "kind": ("param_sync", "grad_sync", "grad_sync")[part],
-                    "chunk": place % self.chunks, "micro_batch": None}
+            return {
+                "stage": place // self.chunks,
+                "kind": ("param_sync", "grad_sync", "grad_sync")[part],
+                "chunk": place % self.chunks,
+                "micro_batch": None,
+            }
         sent, place = divmod(node, self.transfers)
         way, turn = place // self.turns % 2, place % self.turns
-        return {"stage": place // self.turns // 2, "kind": "send" if sent else ("forward", "backward")[way],
-                "chunk": int(self.chunk_of(way)[turn]), "micro_batch": int(self.micro_batch[turn])}
+        return {
+            "stage": place // self.turns // 2,
+            "kind": "send" if sent else ("forward", "backward")[way],
+            "chunk": int(self.chunk_of(way)[turn]),
+            "micro_batch": int(self.micro_batch[turn]),
+        }
 
 
 Arcs = list[tuple[np.ndarray, np.ndarray]]  # (what waits, what it waits for), in pieces
@@ -147,7 +154,7 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
                 node = n.node(stage, item)
                 arcs += [(node, b) for b in state]
                 state = [node]
-    pairs = np.array(arcs or [(0, 0)])[0 if arcs else 1:]
+    pairs = np.array(arcs or [(0, 0)])[0 if arcs else 1 :]
     return [(pairs[:, 0], pairs[:, 1])], moved
 
 
@@ -249,7 +256,7 @@ def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
         depth += 1
         free = []
         for node in frontier:
-            for target in reached[begins[node]:begins[node + 1]]:
+            for target in reached[begins[node] : begins[node + 1]]:
                 left[target] -= 1
                 if not left[target]:
                     steps[target] = depth
@@ -267,7 +274,7 @@ def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
     at = np.searchsorted(waits, np.arange(count + 1))
     levels = []
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        levels.append((first, end, before[at[first]:at[end]], at[first:end] - at[first]))
+        levels.append((first, end, before[at[first] : at[end]], at[first:end] - at[first]))
     return Graph(ranked, column[ranked], tuple(levels))
 
 
@@ -287,5 +294,8 @@ def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
         made = _levels(numbers.count, [*arcs, *_around(numbers, before_first)], numbers.columns(moved))
         if made is not None:
             return made
-    raise PlanError(f"with in_flight {list(order.in_flight)} the stages would wait for each other for ever",
-                    where="schedule", hint="hold more passes in flight")
+    raise PlanError(
+        f"with in_flight {list(order.in_flight)} the stages would wait for each other for ever",
+        where="schedule",
+        hint="hold more passes in flight",
+    )

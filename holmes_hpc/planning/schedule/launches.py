@@ -117,8 +117,7 @@ def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
                 if met is None:
                     break
                 start = met
-            now[stage] = ends[stage][left.pop()] = start + order.pace(stage) * (
-                FORWARD if step.forward else BACKWARD)
+            now[stage] = ends[stage][left.pop()] = start + order.pace(stage) * (FORWARD if step.forward else BACKWARD)
         return len(ends[stage]) + sum(map(len, came.values())) > before
 
     while any([advance(stage) for stage in range(order.rows)]):
@@ -162,8 +161,11 @@ def of_megatron(order: Order) -> Launches:
             if isinstance(item, Pass):
                 row.append(item)
             else:
-                posts = {(t.made.forward, sends): Post(sends, t)
-                         for sends, transfers in ((True, item.sends), (False, item.receives)) for t in transfers}
+                posts = {
+                    (t.made.forward, sends): Post(sends, t)
+                    for sends, transfers in ((True, item.sends), (False, item.receives))
+                    for t in transfers
+                }
                 row += [posts[turn] for turn in exchange_order(stage) if turn in posts]
         found.append(row)
     return found
@@ -188,8 +190,9 @@ def check_launches(order: AnyOrder) -> None:
 @lru_cache(maxsize=256)
 def _check(order: AnyOrder) -> None:
     if order.stages > 1:
-        check_line(order, in_line(order) if isinstance(order, RoutedOrder) or order.kind == "ahead"
-                   else of_megatron(order))
+        check_line(
+            order, in_line(order) if isinstance(order, RoutedOrder) or order.kind == "ahead" else of_megatron(order)
+        )
     if isinstance(order, RoutedOrder):
         check_windows(order, windowed(order))
 
@@ -204,8 +207,9 @@ class _Together:
         if isinstance(order, RoutedOrder) and order.in_turn:  # else nothing goes beside computing (Widths.in_turn)
             computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows]
             self._ends = [(own[0], own[-1]) for own in computed]
-            self._beside = [[b for b in range(len(rows)) if order.stage_of(b) == order.stage_of(a)]
-                            for a in range(len(rows))]
+            self._beside = [
+                [b for b in range(len(rows)) if order.stage_of(b) == order.stage_of(a)] for a in range(len(rows))
+            ]
 
     @property
     def count(self) -> int:
@@ -213,7 +217,7 @@ class _Together:
 
     def waits(self, row: int, launch: Launch, after_last: bool) -> bool:
         """Whether `row`, which has come to `launch`, waits for the others. `after_last`: at its last pass too."""
-        if not self._ends or launch not in self._ends[row][:1 + after_last]:
+        if not self._ends or launch not in self._ends[row][: 1 + after_last]:
             return False
         first = launch == self._ends[row][0]
         self._came.add((row, first))
@@ -302,8 +306,13 @@ def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
 def stuck(order: AnyOrder, row: int, made: Pass) -> PlanError:
     """What is said of a stage (a row of a routed order) that would never get on."""
     stage = order.stage_of(row)
-    why = ("replicas of a stage wait for each other" if isinstance(order, RoutedOrder)
-           else "virtual stages need several for each chunk")
-    return PlanError(f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch"
-                     f" {made.micro_batch}", where="plan.schedule",
-                     hint=f"hold more passes in flight: {why}")
+    why = (
+        "replicas of a stage wait for each other"
+        if isinstance(order, RoutedOrder)
+        else "virtual stages need several for each chunk"
+    )
+    return PlanError(
+        f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch {made.micro_batch}",
+        where="plan.schedule",
+        hint=f"hold more passes in flight: {why}",
+    )

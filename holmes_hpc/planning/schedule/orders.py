@@ -63,13 +63,19 @@ class Order:
         if self.kind == "1f1b" and self.chunks > 1:
             raise PlanError("1f1b has no virtual stages", where="schedule.kind", hint="use interleaved or ahead")
         if self.chunks > 1 and self.micro_batches % self.stages:
-            raise PlanError(f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",
-                            where="schedule", hint="with virtual stages use a multiple of PP micro-batches")
+            raise PlanError(
+                f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",
+                where="schedule",
+                hint="with virtual stages use a multiple of PP micro-batches",
+            )
         if self.kind != "ahead":
             object.__setattr__(self, "in_flight", in_flight(self.stages, self.micro_batches, self.chunks))
         elif len(self.in_flight) != self.stages:
-            raise PlanError(f"in_flight is {self.in_flight} for {self.stages} stages", where="schedule",
-                            hint="give one number per stage")
+            raise PlanError(
+                f"in_flight is {self.in_flight} for {self.stages} stages",
+                where="schedule",
+                hint="give one number per stage",
+            )
 
     @property
     def rows(self) -> int:
@@ -108,8 +114,12 @@ class Order:
 
     def turns(self) -> list[tuple[int, int]]:
         """(micro-batch, chunk) of the forward passes in order; backward passes go through the chunks in reverse."""
-        return [(m, c) for first in range(0, self.micro_batches, self.group) for c in range(self.chunks)
-                for m in range(first, min(first + self.group, self.micro_batches))]
+        return [
+            (m, c)
+            for first in range(0, self.micro_batches, self.group)
+            for c in range(self.chunks)
+            for m in range(first, min(first + self.group, self.micro_batches))
+        ]
 
     def passes(self, stage: int) -> list[Pass]:
         """What `stage` computes: forward passes up to its depth less one, then one forward and one backward in turn."""
@@ -117,7 +127,7 @@ class Order:
         backward = [Pass(False, m, self.chunks - 1 - c) for m, c in self.turns()]
         ahead = self.depth(stage) - 1
         paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
-        return [*forward[:ahead], *paired, *backward[len(forward) - ahead:]]
+        return [*forward[:ahead], *paired, *backward[len(forward) - ahead :]]
 
     def transfer_to(self, stage: int, needed: Pass) -> StageTransfer | None:
         """The transfer that brings `stage` what its pass `needed` works on; None: nothing comes over an edge."""
@@ -149,7 +159,7 @@ class Order:
         """Twice what the depth hides of `transfer`, in the time in which a stage computes a micro-batch (`ahead`)."""
         if abs(transfer.source - transfer.target) != 1:  # over the edge that closes the ring
             return 0
-        above, below = self._hiding[min(transfer.source, transfer.target):][:2]
+        above, below = self._hiding[min(transfer.source, transfer.target) :][:2]
         return max(0, above - below - 1)
 
     @cached_property
@@ -213,16 +223,19 @@ class Order:
         for k in range(total - warm):
             if not self.overlap:
                 f, b = forward[k + warm], backward[k]
-                items += [Exchange(waits=into(b)) if k == 0 else Exchange(), f, b,
-                          Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k))]
+                items += [
+                    Exchange(waits=into(b)) if k == 0 else Exchange(),
+                    f,
+                    b,
+                    Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k)),
+                ]
                 continue
             for order, at in ((forward, k + warm), (backward, k)):
                 done, way = order[at], order[at].forward
                 items += [Exchange(waits=into(done)), done, Exchange(out(done), incoming(order, at), sent[way])]
                 sent[way] = out(done)
         for k in range(total - warm, total):
-            items += [Exchange(waits=into(backward[k])), backward[k],
-                      Exchange(out(backward[k]), incoming(backward, k))]
+            items += [Exchange(waits=into(backward[k])), backward[k], Exchange(out(backward[k]), incoming(backward, k))]
         return [item for item in items if item]
 
     def _out(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]:

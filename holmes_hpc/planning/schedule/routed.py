@@ -26,8 +26,11 @@ class RoutedOrder:
 
     def __post_init__(self) -> None:
         if len(self.in_flight) != self.stages:
-            raise PlanError(f"in_flight is {self.in_flight} for {self.stages} stages", where="schedule",
-                            hint="give one number per stage")
+            raise PlanError(
+                f"in_flight is {self.in_flight} for {self.stages} stages",
+                where="schedule",
+                hint="give one number per stage",
+            )
 
     @property
     def kind(self) -> str:
@@ -50,8 +53,11 @@ class RoutedOrder:
     @cached_property
     def in_turn(self) -> bool:
         """Whether the replicas of every stage take turns."""
-        return all(replica == k % n for n, route in zip(self.replicas, self.routes, strict=True)
-                   for k, replica in enumerate(route))
+        return all(
+            replica == k % n
+            for n, route in zip(self.replicas, self.routes, strict=True)
+            for k, replica in enumerate(route)
+        )
 
     @cached_property
     def _first(self) -> list[int]:
@@ -89,15 +95,15 @@ class RoutedOrder:
         backward = [Pass(False, m, 0) for m in self.own(row)]
         ahead = self.depth(row) - 1
         paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
-        return [*forward[:ahead], *paired, *backward[len(forward) - ahead:]]
+        return [*forward[:ahead], *paired, *backward[len(forward) - ahead :]]
 
     def numbers(self, row: int) -> list[int]:
         """:meth:`passes`, each as a number: twice its micro-batch, and one more if it is a backward pass."""
         own, ahead = self.own(row), self.depth(row) - 1
         forward, backward = [2 * m for m in own], [2 * m + 1 for m in own]
-        paired = forward[ahead:] + backward[:len(own) - ahead]
-        paired[::2], paired[1::2] = forward[ahead:], backward[:len(own) - ahead]
-        return [*forward[:ahead], *paired, *backward[len(own) - ahead:]]
+        paired = forward[ahead:] + backward[: len(own) - ahead]
+        paired[::2], paired[1::2] = forward[ahead:], backward[: len(own) - ahead]
+        return [*forward[:ahead], *paired, *backward[len(own) - ahead :]]
 
     def _neighbour(self, row: int, micro_batch: int, on: int) -> int | None:
         stage = self.stage_of(row) + on
@@ -120,7 +126,7 @@ class RoutedOrder:
 
     def posted(self, stage: int) -> int:
         """Stage transfers that a replica of `stage` has buffers for at most, received and sent."""
-        return max(self._buffers[self._first[stage]:self._first[stage + 1]])
+        return max(self._buffers[self._first[stage] : self._first[stage + 1]])
 
     @cached_property
     def _buffers(self) -> list[int]:
@@ -144,7 +150,8 @@ class RoutedOrder:
             for (a, b), both in shared.items():
                 up, down = self.row(s, a), self.row(s + 1, b)
                 found[up, down] = found[down, up] = _apart(
-                    [own[s][m] for m in both], [own[s + 1][m] for m in both], self.depth(up), self.depth(down))
+                    [own[s][m] for m in both], [own[s + 1][m] for m in both], self.depth(up), self.depth(down)
+                )
         return found
 
     def pace(self, row: int) -> int:

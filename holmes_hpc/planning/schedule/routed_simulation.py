@@ -34,8 +34,7 @@ class RoutedDurations:
 
 
 class Went(NamedTuple):
-    """One pass of a row: when it began and ended, and when its result was sent and had arrived (None: it goes nowhere).
-    """
+    """One pass of a row: when it began and ended, and when its result was sent and arrived (None: it goes nowhere)."""
 
     row: int
     forward: bool

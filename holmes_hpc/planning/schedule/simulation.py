@@ -119,6 +119,7 @@ def _on_the_wire(order: Order, d: Durations, shared: tuple[bool, ...]) -> np.nda
     on_down = last.sum(axis=1, keepdims=True) - np.cumsum(last, axis=1)
     on_down[:, :-1] -= d.down[:, :-1]
     both = to_here + down + up + on_up
-    ways = np.maximum(to_here + down + np.maximum(0, on_down) + d.backward[:, :, -1].sum(axis=1, keepdims=True),
-                      turned + up + on_up)
+    ways = np.maximum(
+        to_here + down + np.maximum(0, on_down) + d.backward[:, :, -1].sum(axis=1, keepdims=True), turned + up + on_up
+    )
     return np.where(np.array(shared or (False,) * stages), both, ways)

@@ -32,8 +32,9 @@ RUNNERS_UP = 5
 SAID = 0.005  # a gap to the lower bound that a plan tells of
 
 
-def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs,
-              clock: Clock | None = None) -> Plan:
+def best_plan(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock | None = None
+) -> Plan:
     """The Plan with the shortest predicted step, with its prediction and runners-up. `clock`: when to stop searching,
     and who is told how far it is; without one it goes on until nothing is to be gained.
 
@@ -46,8 +47,9 @@ def best_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
     return with_unequal(to_plan(best, site, others), site, options, costs, clock)
 
 
-def _beside_a_near_batch(best: Candidate, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
-                         costs: Costs, clock: Clock) -> Candidate:
+def _beside_a_near_batch(
+    best: Candidate, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
+) -> Candidate:
     """`best`, which says so where a global batch near the one asked for is much better."""
     near = near_batch(model, batch, site, options, costs, best.placement)
     if near is None:
@@ -57,9 +59,18 @@ def _beside_a_near_batch(best: Candidate, model: ModelSpec, batch: Batch, site: 
     except PlanError:
         return best
     more = near.global_size / other.seconds / (batch.global_size / best.seconds) - 1
-    return best if more < WORTH else replace(best, notes=(
-        *best.notes, f"a global batch of {batch.global_size} leaves few ways to share it out: batch.global_size="
-                     f"{near.global_size} would give {more:.0%} more samples/s"))
+    return (
+        best
+        if more < WORTH
+        else replace(
+            best,
+            notes=(
+                *best.notes,
+                f"a global batch of {batch.global_size} leaves few ways to share it out: batch.global_size="
+                f"{near.global_size} would give {more:.0%} more samples/s",
+            ),
+        )
+    )
 
 
 def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
@@ -73,12 +84,16 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     site, chunks = costs.on(site), options.virtual_stages or 1
     schedule = options.schedule if options.schedule != "auto" else "1f1b" if chunks == 1 else "interleaved"
     fixed = replace(
-        options, virtual_stages=chunks, schedule=schedule, search_micro_size=False,
+        options,
+        virtual_stages=chunks,
+        schedule=schedule,
+        search_micro_size=False,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
         sequence_parallel=bool(options.sequence_parallel),
         bucket_bytes=options.bucket_bytes or (None if schedule == "ahead" else BUCKET_BYTES),
-        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)))
+        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)),
+    )
     unlimited = replace(fixed, max_memory_gib=inf)
     best = _given(model, batch, site, fixed, costs) or _given(model, batch, site, unlimited, costs)
     if best is None:
@@ -106,8 +121,9 @@ def _given(model: ModelSpec, batch: Batch, site: Site, fixed: PlanOptions, costs
     return ways[0] if ways else None
 
 
-def search(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock,
-           ) -> list[Candidate]:
+def search(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
+) -> list[Candidate]:
     """The best candidate, and others from best to worst."""
     space = Space(model, batch, site, options, costs)
     placements = space.placements()
@@ -138,28 +154,51 @@ def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candi
             continue
         improved.append(evaluator.better(candidate, None if candidate.seconds <= NEAR * first else FEW_ORDERS))
         known.append(1 - improved[-1].seconds / candidate.seconds)
-        clock.tell(f"planning: layers and depth of {len(improved)} ways chosen, the best takes"
-                   f" {min(c.seconds for c in improved):.4g} s a step")
+        clock.tell(
+            f"planning: layers and depth of {len(improved)} ways chosen, the best takes"
+            f" {min(c.seconds for c in improved):.4g} s a step"
+        )
     improved.sort(key=Candidate.key)
     gap = 1 - found.promised / improved[0].seconds
     if gap > SAID and clock.is_over():
-        improved[0] = replace(improved[0], notes=(
-            *improved[0].notes, f"the search was stopped: a step could be up to {gap:.1%} shorter, by lower bounds"))
+        improved[0] = replace(
+            improved[0],
+            notes=(
+                *improved[0].notes,
+                f"the search was stopped: a step could be up to {gap:.1%} shorter, by lower bounds",
+            ),
+        )
     return [evaluator.plainer(evaluator.noted(improved[0])), *improved[1:], *rest]
 
 
 def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
     """A candidate as the Plan that a run can be started from."""
     layout = candidate.layout
-    stages = tuple(Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
-                   for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True))
+    stages = tuple(
+        Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
+        for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True)
+    )
     used = {c.fabric: c.nodes for c in layout.components}
-    plan = Plan(candidate.placement.strategy, layout.model, layout.batch, layout.parallel, layout.recompute,
-                layout.schedule, layout.components, stages, site, layout.bucket_bytes, layout.edge_dtype,
-                layout.edge_connections, layout.transport_mode, layout.costs.pace_layer_ms,
-                predict_layout(layout, candidate.layers), (*site.assumptions, *layout.assumptions, *candidate.notes),
-                unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)},
-                pace_factors=layout.costs.pace_factors)
+    plan = Plan(
+        candidate.placement.strategy,
+        layout.model,
+        layout.batch,
+        layout.parallel,
+        layout.recompute,
+        layout.schedule,
+        layout.components,
+        stages,
+        site,
+        layout.bucket_bytes,
+        layout.edge_dtype,
+        layout.edge_connections,
+        layout.transport_mode,
+        layout.costs.pace_layer_ms,
+        predict_layout(layout, candidate.layers),
+        (*site.assumptions, *layout.assumptions, *candidate.notes),
+        unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)},
+        pace_factors=layout.costs.pace_factors,
+    )
     return replace(plan, alternatives=_alternatives(candidate, others))
 
 
@@ -170,8 +209,9 @@ def _alternatives(best: Candidate, others: list[Candidate]) -> tuple[dict[str, o
     for candidate in others:
         if _kind(candidate) not in seen and len(kept) < RUNNERS_UP:
             seen.add(_kind(candidate))
-            kept.append(alternative(best.layout, best.layers, candidate.placement.strategy, candidate.layout,
-                                    candidate.layers))
+            kept.append(
+                alternative(best.layout, best.layers, candidate.placement.strategy, candidate.layout, candidate.layers)
+            )
     return tuple(kept)
 
 

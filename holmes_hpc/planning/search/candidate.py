@@ -87,8 +87,12 @@ class Evaluator:
             for recompute in recomputations:
                 if not self._could_fit(placement, recompute, chunks):
                     continue
-                made = next(filter(None, (self._way(placement, recompute, kind, chunks)
-                                          for kind in self._kinds(placement, chunks))), None)
+                made = next(
+                    filter(
+                        None, (self._way(placement, recompute, kind, chunks) for kind in self._kinds(placement, chunks))
+                    ),
+                    None,
+                )
                 if made is not None:
                     yield made
                     if not made.full:
@@ -111,8 +115,21 @@ class Evaluator:
         depth = np.array(in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         run = placement.dp // placement.instances if self.options.distributed_optimizer else 1
         parallel = placement.tp > 1 and self.options.sequence_parallel is not False
-        most = [most_layers(self.model, batch, self.costs, b.fabric.gpu, placement.tp, parallel, recompute, run, depth,
-                            self.options.max_memory_gib) for b in placement.blocks]
+        most = [
+            most_layers(
+                self.model,
+                batch,
+                self.costs,
+                b.fabric.gpu,
+                placement.tp,
+                parallel,
+                recompute,
+                run,
+                depth,
+                self.options.max_memory_gib,
+            )
+            for b in placement.blocks
+        ]
         if placement.strategy != "hierarchical-dp":
             first = np.cumsum([0, *(b.stages for b in placement.blocks)])
             most = [np.concatenate([m[a:z] for m, a, z in zip(most, first[:-1], first[1:], strict=True)])]
@@ -147,23 +164,50 @@ class Evaluator:
         order = HIERARCHICAL_ORDER if hierarchical else PIPELINE_ORDER
         divides = batch.sequence_length % placement.tp == 0
         if o.sequence_parallel and not divides:
-            raise PlanError(f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}", where="plan",
-                            hint="leave plan.sequence_parallel out")
-        parallel = Parallel(placement.tp, pp, placement.dp, order=order, optimizer_instances=placement.instances,
-                            distributed_optimizer=o.distributed_optimizer,
-                            sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False)
+            raise PlanError(
+                f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}",
+                where="plan",
+                hint="leave plan.sequence_parallel out",
+            )
+        parallel = Parallel(
+            placement.tp,
+            pp,
+            placement.dp,
+            order=order,
+            optimizer_instances=placement.instances,
+            distributed_optimizer=o.distributed_optimizer,
+            sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
+        )
         schedule = _schedule("1f1b", in_flight(pp, batch.micro_batches(placement.dp)))
         alike = hierarchical and pp, placement.micro, placement.tp, placement.dp, placement.instances
-        return Layout(self.model, batch, parallel, "none", schedule, tuple(components), self.site, self.costs,
-                      o.transport, o.edge_dtype, o.edge_connections, o.bucket_bytes or BUCKET_BYTES,
-                      self._common.setdefault(alike, {}))
+        return Layout(
+            self.model,
+            batch,
+            parallel,
+            "none",
+            schedule,
+            tuple(components),
+            self.site,
+            self.costs,
+            o.transport,
+            o.edge_dtype,
+            o.edge_connections,
+            o.bucket_bytes or BUCKET_BYTES,
+            self._common.setdefault(alike, {}),
+        )
 
     def _component(self, block: Block, first: int, stages: int) -> Component:
         """`stages` stages of a block, from `first` on; a search asks for the same ones again and again."""
         fabric, key = block.fabric, (block.fabric.name, block.nodes, first, stages)
         if key not in self._components:
-            self._components[key] = Component(fabric.partition, fabric.constraint, fabric.name, block.nodes,
-                                              block.per_node, tuple(range(first, first + stages)))
+            self._components[key] = Component(
+                fabric.partition,
+                fabric.constraint,
+                fabric.name,
+                block.nodes,
+                block.per_node,
+                tuple(range(first, first + stages)),
+            )
         return self._components[key]
 
     def _batch(self, micro: int) -> Batch:
@@ -194,8 +238,9 @@ class Evaluator:
         both = np.concatenate([np.repeat(layers, len(sizes), axis=0), others])
         bounds, whole = least_s(layout, both, np.append(sizes, layout.bucket_bytes))
         at = int(np.argmin(whole[:-1]))
-        return Candidate(placement, layout.varied(bucket_bytes=int(sizes[at])), layers,
-                         float(min(bounds[at], bounds[-1])), full=full)
+        return Candidate(
+            placement, layout.varied(bucket_bytes=int(sizes[at])), layers, float(min(bounds[at], bounds[-1])), full=full
+        )
 
     def _told_layers(self, layout: Layout) -> np.ndarray:
         if self.options.layers_per_stage is not None:
@@ -256,16 +301,28 @@ class Evaluator:
             return candidate
         wanted = extra_depth(candidate.layout, candidate.layers)
         most, _ = next(self._depths(candidate, wanted))
-        return candidate if most == max(wanted) else replace(candidate, notes=(
-            f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",))
+        return (
+            candidate
+            if most == max(wanted)
+            else replace(
+                candidate,
+                notes=(
+                    f"memory allows {most} more micro-batches in flight at a slow hop, {max(wanted)} would hide it",
+                ),
+            )
+        )
 
     def better(self, candidate: Candidate, orders_tried: int | None = None) -> Candidate:
         """The order of the fabrics, then layers and depth together, then buckets: what makes the step shortest. Of
         other orders those with the least bounds are simulated, `orders_tried` of them (None: all that could be
         better)."""
         orders, s = [self._timed(candidate)], candidate.layout
-        ways = (self._way(replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind,
-                          s.parallel.virtual_stages) for blocks in self._orders(candidate.placement))
+        ways = (
+            self._way(
+                replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind, s.parallel.virtual_stages
+            )
+            for blocks in self._orders(candidate.placement)
+        )
         for other in sorted(filter(None, ways), key=lambda o: o.bound)[:orders_tried]:
             if other.bound < min(o.seconds for o in orders):
                 orders.append(self.simulated(other))

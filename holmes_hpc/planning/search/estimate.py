@@ -50,5 +50,6 @@ class Estimate:
 
     def at(self, row: int) -> Estimate:
         """That of one placement of many."""
-        return Estimate(*(float(v[row]) if isinstance(v := getattr(self, f.name), np.ndarray) else v
-                          for f in fields(self)))
+        return Estimate(
+            *(float(v[row]) if isinstance(v := getattr(self, f.name), np.ndarray) else v for f in fields(self))
+        )

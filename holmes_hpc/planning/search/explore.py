@@ -68,7 +68,8 @@ def explored(evaluator: Evaluator, space: Space, placements: list[Placement], cl
             ways += found[1:]
     least, whole = min((c.seconds for c in done), default=inf), space.small
     queue: list[tuple[float, int, Placement | Candidate | None]] = [
-        (0.0 if whole else p.least_s / OVER, at, p) for at, p in enumerate(placements) if at not in firsts]
+        (0.0 if whole else p.least_s / OVER, at, p) for at, p in enumerate(placements) if at not in firsts
+    ]
     queue += [(way.bound, len(placements) + i, way) for i, way in enumerate(ways)]
     if placements and not whole:
         queue.append((margin * placements[0].least_s / OVER, -1, None))  # all that is not listed yet
@@ -98,8 +99,10 @@ def explored(evaluator: Evaluator, space: Space, placements: list[Placement], cl
         else:
             done.append(evaluator.simulated(item, ROUGH))
             least = min(least, done[-1].seconds)
-        clock.tell(f"planning: {len(done)} ways simulated, the best takes {least:.4g} s a step, of the others none less"
-                   f" than {promised:.4g} s")
+        clock.tell(
+            f"planning: {len(done)} ways simulated, the best takes {least:.4g} s a step, of the others none less"
+            f" than {promised:.4g} s"
+        )
     return Explored(sorted(done, key=Candidate.key), promised if queue else inf)
 
 

@@ -29,6 +29,7 @@ def least_edges(across: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.nd
 def along(across: np.ndarray, fabrics: list[int], ring: bool = False) -> list[int]:
     """The `fabrics` in an order with short edges: from each in turn on to the nearest that is left; as they are where
     no other is better. `ring`: the last is joined to the first too."""
+
     def edges(order: list[int]) -> tuple[float, float]:
         steps = [float(across[a, b]) for a, b in pairwise(order)]
         steps += [float(across[order[-1], order[0]])] if ring else []

@@ -40,14 +40,25 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
                 used = along(1 / size.between, used, ring=True)
             estimate = _estimate(size, dp, pp, used, run)
             if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
-                blocks = tuple(Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
-                               for f in used for o in [size.offers[f]])
-                yield Placement("hierarchical-dp", size.micro, size.tp, dp, ordered(blocks, options.fabric_order),
-                                estimate, dp // run)
+                blocks = tuple(
+                    Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
+                    for f in used
+                    for o in [size.offers[f]]
+                )
+                yield Placement(
+                    "hierarchical-dp",
+                    size.micro,
+                    size.tp,
+                    dp,
+                    ordered(blocks, options.fabric_order),
+                    estimate,
+                    dp // run,
+                )
 
 
-def _replica(size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: float = 0.0, after: float = 0.0,
-             ) -> Estimate:
+def _replica(
+    size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: float = 0.0, after: float = 0.0
+) -> Estimate:
     """Of the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual ones; `wire`: of one
     of its stage transfers, `after`: what crosses fabrics."""
     most = np.maximum if isinstance(pp, np.ndarray) else max
@@ -74,8 +85,14 @@ def _alone(size: OneSize, pp: int) -> frozenset[int]:
     return frozenset(f for f, per in enumerate(size.per_node.tolist()) if per % (pp * size.tp) == 0)
 
 
-def _splits(size: OneSize, dp: int, most: Sequence[int], units: Sequence[int], alone: frozenset[int],
-            left_out: Callable[[Sequence[int], frozenset[str]], bool]) -> Iterator[tuple[tuple[int, ...], int]]:
+def _splits(
+    size: OneSize,
+    dp: int,
+    most: Sequence[int],
+    units: Sequence[int],
+    alone: frozenset[int],
+    left_out: Callable[[Sequence[int], frozenset[str]], bool],
+) -> Iterator[tuple[tuple[int, ...], int]]:
     """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics, or one
     `alone`, that is not `left_out`."""
     if size.fixed:

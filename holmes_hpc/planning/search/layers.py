@@ -27,9 +27,9 @@ def chunked(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
     made = np.repeat(base[:, None], chunks, axis=1)
     for s in range(len(counts)):
         if s == len(counts) - 1:
-            made[s, :over[s]] += 1
+            made[s, : over[s]] += 1
         else:
-            made[s, chunks - over[s]:] += 1
+            made[s, chunks - over[s] :] += 1
     return made[None]
 
 
@@ -62,8 +62,9 @@ class Stages:
         self.layers, self.chunks, self.pp = layout.model.layers, layout.parallel.virtual_stages, layout.parallel.pp
         self.micro_batches = layout.order.micro_batches
         self.most = _most(layout, most_gib)
-        self.fit = bool((self.most >= self.chunks).all() and self.most.sum() >= self.layers
-                        and self.pp * self.chunks <= self.layers)
+        self.fit = bool(
+            (self.most >= self.chunks).all() and self.most.sum() >= self.layers and self.pp * self.chunks <= self.layers
+        )
         self._layout = layout
 
     @cached_property
@@ -93,8 +94,17 @@ class Stages:
             late = np.maximum(late, passes + d.ready[:, :, 0])  # what a stage makes those below it later
             busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
             moved[0, 1:] = np.maximum(moved[0, 1:], d.down[0, :-1] + d.up[0, 1:])
-        rows = list(zip(late[0].tolist(), (late[1] - late[0]).tolist(), busy[0].tolist(), (busy[1] - busy[0]).tolist(),
-                        moved[0].tolist(), self.most.tolist(), strict=True))
+        rows = list(
+            zip(
+                late[0].tolist(),
+                (late[1] - late[0]).tolist(),
+                busy[0].tolist(),
+                (busy[1] - busy[0]).tolist(),
+                moved[0].tolist(),
+                self.most.tolist(),
+                strict=True,
+            )
+        )
 
         def dealt(limit: float) -> list[int]:
             made, gone = list[int](), 0.0
@@ -150,7 +160,7 @@ def exact(layout: Layout, start: np.ndarray, most_gib: float | None = None, trie
         at = int(np.argmin(times))
         if times[at] >= least * (1 - 1e-9):
             break
-        least, best = float(times[at]), moves[at:at + 1]
+        least, best = float(times[at]), moves[at : at + 1]
     return best
 
 

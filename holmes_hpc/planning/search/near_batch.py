@@ -19,8 +19,9 @@ LOOKED_AT = 3
 WORTH = 0.05  # more samples a second than that are worth a remark
 
 
-def near_batch(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, best: Placement,
-               ) -> Batch | None:
+def near_batch(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, best: Placement
+) -> Batch | None:
     """The batch near `batch` that is estimated to give the most samples a second, in micro-batches as those of `best`;
     None where that would not be worth a remark."""
     if options.dp is not None or batch.global_size // best.micro % EVEN == 0:
@@ -41,5 +42,6 @@ def near_batch(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     if not worth:
         return None
     most = max(rates.values())
-    return replace(batch, global_size=min((n for n in worth if rates[n] > most / (1 + WORTH)),
-                                          key=lambda n: abs(n - size)))
+    return replace(
+        batch, global_size=min((n for n in worth if rates[n] > most / (1 + WORTH)), key=lambda n: abs(n - size))
+    )

@@ -32,19 +32,26 @@ def offers(site: Site, options: PlanOptions) -> list[Offer]:
         site.fabric(name)
     for name in options.fabric_order or ():
         if name not in wanted:
-            raise PlanError(f"fabric_order names {name!r}", where="plan.fabric_order",
-                            hint=f"it is one of {', '.join(wanted)}")
+            raise PlanError(
+                f"fabric_order names {name!r}", where="plan.fabric_order", hint=f"it is one of {', '.join(wanted)}"
+            )
     for fabric in site.fabrics:
         if fabric.name not in wanted:
             continue
         nodes = wanted[fabric.name]
         if nodes is not None and nodes > fabric.nodes:
-            raise PlanError(f"{nodes} nodes wanted, the site has {fabric.nodes}", where=f"plan.nodes.{fabric.name}",
-                            hint=f"use at most {fabric.nodes}")
+            raise PlanError(
+                f"{nodes} nodes wanted, the site has {fabric.nodes}",
+                where=f"plan.nodes.{fabric.name}",
+                hint=f"use at most {fabric.nodes}",
+            )
         per_node = options.gpus_per_node or fabric.gpus_per_node
         if per_node > fabric.gpus_per_node:
-            raise PlanError(f"{per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
-                            where=f"fabric {fabric.name}", hint=f"use at most {fabric.gpus_per_node}")
+            raise PlanError(
+                f"{per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
+                where=f"fabric {fabric.name}",
+                hint=f"use at most {fabric.gpus_per_node}",
+            )
         chosen.append(Offer(fabric, nodes or fabric.nodes, per_node, nodes is not None))
     return chosen
 

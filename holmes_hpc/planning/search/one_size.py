@@ -23,8 +23,17 @@ class OneSize:
     """Arrays have an entry for each fabric of `offers`, (F,). `each`: seconds of a layer for one micro-batch, forward
     and backward; `shares`: micro-batches of all data-parallel ranks."""
 
-    def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, micro: int,
-                 tp: int, usable: list[Offer]) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        batch: Batch,
+        site: Site,
+        options: PlanOptions,
+        costs: Costs,
+        micro: int,
+        tp: int,
+        usable: list[Offer],
+    ) -> None:
         self.model, self.batch, self.options, self.costs = model, batch, options, costs
         self.micro, self.tp, self.offers = micro, tp, usable
         one = Batch(batch.global_size, micro, batch.sequence_length)
@@ -36,8 +45,10 @@ class OneSize:
         self.head = min(sum(costs.head_s(model, one, tp, o.fabric)) for o in usable)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
         fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
-        self.networks = {what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
-                         for what in ("", "reduce_scatter", "all_gather")}
+        self.networks = {
+            what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
+            for what in ("", "reduce_scatter", "all_gather")
+        }
         self.latency = np.array([costs.link(t, f).latency_s for f, t in fabrics])
         self.ethernet, self.between, self.delay = _between(site, usable, costs)
         self.linked = bool(site.links)
@@ -51,8 +62,11 @@ class OneSize:
         self.taus = np.unique(np.concatenate([e * np.arange(1, model.layers + 1) for e in self.each]))
         self.fit = np.floor(self.taus[:, None] / self.each + 1e-9).astype(int)  # layers of a stage in tau, (T, F)
         chosen = range(1, 1 + (1 if options.strategy == "one-fabric" else len(usable)))
-        self.choices = [(c, frozenset(usable[f].fabric.name for f in c)) for size in chosen
-                        for c in combinations(range(len(usable)), size)]  # of fabrics, and their names
+        self.choices = [
+            (c, frozenset(usable[f].fabric.name for f in c))
+            for size in chosen
+            for c in combinations(range(len(usable)), size)
+        ]  # of fabrics, and their names
         self.whole_node = int(self.per_node.max()) // tp + 1  # blocks apart of which no two are on one node
         self._speed = [float(ranks) / each for ranks, each in zip(self.ranks, self.seconds, strict=True)]
         self._around: dict[tuple[int, ...], float] = {}
@@ -71,11 +85,13 @@ class OneSize:
     def around_s(self, used: tuple[int, ...]) -> float:
         """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
         if used not in self._around:
-            moved = 2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size(
-                self.offers[used[0]].fabric.gpu)
+            moved = (
+                2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size(self.offers[used[0]].fabric.gpu)
+            )
             self._around[used] = moved / min(
                 min(self.ethernet[a], self.between[a, b]) * 1e9 / 8 / self.offers[a].per_node
-                for a, b in zip(used, used[1:] + used[:1], strict=True))
+                for a, b in zip(used, used[1:] + used[:1], strict=True)
+            )
         return self._around[used]
 
     def most_chunks(self, stages: int, micro_batches: int) -> int:
@@ -99,8 +115,13 @@ class OneSize:
 
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a stage transfer inside each fabric, (F,), and between two, which the slower end keeps, (F, F)."""
-        moved = self.micro * self.batch.sequence_length * self.model.hidden * max(
-            self.costs.weight_bytes(o.fabric.gpu) for o in self.offers) * 8e-9
+        moved = (
+            self.micro
+            * self.batch.sequence_length
+            * self.model.hidden
+            * max(self.costs.weight_bytes(o.fabric.gpu) for o in self.offers)
+            * 8e-9
+        )
         if self.options.sequence_parallel is not False:
             moved /= self.tp
         ranks = np.minimum(self.per_node, self.tp * dp)
@@ -114,8 +135,12 @@ class OneSize:
         for f, offer in enumerate(self.offers):
             gpu = offer.fabric.gpu
             how, count = costs.collectives(gpu), layer_parameters(self.model, self.tp)
-            moved = count * (dp - 1) / dp * np.array([how.reduce_scatter * costs.gradient_size(gpu),
-                                                      how.all_gather * costs.weight_bytes(gpu)])
+            moved = (
+                count
+                * (dp - 1)
+                / dp
+                * np.array([how.reduce_scatter * costs.gradient_size(gpu), how.all_gather * costs.weight_bytes(gpu)])
+            )
             if self.tp * dp * apart <= offer.per_node:
                 rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, offer.fabric).efficiency)
             else:

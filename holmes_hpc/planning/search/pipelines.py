@@ -39,8 +39,9 @@ def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         counts = (size.ranks // block)[None]
         tau = _tau(size, counts)
     elif np.prod(most // units + 1.0) <= FEW:
-        counts = np.stack(np.meshgrid(*(np.arange(0, m + 1, u) for m, u in zip(most, units, strict=True)),
-                                      indexing="ij"), axis=-1).reshape(-1, len(most))
+        counts = np.stack(
+            np.meshgrid(*(np.arange(0, m + 1, u) for m, u in zip(most, units, strict=True)), indexing="ij"), axis=-1
+        ).reshape(-1, len(most))
         tau = _tau(size, counts)
     else:
         counts, tau = _filled(size, dp, most, units, limit)
@@ -62,11 +63,15 @@ def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
             continue
         if size.linked and options.fabric_order is None:
             chosen = along(size.known(size.transfers_s, dp)[1], chosen)
-        blocks = tuple(Block(o.fabric, int(counts[at, f]) * block // o.per_node, o.per_node, int(counts[at, f]))
-                       for f in chosen for o in [size.offers[f]])
+        blocks = tuple(
+            Block(o.fabric, int(counts[at, f]) * block // o.per_node, o.per_node, int(counts[at, f]))
+            for f in chosen
+            for o in [size.offers[f]]
+        )
         blocks = ordered(blocks, options.fabric_order)
-        yield Placement("one-fabric" if len(blocks) == 1 else "pipeline", size.micro, size.tp, dp, blocks,
-                        estimate.at(at))
+        yield Placement(
+            "one-fabric" if len(blocks) == 1 else "pipeline", size.micro, size.tp, dp, blocks, estimate.at(at)
+        )
 
 
 def _worth_a_look(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
@@ -92,8 +97,9 @@ def _filled(size: OneSize, dp: int, most: np.ndarray, units: np.ndarray, limit: 
         together = sum(rate[f] for f in choice)
         if not together:
             continue
-        first, end = np.searchsorted(size.taus, (size.layers / together * (1 - 1e-9),
-                                                 limit.most(names) / micro_batches))
+        first, end = np.searchsorted(
+            size.taus, (size.layers / together * (1 - 1e-9), limit.most(names) / micro_batches)
+        )
         tau, fits = size.taus[first:end], size.fit[first:end]
         if not len(tau):
             continue
@@ -134,8 +140,7 @@ def _estimate(size: OneSize, counts: np.ndarray, tau: np.ndarray, dp: int) -> Es
     alone = size.tp * dp >= size.per_node  # no two stages on a node
     inner = np.where((counts > 2) & alone, 2, counts > 1)  # one NIC then carries both ways of a stage between two
     wire = np.maximum((inside * inner).max(axis=1), slowest)
-    shard = size.held + layer_parameters(size.model, size.tp) * 8 / (
-        dp if size.options.distributed_optimizer else 1)
+    shard = size.held + layer_parameters(size.model, size.tp) * 8 / (dp if size.options.distributed_optimizer else 1)
     most = np.where(used, np.floor(size.room / shard), 0)  # what no stage is in may have room without end
     fits = (counts * most).sum(axis=1) >= size.layers
     behind = tau[:, None] / 3 if size.costs.software.overlap_gather else 0.0  # the first forward pass
@@ -145,5 +150,15 @@ def _estimate(size: OneSize, counts: np.ndarray, tau: np.ndarray, dp: int) -> Es
     least = np.where(stages > 1, size.head + size.each.min(), 0)  # the last stage has a layer beside the head
     head = np.maximum(size.head / stages, least - tau)
     early = EARLY if size.options.schedule in ("auto", "ahead") and size.options.transport == "holmes" else 1.0
-    return Estimate(micro_batches, stages, tau, head, wire, transfers, reducing, after, early,
-                    size.all_chunks(stages, micro_batches))
+    return Estimate(
+        micro_batches,
+        stages,
+        tau,
+        head,
+        wire,
+        transfers,
+        reducing,
+        after,
+        early,
+        size.all_chunks(stages, micro_batches),
+    )

@@ -23,39 +23,67 @@ TRIED = 100  # placements whose memory is looked at
 def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
     """Raise PlanError for the first thing that does not divide."""
     if not options.search_micro_size and batch.global_size % batch.micro_size:
-        raise PlanError(f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size}",
-                        where="batch", hint="choose a multiple, or set search_micro_size")
+        raise PlanError(
+            f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size}",
+            where="batch",
+            hint="choose a multiple, or set search_micro_size",
+        )
     found = offers(site, options)
     tp, dp, pp = options.tp, options.dp, options.pp
     if tp:
         for name, value in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
             if value % tp:
-                raise PlanError(f"{value} {name} cannot be divided by TP {tp}", where=f"model {model.name}",
-                                hint=f"use a TP that divides {value}")
+                raise PlanError(
+                    f"{value} {name} cannot be divided by TP {tp}",
+                    where=f"model {model.name}",
+                    hint=f"use a TP that divides {value}",
+                )
         for offer in found:
             if offer.per_node % tp:
-                raise PlanError(f"TP {tp} does not divide {offer.per_node} GPUs of a node",
-                                where=f"fabric {offer.fabric.name}", hint="keep tensor parallel inside a node")
+                raise PlanError(
+                    f"TP {tp} does not divide {offer.per_node} GPUs of a node",
+                    where=f"fabric {offer.fabric.name}",
+                    hint="keep tensor parallel inside a node",
+                )
     shares = batch.global_size // batch.micro_size
     if dp and shares % dp and not options.search_micro_size:
-        raise PlanError(f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size} x DP {dp}",
-                        where="batch", hint=f"use a DP that divides {shares}: {_some(divisors(shares))}")
+        raise PlanError(
+            f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size} x DP {dp}",
+            where="batch",
+            hint=f"use a DP that divides {shares}: {_some(divisors(shares))}",
+        )
     stages = pp or (len(options.layers_per_stage) if options.layers_per_stage else None)
     if stages and stages > model.layers:
-        raise PlanError(f"{model.layers} layers cannot fill PP {stages}", where=f"model {model.name}",
-                        hint=f"use at most {model.layers} stages")
+        raise PlanError(
+            f"{model.layers} layers cannot fill PP {stages}",
+            where=f"model {model.name}",
+            hint=f"use at most {model.layers} stages",
+        )
     ranks = sum(o.nodes * o.per_node for o in found)
     wanted = (tp or 1) * (dp or 1) * (stages or 1)
     if wanted > ranks:
-        raise PlanError(f"TP {tp or 1} x PP {stages or 1} x DP {dp or 1} needs {wanted} GPUs, there are {ranks}",
-                        where="plan", hint="use smaller sizes or more nodes")
+        raise PlanError(
+            f"TP {tp or 1} x PP {stages or 1} x DP {dp or 1} needs {wanted} GPUs, there are {ranks}",
+            where="plan",
+            hint="use smaller sizes or more nodes",
+        )
     nodes = ", ".join(f"{o.nodes} {o.fabric.name}" for o in found)
-    fixed = [s for s in (tp and f"TP {tp}", stages and f"PP {stages}", dp and f"DP {dp}",
-                         options.strategy != "auto" and f"strategy {options.strategy}") if s]
-    raise PlanError(f"no placement of {model.layers} layers and {shares} micro-batches on {nodes} nodes with equal"
-                    f" stages{' and ' + ', '.join(fixed) if fixed else ''}", where="plan",
-                    hint="change nodes, tp, pp, dp, or the batch so that stages of TP x DP GPUs fill whole nodes, or"
-                         " gpus_per_node")
+    fixed = [
+        s
+        for s in (
+            tp and f"TP {tp}",
+            stages and f"PP {stages}",
+            dp and f"DP {dp}",
+            options.strategy != "auto" and f"strategy {options.strategy}",
+        )
+        if s
+    ]
+    raise PlanError(
+        f"no placement of {model.layers} layers and {shares} micro-batches on {nodes} nodes with equal"
+        f" stages{' and ' + ', '.join(fixed) if fixed else ''}",
+        where="plan",
+        hint="change nodes, tp, pp, dp, or the batch so that stages of TP x DP GPUs fill whole nodes, or gpus_per_node",
+    )
 
 
 @dataclass(frozen=True)
@@ -77,8 +105,11 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
         raise said
     if found is None or found.short <= 0:
         said_so = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
-        raise PlanError(f"no placement can have {said_so}", where="plan",
-                        hint="virtual stages need as many layers in each stage and a multiple of PP micro-batches")
+        raise PlanError(
+            f"no placement can have {said_so}",
+            where="plan",
+            hint="virtual stages need as many layers in each stage and a multiple of PP micro-batches",
+        )
     what = f"{model.name} fits nowhere here: at best ({_sizes(found)}, recompute {_recompute(o)}) {_lacks(found)}"
     where, hint = "memory", ""
     for left_out in _left_out(o):
@@ -92,13 +123,24 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
         o = replace(o, **{name: FREE[name] for name in FREE})
         free = _searched(evaluator, batch, evaluator.site, o) or found
         hint = f"use GPUs of {free.need / 2**30 / SLACK:.0f} GiB" + "".join(
-            f", or {other}" for other in _what_fits(evaluator, o, free))
+            f", or {other}" for other in _what_fits(evaluator, o, free)
+        )
     raise PlanError(what, where=where, hint=hint)
 
 
 # Keys of `plan` that can keep a model from fitting, and what leaves the choice to the planner.
-FREE: dict[str, Any] = {"max_memory_gib": None, "recompute": "auto", "layers_per_stage": None, "virtual_stages": None,
-                        "pp": None, "tp": None, "dp": None, "strategy": "auto", "nodes": None, "gpus_per_node": None}
+FREE: dict[str, Any] = {
+    "max_memory_gib": None,
+    "recompute": "auto",
+    "layers_per_stage": None,
+    "virtual_stages": None,
+    "pp": None,
+    "tp": None,
+    "dp": None,
+    "strategy": "auto",
+    "nodes": None,
+    "gpus_per_node": None,
+}
 
 
 def _left_out(o: PlanOptions) -> Iterator[tuple[str, ...]]:
@@ -170,8 +212,10 @@ def _sizes(found: Short) -> str:
 
 
 def _lacks(found: Short) -> str:
-    return (f"stage {found.stage} needs {found.need / 2**30:.1f} GiB a GPU, {found.short / 2**30:.1f} GiB more than"
-            " there is")
+    return (
+        f"stage {found.stage} needs {found.need / 2**30:.1f} GiB a GPU, {found.short / 2**30:.1f} GiB more than"
+        " there is"
+    )
 
 
 def _some(values: Sequence[int]) -> str:

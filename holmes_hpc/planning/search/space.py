@@ -24,12 +24,18 @@ class Space:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
         given = options.layers_per_stage
         if given is not None and sum(given) != model.layers:
-            raise PlanError(f"layers_per_stage {list(given)} are {sum(given)} layers, {model.name} has {model.layers}",
-                            where="plan.layers_per_stage", hint=f"give numbers that sum up to {model.layers}")
+            raise PlanError(
+                f"layers_per_stage {list(given)} are {sum(given)} layers, {model.name} has {model.layers}",
+                where="plan.layers_per_stage",
+                hint=f"give numbers that sum up to {model.layers}",
+            )
         self.offers = offers(site, options)
         if options.strategy == "pipeline" and len(self.offers) == 1:
-            raise PlanError(f"a pipeline goes across fabrics, and there is {self.offers[0].fabric.name} alone",
-                            where="plan.strategy", hint="use one-fabric (or auto), or nodes of two fabrics")
+            raise PlanError(
+                f"a pipeline goes across fabrics, and there is {self.offers[0].fabric.name} alone",
+                where="plan.strategy",
+                hint="use one-fabric (or auto), or nodes of two fabrics",
+            )
         self.small = True  # after placements(): none was left out for its estimate
         self._sizes: list[OneSize] = []
         for micro in micro_sizes(batch, options):
@@ -43,8 +49,12 @@ class Space:
         equal ones by fewer GPUs, smaller TP and names."""
         limit = Limit(len(self.offers), margin)
         found = list[Placement]()
-        for _, at, dp in sorted((size.least_s(dp), at, dp) for at, size in enumerate(self._sizes)
-                                for dp in divisors(size.shares) if self.options.dp in (None, dp)):
+        for _, at, dp in sorted(
+            (size.least_s(dp), at, dp)
+            for at, size in enumerate(self._sizes)
+            for dp in divisors(size.shares)
+            if self.options.dp in (None, dp)
+        ):
             if self.options.strategy != "hierarchical-dp":
                 found += pipelines(self._sizes[at], dp, limit)
             if self.options.strategy in ("auto", "hierarchical-dp"):

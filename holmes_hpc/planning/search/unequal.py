@@ -49,8 +49,10 @@ def with_unequal(equal: Plan, site: Site, options: PlanOptions, costs: Costs, cl
     made = next(_plans(found(equal.model, equal.batch, site, options, costs, clock, seconds * (1 - WORTH)), site), None)
     if made is None or made.predicted is None or made.predicted.step_time_s >= seconds * (1 - WORTH):
         return equal
-    others = [{**a, "why_not": f"{a['predicted']['step_time_s'] / made.predicted.step_time_s - 1:.1%} slower"}
-              for a in equal.alternatives]
+    others = [
+        {**a, "why_not": f"{a['predicted']['step_time_s'] / made.predicted.step_time_s - 1:.1%} slower"}
+        for a in equal.alternatives
+    ]
     return replace(made, alternatives=(_runner_up(equal, made.predicted.step_time_s), *others[:4]))
 
 
@@ -60,9 +62,15 @@ def _may_gain(equal: Plan, site: Site, options: PlanOptions, costs: Costs) -> bo
     told = (o.dp, o.virtual_stages, o.layers_per_stage, o.fabric_order)
     free = o.unequal and all(t is None for t in told) and o.partition == "exact" and o.schedule in ("auto", "ahead")
     kinds = {(f.fabric.gpu, f.nodes, f.per_node) for f in offers(site, options)}
-    return (free and o.strategy in ("auto", "pipeline") and o.transport == "holmes" and o.distributed_optimizer
-            and o.sequence_parallel is not False and costs.software.sharding in ("none", "optimizer")
-            and (len(kinds) > 1 or bool(equal.unused)))
+    return (
+        free
+        and o.strategy in ("auto", "pipeline")
+        and o.transport == "holmes"
+        and o.distributed_optimizer
+        and o.sequence_parallel is not False
+        and costs.software.sharding in ("none", "optimizer")
+        and (len(kinds) > 1 or bool(equal.unused))
+    )
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,9 @@ class _Way:
         return _Way(self.shape, what, what.step_s)
 
 
-def found(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock, most: float,
-          ) -> list[_Way]:
+def found(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock, most: float
+) -> list[_Way]:
     """The ways with the shortest steps, the shortest first; none where none promises less than `most` seconds."""
     chosen = offers(site, options)
 
@@ -132,26 +141,45 @@ def _orders(shape: Shape) -> Iterator[tuple[tuple[int, int, int], ...]]:
             yield tuple(stage for part in order for stage in part[::-1])
 
 
-def _laid_out(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, chosen: list[Offer],
-              shape: Shape) -> _Way | None:
+def _laid_out(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, chosen: list[Offer], shape: Shape
+) -> _Way | None:
     """A shape with its layers balanced and as many passes in flight as hide the transfers, as far as memory allows;
     None where it does not fit."""
     components, widths, first = list[Component](), list[Width](), 0
     for fabric, part in groupby(shape.stages, key=lambda s: s[0]):
         offer, stages = chosen[fabric], list(part)
         widths += [Width(nodes, tp, nodes * offer.per_node // tp) for _, nodes, tp in stages]
-        components.append(Component(offer.fabric.partition, offer.fabric.constraint, offer.fabric.name,
-                                    sum(nodes for _, nodes, _ in stages), offer.per_node,
-                                    tuple(range(first, first + len(stages)))))
+        components.append(
+            Component(
+                offer.fabric.partition,
+                offer.fabric.constraint,
+                offer.fabric.name,
+                sum(nodes for _, nodes, _ in stages),
+                offer.per_node,
+                tuple(range(first, first + len(stages))),
+            )
+        )
         first += len(stages)
     pp = len(widths)
     depths = least_in_flight(tuple(w.dp for w in widths))
     layers = tuple(1 + (s < model.layers % pp) for s in range(pp))
     try:
-        what = Unequal(model, replace(batch, micro_size=shape.micro),
-                       Widths(tuple(widths), sequence_parallel=any(w.tp > 1 for w in widths)), layers, depths,
-                       shape.recompute, tuple(components), costs.on(site), costs, options.transport,
-                       options.edge_dtype, options.edge_connections, options.bucket_bytes or BUCKET_BYTES)
+        what = Unequal(
+            model,
+            replace(batch, micro_size=shape.micro),
+            Widths(tuple(widths), sequence_parallel=any(w.tp > 1 for w in widths)),
+            layers,
+            depths,
+            shape.recompute,
+            tuple(components),
+            costs.on(site),
+            costs,
+            options.transport,
+            options.edge_dtype,
+            options.edge_connections,
+            options.bucket_bytes or BUCKET_BYTES,
+        )
         what = what.varied(_balanced(what))
     except PlanError:
         return None
@@ -164,15 +192,17 @@ def _laid_out(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, 
 def _deeper(what: Unequal, more: int) -> Unequal:
     """With as many passes in flight as hide the transfers, and `more`, where a replica computes so many."""
     order, pp = what.order, what.widths.pp
-    depths = least_in_flight(tuple(w.dp for w in what.widths.stages),
-                             tuple(h + more * (s < pp - 1) for s, h in enumerate(_hidden(what))))
+    depths = least_in_flight(
+        tuple(w.dp for w in what.widths.stages), tuple(h + more * (s < pp - 1) for s, h in enumerate(_hidden(what)))
+    )
     most = [len(order.own(order.row(s, 0))) for s in range(pp)]
     return what.varied(in_flight=tuple(min(d, m) for d, m in zip(depths, most, strict=True)))
 
 
 def _fits(what: Unequal, options: PlanOptions) -> bool:
-    rooms = [capacity(view.fabric(view.replicas[0][s]).gpu, options.max_memory_gib)
-             for s, view in enumerate(what.views)]
+    rooms = [
+        capacity(view.fabric(view.replicas[0][s]).gpu, options.max_memory_gib) for s, view in enumerate(what.views)
+    ]
     if any(what.own_bytes(s) > room for s, room in enumerate(rooms)):  # quick, and often enough
         return False
     return all(need <= room for need, room in zip(what.memory_bytes, rooms, strict=True))
@@ -191,8 +221,11 @@ def _busy(what: Unequal) -> np.ndarray:
     of the micro-batches, its gradients' and parameters' traffic that nothing hides."""
     order = what.order
     most = np.array([len(order.own(order.row(s, 0))) for s in range(what.widths.pp)])
-    return np.asarray(most * (what.by_layers("forward") + what.by_layers("backward"))
-                      + what.by_layers("ready") + what.by_layers("tail"))
+    return np.asarray(
+        most * (what.by_layers("forward") + what.by_layers("backward"))
+        + what.by_layers("ready")
+        + what.by_layers("tail")
+    )
 
 
 def _balanced(what: Unequal) -> tuple[int, ...]:
@@ -257,8 +290,14 @@ def _improved(way: _Way, options: PlanOptions, passes: int) -> _Way:
         return False
 
     if not options.bucket_bytes:
-        shorter(({"bucket_bytes": size} for size in BUCKETS
-                 if _open_s(way.what.varied(bucket_bytes=size)) < _open_s(way.what)), 1e-4)
+        shorter(
+            (
+                {"bucket_bytes": size}
+                for size in BUCKETS
+                if _open_s(way.what.varied(bucket_bytes=size)) < _open_s(way.what)
+            ),
+            1e-4,
+        )
     while shorter(_depths(way.what, options), 1e-3) or shorter(_moves(way.what, options), 1e-5):
         pass
     return way
@@ -284,8 +323,12 @@ def _moves(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
     def longest(layers: tuple[int, ...]) -> list[float]:
         return sorted((float(busy[n - 1, s]) for s, n in enumerate(layers)), reverse=True)
 
-    moved = [tuple(n - (s == a) + (s == b) for s, n in enumerate(what.layers))
-             for a in range(pp) for b in range(pp) if a != b and what.layers[a] > 1]
+    moved = [
+        tuple(n - (s == a) + (s == b) for s, n in enumerate(what.layers))
+        for a in range(pp)
+        for b in range(pp)
+        if a != b and what.layers[a] > 1
+    ]
     for layers in sorted(moved, key=longest):
         if _fits(what.varied(layers=layers), options):
             yield {"layers": layers}
@@ -305,13 +348,28 @@ def to_plan(way: _Way, site: Site) -> Plan:
     what, used = way.what, {c.fabric: c.nodes for c in way.what.components}
     at = {s: c.fabric for c in what.components for s in c.stages}
     unused = {f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)}
-    plan = Plan("one-fabric" if len(used) == 1 else "pipeline", what.model, what.batch, what.widths, what.recompute,
-                Schedule("ahead", what.in_flight), what.components,
-                tuple(Stage(at[s], n) for s, n in enumerate(what.layers)), site, what.bucket_bytes, what.edge_dtype,
-                what.edge_connections, what.transport_mode, what.costs.pace_layer_ms, unused=unused,
-                pace_factors=what.costs.pace_factors)
-    notes = [f"{n} nodes of {name} are left out: no way to use them was found that makes a step shorter"
-             for name, n in unused.items()]
+    plan = Plan(
+        "one-fabric" if len(used) == 1 else "pipeline",
+        what.model,
+        what.batch,
+        what.widths,
+        what.recompute,
+        Schedule("ahead", what.in_flight),
+        what.components,
+        tuple(Stage(at[s], n) for s, n in enumerate(what.layers)),
+        site,
+        what.bucket_bytes,
+        what.edge_dtype,
+        what.edge_connections,
+        what.transport_mode,
+        what.costs.pace_layer_ms,
+        unused=unused,
+        pace_factors=what.costs.pace_factors,
+    )
+    notes = [
+        f"{n} nodes of {name} are left out: no way to use them was found that makes a step shorter"
+        for name, n in unused.items()
+    ]
     said = dict.fromkeys(a for view in what.views for a in view.assumptions)
     return replace(plan, predicted=predict(plan, what.costs), assumptions=(*site.assumptions, *said, *notes))
 
@@ -320,12 +378,19 @@ def _runner_up(equal: Plan, seconds: float) -> dict[str, Any]:
     """The best plan of equal widths as plain data."""
     p, predicted = equal.parallel, equal.predicted
     assert predicted is not None
-    return {"strategy": equal.strategy,
-            "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
-            "micro_size": equal.batch.micro_size, "nodes": {c.fabric: c.nodes for c in equal.components},
-            "layers_per_stage": [s.layers for s in equal.stages], "recompute": equal.recompute,
-            "schedule": equal.schedule.kind,
-            "why_not": f"{predicted.step_time_s / seconds - 1:.1%} slower: the best with stages of equal widths",
-            "predicted": {"step_time_s": predicted.step_time_s, "samples_per_s": predicted.samples_per_s,
-                          "memory_bytes_per_gpu": max(predicted.memory_bytes_per_gpu),
-                          "breakdown": predicted.breakdown}}
+    return {
+        "strategy": equal.strategy,
+        "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
+        "micro_size": equal.batch.micro_size,
+        "nodes": {c.fabric: c.nodes for c in equal.components},
+        "layers_per_stage": [s.layers for s in equal.stages],
+        "recompute": equal.recompute,
+        "schedule": equal.schedule.kind,
+        "why_not": f"{predicted.step_time_s / seconds - 1:.1%} slower: the best with stages of equal widths",
+        "predicted": {
+            "step_time_s": predicted.step_time_s,
+            "samples_per_s": predicted.samples_per_s,
+            "memory_bytes_per_gpu": max(predicted.memory_bytes_per_gpu),
+            "breakdown": predicted.breakdown,
+        },
+    }

@@ -64,20 +64,35 @@ def shapes(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
 class _OneKind:
     """The shapes of one micro-batch size and one recomputation."""
 
-    def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs,
-                 chosen: list[Offer], micro: int, recompute: str) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        batch: Batch,
+        site: Site,
+        options: PlanOptions,
+        costs: Costs,
+        chosen: list[Offer],
+        micro: int,
+        recompute: str,
+    ) -> None:
         self.model, self.options, self.costs, self.chosen = model, options, costs, chosen
         self.batch, self.recompute = replace(batch, micro_size=micro), recompute
         self.micro_batches = self.batch.micro_batches(1)
         told = replace(options, recompute=recompute)
-        self.sizes = {tp: OneSize(model, batch, site, told, costs, micro, tp,
-                                  [o for o in chosen if o.per_node % tp == 0]) for tp in self._tensor_sizes()}
+        self.sizes = {
+            tp: OneSize(model, batch, site, told, costs, micro, tp, [o for o in chosen if o.per_node % tp == 0])
+            for tp in self._tensor_sizes()
+        }
 
     def _tensor_sizes(self) -> list[int]:
         m, most = self.model, max(o.per_node for o in self.chosen)
         wanted = [self.options.tp] if self.options.tp else range(1, most + 1)
-        return [t for t in wanted if not (m.heads % t or m.kv_heads % t or m.ffn % t or self.batch.sequence_length % t)
-                and any(o.per_node % t == 0 for o in self.chosen)]
+        return [
+            t
+            for t in wanted
+            if not (m.heads % t or m.kv_heads % t or m.ffn % t or self.batch.sequence_length % t)
+            and any(o.per_node % t == 0 for o in self.chosen)
+        ]
 
     def _stage(self, fabric: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
         """Of stages with `tp` on 1 to N nodes of a fabric: (seconds of a step for each layer, layers that fit), (N,)
@@ -93,14 +108,31 @@ class _OneKind:
         for first, some in ((2, nodes > 1), (1, nodes == 1)):  # inside a node it goes by NVLink
             told = first * (offer.per_node // tp)
             whole = [float(part[at]) / max(1, told - 1) * told for part in size.sync_s(told)]
-            reduce, gather = (np.where(some, w * (dp - 1) / dp, was)
-                              for w, was in zip(whole, (reduce, gather), strict=True))
+            reduce, gather = (
+                np.where(some, w * (dp - 1) / dp, was) for w, was in zip(whole, (reduce, gather), strict=True)
+            )
         shown = np.maximum(0, reduce - each * 2 / 3) + np.maximum(0, gather - each / 3)
         seconds = -(-self.micro_batches // dp) * each + shown
         parallel = tp > 1 and self.options.sequence_parallel is not False
-        fit = np.array([float(most_layers(self.model, self.batch, self.costs, offer.fabric.gpu, tp, parallel,
-                                          self.recompute, int(d), np.ones(1), self.options.max_memory_gib)[0])
-                        for d in dp])
+        fit = np.array(
+            [
+                float(
+                    most_layers(
+                        self.model,
+                        self.batch,
+                        self.costs,
+                        offer.fabric.gpu,
+                        tp,
+                        parallel,
+                        self.recompute,
+                        int(d),
+                        np.ones(1),
+                        self.options.max_memory_gib,
+                    )[0]
+                )
+                for d in dp
+            ]
+        )
         return np.where(dp <= self.micro_batches, seconds, np.inf), fit, each
 
     @cached_property
@@ -127,8 +159,14 @@ class _OneKind:
         """From the time in which all nodes together would compute all layers if these could be cut at will."""
         rate = 0.0
         for offer in self.chosen:
-            rate += max((offer.nodes * offer.per_node / tp / size.seconds[size.offers.index(offer)]
-                         for tp, size in self.sizes.items() if offer in size.offers), default=0.0)
+            rate += max(
+                (
+                    offer.nodes * offer.per_node / tp / size.seconds[size.offers.index(offer)]
+                    for tp, size in self.sizes.items()
+                    if offer in size.offers
+                ),
+                default=0.0,
+            )
         least = self._needed * self.micro_batches / rate
         return np.asarray(least * FINE ** np.arange(int(np.log(WIDE) / np.log(FINE))))
 
@@ -147,11 +185,13 @@ class _OneKind:
         if len(own) <= 2:
             return list(product(*own))
         return [tuple((tp,) if (tp,) in tps else every[f] for f, tps in enumerate(own)) for tp in self.sizes] + [
-            tuple(every)]
+            tuple(every)
+        ]
 
     def _of(self, tables: list[_Table]) -> Iterator[Shape]:
-        counts = np.stack(np.meshgrid(*(np.arange(t.reach.shape[0]) for t in tables), indexing="ij"),
-                          axis=-1).reshape(-1, len(tables))
+        counts = np.stack(np.meshgrid(*(np.arange(t.reach.shape[0]) for t in tables), indexing="ij"), axis=-1).reshape(
+            -1, len(tables)
+        )
         stages = counts.sum(axis=1)
         used = (counts > 0).sum(axis=1)
         kept = (stages > 0) & (stages <= self.model.layers)
@@ -185,8 +225,10 @@ class _OneKind:
         micro-batch through the other stages; and what a stage of more replicas than the one above waits until each of
         them has had its first micro-batch, and the one above for their last."""
         reach = [tables[f].own[tau, nodes - 1] for f, nodes, _ in made]
-        way = [self.model.layers * r / sum(reach) * self.sizes[tp].seconds[self._at(f, tp)]
-               for r, (f, _, tp) in zip(reach, made, strict=True)]
+        way = [
+            self.model.layers * r / sum(reach) * self.sizes[tp].seconds[self._at(f, tp)]
+            for r, (f, _, tp) in zip(reach, made, strict=True)
+        ]
         wire = 0.0
         for (a, here, tp), (b, there, other) in pairwise(made):
             if a != b:
@@ -210,8 +252,14 @@ class _OneKind:
 class _Table:
     """Of one fabric and a choice of TPs: `reach`, the layers that k stages can compute in each tau, (K + 1, taus)."""
 
-    def __init__(self, tps: tuple[int, ...], each: list[tuple[np.ndarray, np.ndarray, float]], offer: Offer, most: int,
-                 taus: np.ndarray) -> None:
+    def __init__(
+        self,
+        tps: tuple[int, ...],
+        each: list[tuple[np.ndarray, np.ndarray, float]],
+        offer: Offer,
+        most: int,
+        taus: np.ndarray,
+    ) -> None:
         self.tps, self.taus, self.offer = tps, taus, offer
         layers = np.stack([np.minimum(np.floor(taus[:, None] / seconds + 1e-9), fit) for seconds, fit, _ in each])
         self.best = layers.argmax(axis=0)  # the TP, (taus, N)
@@ -225,7 +273,7 @@ class _Table:
         for _ in range(min(most, n)):
             before, now = self.filled[-1], np.full((len(taus), n + 1), -np.inf)
             for nodes in range(1, n + 1):
-                now[:, nodes:] = np.maximum(now[:, nodes:], before[:, :n + 1 - nodes] + self.own[:, nodes - 1, None])
+                now[:, nodes:] = np.maximum(now[:, nodes:], before[:, : n + 1 - nodes] + self.own[:, nodes - 1, None])
             self.filled.append(now)
         self.reach = np.stack([table[:, n] for table in self.filled])
         if not offer.fixed:

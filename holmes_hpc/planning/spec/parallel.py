@@ -43,14 +43,19 @@ class Parallel:
         if self.order not in ORDERS:
             raise PlanError(f"unknown rank order {self.order!r}", where="parallel.order", hint=f"use one of {ORDERS}")
         if self.dp % self.optimizer_instances:
-            raise PlanError(f"dp={self.dp} cannot be cut into {self.optimizer_instances} optimizer instances",
-                            where="parallel", hint="choose a divisor of dp")
+            raise PlanError(
+                f"dp={self.dp} cannot be cut into {self.optimizer_instances} optimizer instances",
+                where="parallel",
+                hint="choose a divisor of dp",
+            )
         if self.optimizer_instances > 1 and not self.distributed_optimizer:
-            raise PlanError("optimizer instances need the distributed optimizer", where="parallel",
-                            hint="set distributed_optimizer")
+            raise PlanError(
+                "optimizer instances need the distributed optimizer", where="parallel", hint="set distributed_optimizer"
+            )
         if self.virtual_stages > 1 and self.pp == 1:
-            raise PlanError("virtual stages need a pipeline", where="parallel",
-                            hint="use pp above 1 or virtual_stages=1")
+            raise PlanError(
+                "virtual stages need a pipeline", where="parallel", hint="use pp above 1 or virtual_stages=1"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise PlanError("sequence parallel needs tp above 1", where="parallel", hint="unset sequence_parallel")
 

@@ -57,8 +57,9 @@ class Stage:
         check(self, "stages", PlanError)
         object.__setattr__(self, "chunks", self.chunks or (self.layers,))
         if sum(self.chunks) != self.layers:
-            raise PlanError(f"chunks {self.chunks} do not make {self.layers} layers", where="stages",
-                            hint="correct them")
+            raise PlanError(
+                f"chunks {self.chunks} do not make {self.layers} layers", where="stages", hint="correct them"
+            )
 
 
 @dataclass(frozen=True)

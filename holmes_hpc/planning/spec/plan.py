@@ -14,13 +14,7 @@ from typing import Annotated, Any
 import yaml
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.plan_options import (
-    EDGE_DTYPES,
-    RECOMPUTE,
-    STRATEGIES,
-    TRANSPORT_MODES,
-    edges_ignored,
-)
+from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
 from holmes_hpc.errors import HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.launches import check_launches
@@ -100,46 +94,76 @@ class Plan:
         if len(self.stages) != p.pp:
             raise PlanError(f"{len(self.stages)} stages for PP {p.pp}", where="stages", hint="list one per stage")
         if len(self.schedule.in_flight) != p.pp:
-            raise PlanError(f"{len(self.schedule.in_flight)} values for PP {p.pp}", where="schedule.in_flight",
-                            hint="give one per stage")
+            raise PlanError(
+                f"{len(self.schedule.in_flight)} values for PP {p.pp}",
+                where="schedule.in_flight",
+                hint="give one per stage",
+            )
         for c in self.components:
             fabric = self.site.fabric(c.fabric)
             if c.nodes > fabric.nodes:
-                raise PlanError(f"{c.nodes} nodes wanted, the site has {fabric.nodes}", where=f"component {c.fabric}",
-                                hint=f"use at most {fabric.nodes}")
+                raise PlanError(
+                    f"{c.nodes} nodes wanted, the site has {fabric.nodes}",
+                    where=f"component {c.fabric}",
+                    hint=f"use at most {fabric.nodes}",
+                )
             if c.gpus_per_node > fabric.gpus_per_node:
-                raise PlanError(f"{c.gpus_per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
-                                where=f"component {c.fabric}", hint=f"use at most {fabric.gpus_per_node}")
+                raise PlanError(
+                    f"{c.gpus_per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
+                    where=f"component {c.fabric}",
+                    hint=f"use at most {fabric.gpus_per_node}",
+                )
             for tp in p.tps if isinstance(p, Parallel) else {p.tp_of(s) for s in c.stages if s < p.pp}:
                 if c.gpus_per_node % tp:
-                    raise PlanError(f"TP {tp} does not divide {c.gpus_per_node} GPUs of a node",
-                                    where=f"component {c.fabric}", hint="keep tensor parallel inside a node")
+                    raise PlanError(
+                        f"TP {tp} does not divide {c.gpus_per_node} GPUs of a node",
+                        where=f"component {c.fabric}",
+                        hint="keep tensor parallel inside a node",
+                    )
         if sum(c.ranks for c in self.components) != p.world_size:
-            raise PlanError(f"components hold {sum(c.ranks for c in self.components)} ranks, {p.product}"
-                            f" needs {p.world_size}", where="components", hint="make them equal")
+            raise PlanError(
+                f"components hold {sum(c.ranks for c in self.components)} ranks, {p.product} needs {p.world_size}",
+                where="components",
+                hint="make them equal",
+            )
 
     def _check_model(self) -> None:
         m, p, where = self.model, self.parallel, f"model {self.model.name}"
         for tp in p.tps:
             for name, value in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
                 if value % tp:
-                    raise PlanError(f"{value} {name} cannot be divided by TP {tp}", where=where,
-                                    hint=f"use a TP that divides {value}")
+                    raise PlanError(
+                        f"{value} {name} cannot be divided by TP {tp}",
+                        where=where,
+                        hint=f"use a TP that divides {value}",
+                    )
             if p.sequence_parallel and self.batch.sequence_length % tp:
-                raise PlanError(f"TP {tp} does not divide a sequence of {self.batch.sequence_length}",
-                                where="parallel.sequence_parallel", hint="switch it off, or use a TP that divides it")
+                raise PlanError(
+                    f"TP {tp} does not divide a sequence of {self.batch.sequence_length}",
+                    where="parallel.sequence_parallel",
+                    hint="switch it off, or use a TP that divides it",
+                )
         if sum(s.layers for s in self.stages) != m.layers:
-            raise PlanError(f"stages hold {sum(s.layers for s in self.stages)} layers, the model has {m.layers}",
-                            where="stages", hint="make them equal")
+            raise PlanError(
+                f"stages hold {sum(s.layers for s in self.stages)} layers, the model has {m.layers}",
+                where="stages",
+                hint="make them equal",
+            )
         for i, stage in enumerate(self.stages):
             if len(stage.chunks) != p.virtual_stages:
-                raise PlanError(f"stage {i} has {len(stage.chunks)} chunks for {p.virtual_stages} virtual stages",
-                                where="stages", hint="give one chunk per virtual stage")
+                raise PlanError(
+                    f"stage {i} has {len(stage.chunks)} chunks for {p.virtual_stages} virtual stages",
+                    where="stages",
+                    hint="give one chunk per virtual stage",
+                )
             if min(stage.chunks) < 1:
                 raise PlanError(f"stage {i} has a chunk without a layer", where="stages", hint="use fewer stages")
         if self.batch.sequence_length > m.max_positions:
-            raise PlanError(f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
-                            where="batch", hint="shorten the sequence or raise model.max_positions")
+            raise PlanError(
+                f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
+                where="batch",
+                hint="shorten the sequence or raise model.max_positions",
+            )
 
     def _check_fabrics(self) -> None:
         if self.transport_mode == "single":
@@ -149,50 +173,81 @@ class Plan:
             spans = len(names) > 1
             inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
             if spans and g.kind in inside:
-                raise PlanError(f"{g.kind} group of ranks {_short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
-                                where="plan", hint="put stage boundaries on fabric boundaries, or plan again")
+                raise PlanError(
+                    f"{g.kind} group of ranks {_short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
+                    where="plan",
+                    hint="put stage boundaries on fabric boundaries, or plan again",
+                )
 
     def _check_components(self) -> None:
         """Components and stages say where ranks are, and the order of ranks says it too."""
         fabrics = [c.fabric for c in self.components]
         if len(set(fabrics)) < len(fabrics):
-            raise PlanError(f"fabrics {', '.join(fabrics)}: one is there twice", where="components",
-                            hint="make one component of a fabric")
+            raise PlanError(
+                f"fabrics {', '.join(fabrics)}: one is there twice",
+                where="components",
+                hint="make one component of a fabric",
+            )
         first = 0
         for c in self.components:
             held = tuple(sorted({self.parallel.coordinates(rank)[0] for rank in range(first, first + c.ranks)}))
             first += c.ranks
             if held != tuple(sorted(c.stages)):
-                raise PlanError(f"its ranks hold stages {_short(held)}, it says {_short(c.stages)}",
-                                where=f"component {c.fabric}", hint="write the stages that follow from the order")
+                raise PlanError(
+                    f"its ranks hold stages {_short(held)}, it says {_short(c.stages)}",
+                    where=f"component {c.fabric}",
+                    hint="write the stages that follow from the order",
+                )
             wrong = [s for s in held if self.stages[s].fabric != c.fabric]
             if wrong and self.strategy != "hierarchical-dp":
-                raise PlanError(f"stage {wrong[0]} is said to be on {self.stages[wrong[0]].fabric}",
-                                where=f"component {c.fabric}", hint="give a stage the fabric of its component")
+                raise PlanError(
+                    f"stage {wrong[0]} is said to be on {self.stages[wrong[0]].fabric}",
+                    where=f"component {c.fabric}",
+                    hint="give a stage the fabric of its component",
+                )
 
     def _check_unequal(self, widths: Widths) -> None:
         if self.schedule.kind != "ahead":
-            raise PlanError(f"{self.schedule.kind} with stages of unequal widths", where="schedule.kind",
-                            hint="use ahead: Megatron's own schedules need one width for all stages")
+            raise PlanError(
+                f"{self.schedule.kind} with stages of unequal widths",
+                where="schedule.kind",
+                hint="use ahead: Megatron's own schedules need one width for all stages",
+            )
         if self.strategy == "hierarchical-dp" or self.transport_mode == "single":
             said = "strategy hierarchical-dp" if self.strategy == "hierarchical-dp" else "transport_mode single"
-            raise PlanError(f"{said} with stages of unequal widths", where="plan",
-                            hint="use strategy pipeline with transport_mode holmes")
+            raise PlanError(
+                f"{said} with stages of unequal widths",
+                where="plan",
+                hint="use strategy pipeline with transport_mode holmes",
+            )
         for s, (stage, width) in enumerate(zip(self.stages, widths.stages, strict=True)):
             found = next((c for c in self.components if c.fabric == stage.fabric), None)
             if found is None:
-                raise PlanError(f"stage {s} is on {stage.fabric}, of which there is no component", where="stages",
-                                hint="add it to components, or give the stage another fabric")
+                raise PlanError(
+                    f"stage {s} is on {stage.fabric}, of which there is no component",
+                    where="stages",
+                    hint="add it to components, or give the stage another fabric",
+                )
             if width.ranks != width.nodes * found.gpus_per_node:
-                raise PlanError(f"stage {s}: TP {width.tp} x DP {width.dp} on {width.nodes} nodes of"
-                                f" {found.gpus_per_node} ranks", where="stages",
-                                hint="a stage has whole nodes: nodes x ranks of a node = tp x dp")
+                raise PlanError(
+                    f"stage {s}: TP {width.tp} x DP {width.dp} on {width.nodes} nodes of {found.gpus_per_node} ranks",
+                    where="stages",
+                    hint="a stage has whole nodes: nodes x ranks of a node = tp x dp",
+                )
 
     @property
     def layout(self) -> list[dict[str, Any]]:
         """The components of the job, as a run's record has them."""
-        return [{"partition": c.partition, "constraint": c.constraint, "fabric": c.fabric, "nodes": c.nodes,
-                 "gpus_per_node": c.gpus_per_node} for c in self.components]
+        return [
+            {
+                "partition": c.partition,
+                "constraint": c.constraint,
+                "fabric": c.fabric,
+                "nodes": c.nodes,
+                "gpus_per_node": c.gpus_per_node,
+            }
+            for c in self.components
+        ]
 
     @property
     def world_size(self) -> int:
@@ -214,8 +269,12 @@ class Plan:
     @cached_property
     def places(self) -> list[Place]:
         """Where each global rank runs: components in order, nodes in order within, GPUs in order within a node."""
-        return [Place(c.fabric, f"{c.fabric}[{n}]") for c in self.components for n in range(c.nodes)
-                for _ in range(c.gpus_per_node)]
+        return [
+            Place(c.fabric, f"{c.fabric}[{n}]")
+            for c in self.components
+            for n in range(c.nodes)
+            for _ in range(c.gpus_per_node)
+        ]
 
     def component_of(self, rank: int) -> int:
         for index, c in enumerate(self.components):
@@ -226,8 +285,12 @@ class Plan:
 
     @cached_property
     def transport_rule(self) -> TransportRule:
-        return TransportRule(self.site, self.transport_mode, frozenset(c.fabric for c in self.components),
-                             sum(c.nodes for c in self.components) == 1)
+        return TransportRule(
+            self.site,
+            self.transport_mode,
+            frozenset(c.fabric for c in self.components),
+            sum(c.nodes for c in self.components) == 1,
+        )
 
     def transport_of(self, ranks: Sequence[int], host_memory: bool = False) -> Transport:
         """Of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
@@ -237,10 +300,11 @@ class Plan:
         """One entry per concrete group and per pair of an edge, in a fixed order."""
         if self.world_size > 1 and not all(self.site.fabric(c.fabric).gpu.is_cpu for c in self.components):
             everyone = tuple(range(self.world_size))
-            yield GroupTransport(CONTROL, everyone, self.transport_of(everyone, host_memory=True),
-                                 tuple(range(self.parallel.pp)))
+            yield GroupTransport(
+                CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))
+            )
         p = self.parallel
-        for g in (unequal_groups(p, self.micro_batches, self.model.tied) if isinstance(p, Widths) else groups(p)):
+        for g in unequal_groups(p, self.micro_batches, self.model.tied) if isinstance(p, Widths) else groups(p):
             yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property
@@ -256,16 +320,24 @@ class Plan:
         data: dict[str, Any] = {"version": self.version}
         for f in fields(self):
             if f.name not in ("version", "site", "alternatives", "predicted") and (
-                    not f.name.startswith("pace_") or getattr(self, f.name) is not None):
+                not f.name.startswith("pace_") or getattr(self, f.name) is not None
+            ):
                 value = getattr(self, f.name)
                 data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
         data["model"] = self.model.to_dict()
         data["components"] = [asdict(c) for c in self.components]
         data["stages"] = [asdict(s) for s in self.stages]
         data["transports"] = [
-            {"kind": g.kind, "ranks": list(g.ranks), "stages": list(g.stages), "transport": g.transport.kind,
-             "nic": str(g.transport.nic) if g.transport.nic else None, "fabric": g.transport.fabric}
-            for g in self.transports()]
+            {
+                "kind": g.kind,
+                "ranks": list(g.ranks),
+                "stages": list(g.stages),
+                "transport": g.transport.kind,
+                "nic": str(g.transport.nic) if g.transport.nic else None,
+                "fabric": g.transport.fabric,
+            }
+            for g in self.transports()
+        ]
         data["predicted"] = asdict(self.predicted) if self.predicted else None
         data["alternatives"] = list(self.alternatives)
         if isinstance(self.parallel, Widths):
@@ -285,8 +357,17 @@ class Plan:
                 if "transports" in read:
                     plan._check_written_transports(read["transports"])
                 missing = [k for k in _ALWAYS_WRITTEN if k not in data]
-                return plan if not missing else replace(plan, assumptions=(
-                    *plan.assumptions, f"an older plan, without {', '.join(missing)}: taken as by default"))
+                return (
+                    plan
+                    if not missing
+                    else replace(
+                        plan,
+                        assumptions=(
+                            *plan.assumptions,
+                            f"an older plan, without {', '.join(missing)}: taken as by default",
+                        ),
+                    )
+                )
         except HolmesError as e:
             inside = e.where.removeprefix("plan").removeprefix(".")
             raise type(e)(e.what, where=f"{where}: {inside}" if inside else where, hint=e.hint) from e
@@ -303,8 +384,11 @@ class Plan:
         for i, entry in enumerate(written):
             e = make(_Written, entry, f"transports[{i}]", PlanError)
             if any(rank >= self.world_size for rank in e.ranks):
-                raise PlanError(f"ranks is {_short(e.ranks)}", where=f"transports[{i}]",
-                                hint=f"the plan has {self.world_size} ranks, from 0")
+                raise PlanError(
+                    f"ranks is {_short(e.ranks)}",
+                    where=f"transports[{i}]",
+                    hint=f"the plan has {self.world_size} ranks, from 0",
+                )
             made = Transport(e.transport, NicType(e.nic) if e.nic else None, e.fabric)
             refuse_unshared(self.site, f"{e.kind} {_short(e.ranks)}", [self.places[r] for r in e.ranks], made)
         raise PlanError("transports are not those of its groups", where="transports", hint=hint)
@@ -318,8 +402,11 @@ class Plan:
 
     def to_yaml(self) -> str:
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-        return str(yaml.dump(self.to_dict(), Dumper=dumper, sort_keys=False, default_flow_style=None, width=110,
-                             allow_unicode=True))
+        return str(
+            yaml.dump(
+                self.to_dict(), Dumper=dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+            )
+        )
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
@@ -328,8 +415,9 @@ class Plan:
             text = Path(path).read_text(encoding="utf-8")
             data = yaml.load(text, Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
         except OSError as e:
-            raise PlanError(e.strerror or str(e), where=str(path),
-                            hint="make it with `holmes plan -o plan.yaml`") from e
+            raise PlanError(
+                e.strerror or str(e), where=str(path), hint="make it with `holmes plan -o plan.yaml`"
+            ) from e
         except (yaml.YAMLError, UnicodeDecodeError) as e:
             raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
         return cls.from_dict(data, where=str(path))
@@ -341,8 +429,11 @@ _ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_
 
 def _check_version(version: Any) -> None:
     if version not in (VERSION, UNEQUAL):
-        raise PlanError(f"plan version {version}, this release reads {VERSION} and {UNEQUAL}", where="plan",
-                        hint="make the plan again with `holmes plan`")
+        raise PlanError(
+            f"plan version {version}, this release reads {VERSION} and {UNEQUAL}",
+            where="plan",
+            hint="make the plan again with `holmes plan`",
+        )
 
 
 def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,11 +20,17 @@ class Transport:
     fabric: str | None = None
 
     def __post_init__(self) -> None:
-        ok = {"local": self.nic is None, "rdma": self.nic is not None and self.nic.rdma and self.fabric is not None,
-              "tcp": self.nic is NicType.ETHERNET}
+        ok = {
+            "local": self.nic is None,
+            "rdma": self.nic is not None and self.nic.rdma and self.fabric is not None,
+            "tcp": self.nic is NicType.ETHERNET,
+        }
         if not ok.get(self.kind, False):
-            raise PlanError(f"transport {self.kind!r} over {self.nic} in fabric {self.fabric} does not exist",
-                            where="transport", hint="use local, rdma (ib, roce, …, with its fabric) or tcp (ethernet)")
+            raise PlanError(
+                f"transport {self.kind!r} over {self.nic} in fabric {self.fabric} does not exist",
+                where="transport",
+                hint="use local, rdma (ib, roce, …, with its fabric) or tcp (ethernet)",
+            )
 
     def __str__(self) -> str:
         return {"local": "local", "tcp": "tcp over ethernet"}.get(self.kind, f"rdma over {self.nic} ({self.fabric})")
@@ -100,5 +106,7 @@ def refuse_unshared(site: Site, group: str, members: Sequence[Place], transport:
         if transport.kind == "local" or not fits:
             raise PlanError(
                 f"{transport} is forced on a group with node {first.node} (fabric {first.fabric}) and node {other.node}"
-                f" (fabric {other.fabric})", where=f"group {group}",
-                hint="leave the transport to the planner" if same else "use tcp, or keep the group inside one fabric")
+                f" (fabric {other.fabric})",
+                where=f"group {group}",
+                hint="leave the transport to the planner" if same else "use tcp, or keep the group inside one fabric",
+            )

@@ -36,8 +36,11 @@ class Width:
         if len(set(self.weights)) == 1:
             object.__setattr__(self, "weights", ())
         if self.weights and len(self.weights) != self.dp:
-            raise PlanError(f"{len(self.weights)} weights for DP {self.dp}", where="routing",
-                            hint="give one per replica of the stage")
+            raise PlanError(
+                f"{len(self.weights)} weights for DP {self.dp}",
+                where="routing",
+                hint="give one per replica of the stage",
+            )
 
     @property
     def ranks(self) -> int:
@@ -60,8 +63,11 @@ class Widths:
         if self.sequence_parallel and self.tps == (1,):
             raise PlanError("sequence parallel needs tp above 1", where="parallel", hint="unset sequence_parallel")
         if len(self.tps) > 1 and not self.sequence_parallel:
-            raise PlanError(f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
-                            where="parallel", hint="set it: stages of unlike TP exchange pieces of sequences")
+            raise PlanError(
+                f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
+                where="parallel",
+                hint="set it: stages of unlike TP exchange pieces of sequences",
+            )
 
     @property
     def pp(self) -> int:
@@ -101,8 +107,10 @@ class Widths:
 
     def grid(self) -> list[np.ndarray]:
         """Per stage its global ranks, shape (dp, tp)."""
-        return [np.arange(first, end).reshape(w.dp, w.tp)
-                for w, (first, end) in zip(self.stages, pairwise(self._first), strict=True)]
+        return [
+            np.arange(first, end).reshape(w.dp, w.tp)
+            for w, (first, end) in zip(self.stages, pairwise(self._first), strict=True)
+        ]
 
     @property
     def stage_ranks(self) -> list[list[int]]:
@@ -163,16 +171,22 @@ def _route(width: Width, stage: int, micro_batches: int) -> tuple[int, ...]:
     done earliest, each begun when the replica would have done its last one. So every replica has one of the first: in
     their first passes all replicas of a stage gather parameters together."""
     if width.dp > micro_batches:
-        raise PlanError(f"stage {stage} has {width.dp} replicas for {micro_batches} micro-batches a step",
-                        where="routing", hint="use fewer replicas, or a larger batch")
+        raise PlanError(
+            f"stage {stage} has {width.dp} replicas for {micro_batches} micro-batches a step",
+            where="routing",
+            hint="use fewer replicas, or a larger batch",
+        )
     if not width.weights:
         return tuple(k % width.dp for k in range(micro_batches))
     counts = [0] * width.dp
     for _ in range(micro_batches):
         counts[min(range(width.dp), key=lambda r: ((counts[r] + 1) / width.weights[r], r))] += 1
     if 0 in counts:
-        raise PlanError(f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
-                        where="routing", hint="raise its weight, or leave it out")
+        raise PlanError(
+            f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
+            where="routing",
+            hint="raise its weight, or leave it out",
+        )
     begun = sorted((n / width.weights[r], r) for r, count in enumerate(counts) for n in range(count))
     return tuple(r for _, r in begun)
 
@@ -182,8 +196,12 @@ def pieces(source_tp: int, target_tp: int) -> list[tuple[int, int]]:
     the same number, each keeps to its own; else those whose parts of the sequence overlap."""
     if source_tp == target_tp:
         return [(t, t) for t in range(source_tp)]
-    return [(a, b) for a in range(source_tp) for b in range(target_tp)
-            if a * target_tp < (b + 1) * source_tp and b * source_tp < (a + 1) * target_tp]
+    return [
+        (a, b)
+        for a in range(source_tp)
+        for b in range(target_tp)
+        if a * target_tp < (b + 1) * source_tp and b * source_tp < (a + 1) * target_tp
+    ]
 
 
 def unequal_groups(widths: Widths, micro_batches: int, tied: bool) -> Iterator[Group]:
@@ -212,8 +230,11 @@ def unequal_groups(widths: Widths, micro_batches: int, tied: bool) -> Iterator[G
 
 
 def _refuse() -> NoReturn:
-    raise PlanError("its stages have unequal widths, and this takes equal ones only", where="plan",
-                    hint="use a plan of equal widths here: the same tp and dp in every stage")
+    raise PlanError(
+        "its stages have unequal widths, and this takes equal ones only",
+        where="plan",
+        hint="use a plan of equal widths here: the same tp and dp in every stage",
+    )
 
 
 _SIZES = ("nodes", "tp", "dp")  # of a stage, in a plan's file
@@ -244,11 +265,18 @@ def read_widths(data: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         raise PlanError(f"stages is {stages!r:.60}", where="stages", hint="list one per stage")
     if rule.weights and len(rule.weights) != len(stages):
-        raise PlanError(f"weights of {len(rule.weights)} stages for {len(stages)}", where="routing",
-                        hint="give a list per stage")
-    made = [make(Width, {**{k: stage[k] for k in _SIZES if k in stage},
-                         **({"weights": rule.weights[s]} if rule.weights else {})}, f"stages[{s}]", PlanError)
-            for s, stage in enumerate(stages)]
+        raise PlanError(
+            f"weights of {len(rule.weights)} stages for {len(stages)}", where="routing", hint="give a list per stage"
+        )
+    made = [
+        make(
+            Width,
+            {**{k: stage[k] for k in _SIZES if k in stage}, **({"weights": rule.weights[s]} if rule.weights else {})},
+            f"stages[{s}]",
+            PlanError,
+        )
+        for s, stage in enumerate(stages)
+    ]
     if not isinstance(given, Mapping):
         raise PlanError(f"parallel is {given!r:.60}", where="parallel", hint="give sequence_parallel: true or false")
     widths = make(Widths, {**given, "stages": tuple(made)}, "parallel", PlanError)

@@ -29,8 +29,9 @@ FILES = ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json")  # what a run'
 RUNS_PER_PAIR = 500
 MOST_PAIRS = 20  # and as many as runs fill; more are merged, for runs that change one by one each leave a pair
 READER = 7  # raise it when this release reads the same files differently: what is kept is then made again
-SCHEMA = pa.schema([*((name, arrow_type(kind)) for name, (kind, _) in RUN_COLUMNS.items()),
-                    ("fingerprint", pa.string())])
+SCHEMA = pa.schema(
+    [*((name, arrow_type(kind)) for name, (kind, _) in RUN_COLUMNS.items()), ("fingerprint", pa.string())]
+)
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,15 @@ def load(folder: Path, found: Sequence[tuple[str, str]]) -> Loaded:
     missing = [(key, directory) for key, directory in found if key not in there]
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         for at in range(0, len(missing), RUNS_PER_PAIR):
-            several = missing[at:at + RUNS_PER_PAIR]
+            several = missing[at : at + RUNS_PER_PAIR]
             rows, steps = zip(*pool.map(lambda one: _read(*one), several), strict=True)
-            pairs.append(_write(folder, pa.Table.from_pylist(rows, SCHEMA), pa.concat_tables(
-                steps, promote_options="default").combine_chunks()))
+            pairs.append(
+                _write(
+                    folder,
+                    pa.Table.from_pylist(rows, SCHEMA),
+                    pa.concat_tables(steps, promote_options="default").combine_chunks(),
+                )
+            )
     loaded, used = _choose(pairs, wanted, {key for key, _ in missing})
     if len(used) > MOST_PAIRS + 2 * len(found) // RUNS_PER_PAIR:
         pairs = used = [_write(folder, loaded.runs, loaded.steps_of(range(len(found))))]

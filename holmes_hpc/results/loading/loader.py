@@ -35,14 +35,16 @@ def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """One row per run below `path`, in order of path; the columns are RUN_COLUMNS. RecordError: no such directory."""
     found = _directories(Path(path))
     table = _load(Path(path), found, cache).runs.drop(["fingerprint"])
-    frame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype(), pa.string(): pd.StringDtype(),
-                                          pa.bool_(): pd.BooleanDtype()}.get)
+    frame = table.to_pandas(
+        types_mapper={pa.int64(): pd.Int64Dtype(), pa.string(): pd.StringDtype(), pa.bool_(): pd.BooleanDtype()}.get
+    )
     frame["path"] = pd.array([plain_name(directory) for _, directory in found], dtype="string")  # it may have moved
     return frame.astype({name: kind for name, (kind, _) in RUN_COLUMNS.items()})
 
 
-def load_steps(path: PathLike, columns: Sequence[str] | None = None, runs: Collection[str] | None = None,
-               cache: bool = True) -> pd.DataFrame:
+def load_steps(
+    path: PathLike, columns: Sequence[str] | None = None, runs: Collection[str] | None = None, cache: bool = True
+) -> pd.DataFrame:
     """One row per step of every run below `path`, in order; the columns are STEP_COLUMNS and bytes per NIC kind.
 
     `columns`: only these, beside `run` and `step`; `runs`: only of these (values of the column `run`).
@@ -78,11 +80,16 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """One row per pipeline stage of every run with steps: medians of the parts of its step; STAGE_COLUMNS."""
     runs = load_runs(path, cache)
     texts = zip(runs["run"], runs["stage_breakdown"], strict=True)
-    rows = [{"run": run, "stage": stage, **parts} for run, text in texts
-            if isinstance(text, str) for stage, parts in enumerate(json.loads(text))]
+    rows = [
+        {"run": run, "stage": stage, **parts}
+        for run, text in texts
+        if isinstance(text, str)
+        for stage, parts in enumerate(json.loads(text))
+    ]
     frame = pd.DataFrame(rows, columns=list(STAGE_COLUMNS))
-    return frame.astype({"run": pd.CategoricalDtype(list(runs["run"])), "stage": "int64",
-                         **dict.fromkeys(PARTS, "float64")})
+    return frame.astype(
+        {"run": pd.CategoricalDtype(list(runs["run"])), "stage": "int64", **dict.fromkeys(PARTS, "float64")}
+    )
 
 
 def _load(root: Path, found: Sequence[tuple[str, str]], cache: bool) -> kept.Loaded:

@@ -56,9 +56,13 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     row["header_factors"] = to_json(mapping(traffic.get("header_factors")))
     setup = mapping(traffic.get("setup"))
     row["setup_tx_bytes"] = to_json({name: mapping(pair).get("tx") for name, pair in setup.items()})
-    row["planned_bytes_per_step"] = to_json({
-        kind: sent for kind, sent in mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step")).items()
-        if isinstance(sent, (int, float))})
+    row["planned_bytes_per_step"] = to_json(
+        {
+            kind: sent
+            for kind, sent in mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step")).items()
+            if isinstance(sent, (int, float))
+        }
+    )
     return row, steps
 
 
@@ -101,13 +105,25 @@ def _identity(record: dict[str, Any], steps: Steps, ending: dict[str, Any]) -> d
     ended = _time(result.get("time")) if result else None
     state = result.get("state") if result else "unfinished" if attempts or len(steps) else "not-started"
     return {
-        "state": str(state), "error": text(result.get("error")), "exit_code": whole(result.get("exit_code")),
-        "failed_rank": whole(result.get("failed_rank")), "failed_node": text(result.get("failed_node")),
-        "version": whole(record["version"]), "created": _time(record["created"]), "submitted": submitted,
-        "started": started, "ended": ended, "queue_s": queue_s, "wall_s": _between(started, ended),
-        "attempts": len(attempts), "job_id": whole(slurm.get("job_id")),
-        "session": text(record.get("session") or labels.get("session")), "labels": to_json(labels),
-        "git_commit": text(record.get("git_commit")), "device": text(record.get("device"))}
+        "state": str(state),
+        "error": text(result.get("error")),
+        "exit_code": whole(result.get("exit_code")),
+        "failed_rank": whole(result.get("failed_rank")),
+        "failed_node": text(result.get("failed_node")),
+        "version": whole(record["version"]),
+        "created": _time(record["created"]),
+        "submitted": submitted,
+        "started": started,
+        "ended": ended,
+        "queue_s": queue_s,
+        "wall_s": _between(started, ended),
+        "attempts": len(attempts),
+        "job_id": whole(slurm.get("job_id")),
+        "session": text(record.get("session") or labels.get("session")),
+        "labels": to_json(labels),
+        "git_commit": text(record.get("git_commit")),
+        "device": text(record.get("device")),
+    }
 
 
 def _configuration(record: dict[str, Any]) -> dict[str, Any]:
@@ -115,9 +131,13 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
     train, plan = mapping(config.get("train")), mapping(config.get("plan"))
     pace = record.get("pace_layer_ms", train.get("pace_layer_ms"))
     overlap = [train.get("overlap_grad_reduce"), train.get("overlap_param_gather")]
-    return {"pace_layer_ms": number(pace), "overrides": to_json([str(o) for o in record["overrides"] or []]),
-            "config": to_json(config), "partition": text(plan.get("partition")),
-            "overlap": None if None in overlap else all(overlap)}
+    return {
+        "pace_layer_ms": number(pace),
+        "overrides": to_json([str(o) for o in record["overrides"] or []]),
+        "config": to_json(config),
+        "partition": text(plan.get("partition")),
+        "overlap": None if None in overlap else all(overlap),
+    }
 
 
 def figures(steps: Steps) -> dict[str, Any]:
@@ -127,24 +147,39 @@ def figures(steps: Steps) -> dict[str, Any]:
         return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
     times = median_interval(steps.scalars["step_time_s"][kept])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
-    many = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count),
-                           *(v[None] for v in steps.tx.values()), *(v[None] for v in steps.rx.values())])[:, kept]
+    many = np.concatenate(
+        [
+            steps.means,
+            steps.breakdown.reshape(len(PARTS) * stages, count),
+            *(v[None] for v in steps.tx.values()),
+            *(v[None] for v in steps.rx.values()),
+        ]
+    )[:, kept]
     parts, of_stages, tx, rx = np.split(_medians(many), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     by_stage = of_stages.reshape(len(PARTS), stages).T
     while len(by_stage) and np.isnan(by_stage[-1]).all():
         by_stage = by_stage[:-1]  # a stage that only an earlier plan had
     return {
-        "steps": count, "earlier_steps": steps.earlier, "warmup_steps": steps.warmup,
-        "step_time_s": times.median, "step_time_low_s": times.low, "step_time_high_s": times.high,
-        **{name: harmonic_mean(steps.scalars[name][kept])
-           for name in ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")},
-        "first_loss": float(steps.scalars["loss"][0]), "loss": float(steps.scalars["loss"][-1]),
-        "validation_loss": _last(steps.scalars["validation_loss"]), "grad_norm": float(steps.scalars["grad_norm"][-1]),
+        "steps": count,
+        "earlier_steps": steps.earlier,
+        "warmup_steps": steps.warmup,
+        "step_time_s": times.median,
+        "step_time_low_s": times.low,
+        "step_time_high_s": times.high,
+        **{
+            name: harmonic_mean(steps.scalars[name][kept])
+            for name in ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")
+        },
+        "first_loss": float(steps.scalars["loss"][0]),
+        "loss": float(steps.scalars["loss"][-1]),
+        "validation_loss": _last(steps.scalars["validation_loss"]),
+        "grad_norm": float(steps.scalars["grad_norm"][-1]),
         **{part: float(parts[i]) for i, part in enumerate(PARTS)},
         "stage_breakdown": to_json([dict(zip(PARTS, stage, strict=True)) for stage in by_stage.tolist()]),
         "tx_bytes_per_step": to_json(dict(zip(kinds, tx.tolist(), strict=True))),
         "rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True))),
-        "peak_memory_bytes": steps.peak}
+        "peak_memory_bytes": steps.peak,
+    }
 
 
 def _last(values: Floats) -> float:

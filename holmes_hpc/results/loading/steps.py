@@ -22,9 +22,15 @@ from holmes_hpc.results.plans import mapping
 from holmes_hpc.results.statistics import warmup_steps
 
 SCALARS = tuple(name for name in STEP_COLUMNS if name in FIELDS and name not in ("step", "attempt"))
-LINE = pa.schema([("step", pa.int64()), ("attempt", pa.int64()), *((name, pa.float64()) for name in SCALARS),
-                  ("breakdown", pa.list_(pa.struct([(part, pa.float64()) for part in PARTS]))),
-                  ("peak_memory_bytes", pa.list_(pa.float64()))])  # and nic_bytes, whose fields are the run's own
+LINE = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("attempt", pa.int64()),
+        *((name, pa.float64()) for name in SCALARS),
+        ("breakdown", pa.list_(pa.struct([(part, pa.float64()) for part in PARTS]))),
+        ("peak_memory_bytes", pa.list_(pa.float64())),
+    ]
+)  # and nic_bytes, whose fields are the run's own
 Floats = NDArray[np.float64]
 
 
@@ -64,11 +70,18 @@ class Steps:
 
     def table(self) -> pa.Table:
         """The documented step columns but `run`."""
-        columns: dict[str, Any] = {"step": self.step, "attempt": self.attempt,
-                                   "warmup": np.arange(len(self)) < self.left_out, **self.scalars,
-                                   **dict(zip(PARTS, self.means, strict=True))}
-        made = {name: pa.array(columns[name]).cast(arrow_type(kind)) for name, (kind, _) in STEP_COLUMNS.items()
-                if name != "run"}
+        columns: dict[str, Any] = {
+            "step": self.step,
+            "attempt": self.attempt,
+            "warmup": np.arange(len(self)) < self.left_out,
+            **self.scalars,
+            **dict(zip(PARTS, self.means, strict=True)),
+        }
+        made = {
+            name: pa.array(columns[name]).cast(arrow_type(kind))
+            for name, (kind, _) in STEP_COLUMNS.items()
+            if name != "run"
+        }
         for way, values in (("tx", self.tx), ("rx", self.rx)):
             made |= {f"{way}_bytes_{name}": pa.array(values[name]) for name in sorted(values)}
         return pa.table(made)
@@ -84,7 +97,7 @@ def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
     """A run's steps. Half lines, broken lines, missing keys and lines of earlier attempts are all right. Steps of
     attempts before `first_attempt` are `earlier` ones."""
     data = run.metrics_bytes()
-    data = data[:data.rfind(b"\n") + 1]
+    data = data[: data.rfind(b"\n") + 1]
     try:
         return _steps(data, first_attempt)
     except (pa.ArrowException, _OutOfOrder):  # the record's own reader knows what counts
@@ -103,16 +116,31 @@ class _OutOfOrder(Exception):
 
 def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
     """Of whole lines in order. ArrowException where one is broken or has a value of another type, _OutOfOrder."""
-    lines = arrow_json.read_json(
-        pa.BufferReader(data), arrow_json.ReadOptions(use_threads=False, block_size=max(len(data), 1)),
-        arrow_json.ParseOptions(explicit_schema=LINE)).combine_chunks() if data else LINE.empty_table()
+    lines = (
+        arrow_json.read_json(
+            pa.BufferReader(data),
+            arrow_json.ReadOptions(use_threads=False, block_size=max(len(data), 1)),
+            arrow_json.ParseOptions(explicit_schema=LINE),
+        ).combine_chunks()
+        if data
+        else LINE.empty_table()
+    )
     step, attempt = lines["step"].to_numpy(), lines["attempt"].fill_null(1).to_numpy()
     if lines["step"].null_count or (np.diff(step) <= 0).any() or (np.diff(attempt) < 0).any():
         raise _OutOfOrder
     sent, breakdown = _nic_bytes(lines), _breakdown(lines)
-    return Steps(step, attempt, {name: lines[name].to_numpy() for name in SCALARS}, breakdown,
-                 sent["tx"], sent["rx"], _most(lines["peak_memory_bytes"]), int((attempt < first_attempt).sum()),
-                 broken, tuple(_missing(lines, breakdown)))
+    return Steps(
+        step,
+        attempt,
+        {name: lines[name].to_numpy() for name in SCALARS},
+        breakdown,
+        sent["tx"],
+        sent["rx"],
+        _most(lines["peak_memory_bytes"]),
+        int((attempt < first_attempt).sum()),
+        broken,
+        tuple(_missing(lines, breakdown)),
+    )
 
 
 def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
@@ -168,13 +196,17 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line with a value of the right type, or null, for every field."""
     stages, nics, ranks = line.get("breakdown"), line.get("nic_bytes"), line.get("peak_memory_bytes")
     return {
-        "step": int(line["step"]), "attempt": int(line.get("attempt") or 1),
+        "step": int(line["step"]),
+        "attempt": int(line.get("attempt") or 1),
         **{name: _number(line.get(name)) for name in SCALARS},
         "breakdown": [{part: _number(mapping(stage).get(part)) for part in PARTS} for stage in stages]
-        if isinstance(stages, list) else None,
+        if isinstance(stages, list)
+        else None,
         "nic_bytes": {name: {way: _number(mapping(pair).get(way)) for way in WAYS} for name, pair in nics.items()}
-        if isinstance(nics, dict) else None,
-        "peak_memory_bytes": [_number(held) for held in (ranks if isinstance(ranks, list) else [ranks])]}
+        if isinstance(nics, dict)
+        else None,
+        "peak_memory_bytes": [_number(held) for held in (ranks if isinstance(ranks, list) else [ranks])],
+    }
 
 
 def _number(value: Any) -> float | None:

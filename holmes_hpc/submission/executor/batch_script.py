@@ -23,10 +23,25 @@ USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
 SIGNAL_DELAY_S = 90  # submitit's
 # In the batch script of a hetjob these describe component 0 only, and srun takes each as an option for all components.
 FIRST_COMPONENT_ONLY = (
-    "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE",
-    "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE",
-    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_GPU",
-    "SLURM_TRES_PER_TASK", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+)
 _DEPENDENCY = re.compile(r"[\w:,?+]+", re.ASCII)
 
 
@@ -90,12 +105,18 @@ class JobRequest:
             if not _DEPENDENCY.fullmatch(self.dependency):
                 raise SubmissionError(f"dependency {self.dependency!r}", where="job", hint="write afterany:JOBID,…")
             if "singleton" in self.dependency and len(self.components) > 1:
-                raise SubmissionError("dependency singleton makes a heterogeneous job wait for itself", where="job",
-                                      hint="use afterany:JOBID")
+                raise SubmissionError(
+                    "dependency singleton makes a heterogeneous job wait for itself",
+                    where="job",
+                    hint="use afterany:JOBID",
+                )
         for key, _ in self.additional:
             if option(key, "job") == "array" and len(self.components) > 1:
-                raise SubmissionError("a heterogeneous job cannot be an array", where="job",
-                                      hint="use executor.batch() or map_array: a throttled chain of jobs")
+                raise SubmissionError(
+                    "a heterogeneous job cannot be an array",
+                    where="job",
+                    hint="use executor.batch() or map_array: a throttled chain of jobs",
+                )
 
     @property
     def ranks(self) -> int:
@@ -120,16 +141,25 @@ class JobRequest:
     def options(self) -> list[tuple[str, Value]]:
         """The options of the whole job; they stand with the first component."""
         given: list[tuple[str, Value | None]] = [
-            ("job-name", self.name), ("time", self.timeout_min), ("output", self._pattern(self.output)),
-            ("error", None if self.error is None else self._pattern(self.error)), ("open-mode", "append"),
+            ("job-name", self.name),
+            ("time", self.timeout_min),
+            ("output", self._pattern(self.output)),
+            ("error", None if self.error is None else self._pattern(self.error)),
+            ("open-mode", "append"),
             ("array", self.array),
             ("signal", self._signal()),
             ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
-            ("dependency", self.dependency), ("comment", self.comment), ("mail-type", self.mail_type),
-            ("mail-user", self.mail_user), ("wckey", self.wckey)]
+            ("dependency", self.dependency),
+            ("comment", self.comment),
+            ("mail-type", self.mail_type),
+            ("mail-user", self.mail_user),
+            ("wckey", self.wckey),
+        ]
         extra = {option(k, "job"): v for k, v in self.additional if v is not None}
-        return [*((k, v) for k, v in given if v is not None and k not in extra),
-                *((k, v) for k, v in extra.items() if v is not False)]
+        return [
+            *((k, v) for k, v in given if v is not None and k not in extra),
+            *((k, v) for k, v in extra.items() if v is not False),
+        ]
 
     def _signal(self) -> str | None:
         """When to warn of the end. Slurm may send it a minute early, and a task needs time to be ready for it, so in
@@ -160,8 +190,11 @@ def _into_files(job: JobRequest, setup: Sequence[str] = ()) -> str:
 
     out = target(job.rank_output)
     redirect = f"exec >>{out} 2>" + ("&1" if job.rank_error is None else f">{target(job.rank_error)}")
-    lines = "\n".join([f"{redirect}; shift {len(places)}", *setup, 'exec "$@"']) if setup else (
-        f'{redirect}; shift {len(places)}; exec "$@"')
+    lines = (
+        "\n".join([f"{redirect}; shift {len(places)}", *setup, 'exec "$@"'])
+        if setup
+        else (f'{redirect}; shift {len(places)}; exec "$@"')
+    )
     return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *places])
 
 
@@ -242,8 +275,14 @@ def _not_again(most: int, record: str | None) -> list[str]:
     return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", *note, "  exit 1", "fi"]
 
 
-def script_text(job: JobRequest, command: str | Sequence[str], *, begin: Sequence[str] = (),
-                interrupted: Sequence[str] = (), finish: Sequence[str] = ()) -> str:
+def script_text(
+    job: JobRequest,
+    command: str | Sequence[str],
+    *,
+    begin: Sequence[str] = (),
+    interrupted: Sequence[str] = (),
+    finish: Sequence[str] = (),
+) -> str:
     """The whole batch script. `command`: what every task runs, or those of each component, already words of shell (see
     :func:`words`).
 
@@ -267,12 +306,21 @@ def script_text(job: JobRequest, command: str | Sequence[str], *, begin: Sequenc
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     complaints = f" 2> {job.word(job.step_errors)}" if job.step_errors else ""
-    lines += ["", "# the step over all components; in the background, so that a signal is noticed at once",
-              "signalled=", "trap 'signalled=TERM' TERM",
-              "# shellcheck disable=SC2016 # what sh -c expands in each task must not be expanded here",
-              f"{step}{complaints} &", "step=$!",
-              "while :; do", '  wait "$step"; status=$?', '  kill -0 "$step" 2>/dev/null || break',
-              *(f"  {line}" for line in interrupted), "done", ""]
+    lines += [
+        "",
+        "# the step over all components; in the background, so that a signal is noticed at once",
+        "signalled=",
+        "trap 'signalled=TERM' TERM",
+        "# shellcheck disable=SC2016 # what sh -c expands in each task must not be expanded here",
+        f"{step}{complaints} &",
+        "step=$!",
+        "while :; do",
+        '  wait "$step"; status=$?',
+        '  kill -0 "$step" 2>/dev/null || break',
+        *(f"  {line}" for line in interrupted),
+        "done",
+        "",
+    ]
     if job.step_errors:
         lines.append(f"cat -- {job.word(job.step_errors)} >&2")
     if record:
@@ -281,8 +329,10 @@ def script_text(job: JobRequest, command: str | Sequence[str], *, begin: Sequenc
     if job.teardown:
         lines += ["# teardown", *job.teardown]
     if job.line:
-        lines.append(f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.line {job.word(job.line)} "
-                     f"{job.word('%j')}")
+        lines.append(
+            f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.line {job.word(job.line)} "
+            f"{job.word('%j')}"
+        )
     lines += ['exit "$status"', ""]
     text = "\n".join(lines)
     if "\0" in text:

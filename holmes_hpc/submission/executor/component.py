@@ -14,12 +14,51 @@ Value = str | int | bool
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]{}()&|*!^~?<>$;-]+", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # Options of sbatch that a job has once, with its first component; all others are a component's own.
-OF_THE_JOB = frozenset((
-    "array", "bb", "bbf", "begin", "chdir", "clusters", "comment", "deadline", "delay-boot", "dependency", "error",
-    "export", "export-file", "get-user-env", "gid", "hold", "input", "job-name", "kill-on-invalid-dep", "licenses",
-    "mail-type", "mail-user", "nice", "no-requeue", "open-mode", "output", "parsable", "priority", "profile",
-    "propagate", "quiet", "requeue", "signal", "spread-job", "time", "time-min", "uid", "verbose", "wait",
-    "wait-all-nodes", "wckey"))
+OF_THE_JOB = frozenset(
+    (
+        "array",
+        "bb",
+        "bbf",
+        "begin",
+        "chdir",
+        "clusters",
+        "comment",
+        "deadline",
+        "delay-boot",
+        "dependency",
+        "error",
+        "export",
+        "export-file",
+        "get-user-env",
+        "gid",
+        "hold",
+        "input",
+        "job-name",
+        "kill-on-invalid-dep",
+        "licenses",
+        "mail-type",
+        "mail-user",
+        "nice",
+        "no-requeue",
+        "open-mode",
+        "output",
+        "parsable",
+        "priority",
+        "profile",
+        "propagate",
+        "quiet",
+        "requeue",
+        "signal",
+        "spread-job",
+        "time",
+        "time-min",
+        "uid",
+        "verbose",
+        "wait",
+        "wait-all-nodes",
+        "wckey",
+    )
+)
 OF_THE_TASKS = ("container", "mounts", "environment", "setup", "python", "srun_args")  # no options of sbatch
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 LONGEST = 4000  # sbatch reads a directive into a buffer of 8 KiB
@@ -39,8 +78,9 @@ def check_line(text: str, what: str) -> None:
     """Refuse what no directive can hold: control characters (newlines) and very long values."""
     bad = next((c for c in text if ord(c) < 32 or ord(c) == 127), None)
     if bad is not None:
-        raise SubmissionError(f"{what} {text[:40]!r} holds the control character {bad!r}", where="sbatch",
-                              hint="remove it")
+        raise SubmissionError(
+            f"{what} {text[:40]!r} holds the control character {bad!r}", where="sbatch", hint="remove it"
+        )
     if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
         raise SubmissionError(f"{what} {text[:40]!r} is not text", where="sbatch", hint="use UTF-8")
     if len(text.encode()) > LONGEST:
@@ -115,10 +155,12 @@ class ComponentRequest:
         object.__setattr__(self, "environment", tuple((str(k), str(v)) for k, v in self.environment or ()))
         for name, _ in self.environment:
             if not _VARIABLE.fullmatch(name):
-                raise SubmissionError(f"{name!r} is no name of a variable", where="component",
-                                      hint="write {NAME: value}")
-        object.__setattr__(self, "additional",
-                           tuple((option(k, "component"), v) for k, v in self.additional if v is not None))
+                raise SubmissionError(
+                    f"{name!r} is no name of a variable", where="component", hint="write {NAME: value}"
+                )
+        object.__setattr__(
+            self, "additional", tuple((option(k, "component"), v) for k, v in self.additional if v is not None)
+        )
         if isinstance(self.nodelist, list | tuple):
             object.__setattr__(self, "nodelist", ",".join(self.nodelist))
         for key, value in self.options():
@@ -141,8 +183,11 @@ class ComponentRequest:
         order = ["partition", "constraint"]
         head = [(k, given.pop(k)) for k in order if k in given]
         extra = dict(self.additional)
-        return [*head, *((k, v) for k, v in given.items() if k not in extra),
-                *((k, v) for k, v in extra.items() if v is not False)]
+        return [
+            *head,
+            *((k, v) for k, v in given.items() if k not in extra),
+            *((k, v) for k, v in extra.items() if v is not False),
+        ]
 
     def filled(self, job: Mapping[str, Value]) -> ComponentRequest:
         """With the options that a job gives for all its components (Slurm resets them at each), where this one does
@@ -156,8 +201,12 @@ class ComponentRequest:
         return [f"--{k}" if v is True else f"--{k}={v}" for k, v in self.options()]
 
 
-ALIASES = {"ntasks_per_node": "tasks_per_node", "additional_parameters": "additional", "num_gpus": "gpus_per_node",
-           "gpus": "gpus_per_node"}
+ALIASES = {
+    "ntasks_per_node": "tasks_per_node",
+    "additional_parameters": "additional",
+    "num_gpus": "gpus_per_node",
+    "gpus": "gpus_per_node",
+}
 COMPONENT_KEYS = frozenset(f.name for f in fields(ComponentRequest))
 
 
@@ -184,8 +233,9 @@ def component(values: Mapping[str, Any], index: int = 0) -> ComponentRequest:
         raise SubmissionError(e.what, where=where, hint=e.hint) from e
 
 
-def components(parts: Iterable[Mapping[str, Any] | ComponentRequest],
-               defaults: Mapping[str, Any] | None = None) -> tuple[ComponentRequest, ...]:
+def components(
+    parts: Iterable[Mapping[str, Any] | ComponentRequest], defaults: Mapping[str, Any] | None = None
+) -> tuple[ComponentRequest, ...]:
     """Requests from a list of mappings; `defaults` fill what a mapping does not say."""
     made = []
     for index, part in enumerate(parts):
@@ -193,15 +243,19 @@ def components(parts: Iterable[Mapping[str, Any] | ComponentRequest],
             made.append(part)
             continue
         if not isinstance(part, Mapping):
-            raise SubmissionError(f"{part!r} is no mapping of options", where=f"component {index}",
-                                  hint="write {partition: …, nodes: …, tasks_per_node: …}")
+            raise SubmissionError(
+                f"{part!r} is no mapping of options",
+                where=f"component {index}",
+                hint="write {partition: …, nodes: …, tasks_per_node: …}",
+            )
         own = {ALIASES.get(k, k): v for k, v in part.items() if v is not None}
         made.append(component({**(defaults or {}), **own}, index))
     return tuple(made)
 
 
-def node_share(gpus: int, of: int, cpus: int | None, memory_gib: float | None, ranks: int,
-               exclusive: bool = False) -> dict[str, Value]:
+def node_share(
+    gpus: int, of: int, cpus: int | None, memory_gib: float | None, ranks: int, exclusive: bool = False
+) -> dict[str, Value]:
     """What a component asks for beside `gpus` of a node's `of` GPUs, where nobody says: for each of its `ranks` there
     an equal part of those CPUs that go with the GPUs, and their part of the memory; all memory of a node that is taken
     whole (Slurm's --mem=0). What Slurm does not tell (None) is not asked for."""

@@ -35,8 +35,11 @@ def component_nodes(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
         try:
             return [expand(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"]) for i in range(size)]
         except KeyError as e:
-            raise SubmissionError(f"no {e.args[0]} in the environment", where="task",
-                                  hint="start the step with srun from the job's batch script") from e
+            raise SubmissionError(
+                f"no {e.args[0]} in the environment",
+                where="task",
+                hint="start the step with srun from the job's batch script",
+            ) from e
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     return [expand(nodes)] if nodes else []
 
@@ -49,8 +52,11 @@ def own_component(environ: Mapping[str, str] = os.environ) -> int:
     node = environ.get("SLURMD_NODENAME", "")
     found = [i for i, names in enumerate(groups) if node in names]
     if not found:
-        raise SubmissionError(f"node {node!r} is in no component ({groups})", where="task",
-                              hint="start the step with srun from the job's batch script")
+        raise SubmissionError(
+            f"node {node!r} is in no component ({groups})",
+            where="task",
+            hint="start the step with srun from the job's batch script",
+        )
     if len(found) > 1:  # two components share the node: ranks run over components in order
         rank = int(environ.get("SLURM_PROCID", 0))
         end = 0
@@ -82,8 +88,14 @@ class TaskCount(int):
 class SlurmHetJobEnvironment(job_environment.JobEnvironment):
     """submitit's view of a task of a (heterogeneous) job: ranks, nodes and ids are those of the whole job."""
 
-    _env = {"job_id": LEADER, "num_tasks": "SLURM_NTASKS", "num_nodes": "SLURM_NNODES", "node": "SLURM_NODEID",
-            "global_rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"}
+    _env = {
+        "job_id": LEADER,
+        "num_tasks": "SLURM_NTASKS",
+        "num_nodes": "SLURM_NNODES",
+        "node": "SLURM_NODEID",
+        "global_rank": "SLURM_PROCID",
+        "local_rank": "SLURM_LOCALID",
+    }
 
     @property
     def raw_job_id(self) -> str:

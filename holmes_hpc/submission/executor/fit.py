@@ -47,9 +47,14 @@ def eligible(request: ComponentRequest, nodes: Iterable[Node]) -> frozenset[str]
     wanted = set((request.partition or "").split(",")) - {""}
     only = set(expand(request.nodelist)) if request.nodelist and "/" not in request.nodelist else None
     never = set(expand(request.exclude)) if request.exclude and "/" not in request.exclude else set()
-    return frozenset(n.name for n in nodes if (not wanted or wanted & set(n.partitions))
-                     and (test is None or test(frozenset(n.features))) and n.name not in never
-                     and (only is None or len(only) < request.nodes or n.name in only))
+    return frozenset(
+        n.name
+        for n in nodes
+        if (not wanted or wanted & set(n.partitions))
+        and (test is None or test(frozenset(n.features)))
+        and n.name not in never
+        and (only is None or len(only) < request.nodes or n.name in only)
+    )
 
 
 def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> None:
@@ -68,11 +73,14 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
                 names = " and ".join(str(i) for i in chosen)
                 raise SubmissionError(
                     f"they want {wanted} nodes together and share the {len(union)} that could serve them",
-                    where=f"components {names}", hint=f"use at most {len(union)} nodes, or other constraints")
+                    where=f"components {names}",
+                    hint=f"use at most {len(union)} nodes, or other constraints",
+                )
 
 
-def warnings(requests: Sequence[ComponentRequest], nodes: Sequence[Node], config: Config | None,
-             limits: Mapping[str, int]) -> list[str]:
+def warnings(
+    requests: Sequence[ComponentRequest], nodes: Sequence[Node], config: Config | None, limits: Mapping[str, int]
+) -> list[str]:
     """What does not forbid the job but may keep it waiting for ever, or give it other nodes than meant. `config`: None
     where Slurm did not tell; `limits`: of the user's number of jobs."""
     found: list[str] = []
@@ -88,6 +96,8 @@ def warnings(requests: Sequence[ComponentRequest], nodes: Sequence[Node], config
         for i, j in combinations(range(len(requests)), 2):
             shared = eligible(requests[i], nodes) & eligible(requests[j], nodes)
             if shared and requests[i].partition != requests[j].partition:
-                found.append(f"components {i} and {j} can get the same nodes ({', '.join(sorted(shared)[:3])}"
-                             f"{', …' if len(shared) > 3 else ''}): partitions overlap")
+                found.append(
+                    f"components {i} and {j} can get the same nodes ({', '.join(sorted(shared)[:3])}"
+                    f"{', …' if len(shared) > 3 else ''}): partitions overlap"
+                )
     return found

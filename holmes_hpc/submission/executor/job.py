@@ -60,9 +60,16 @@ class SlurmHetJob(core.Job[Any]):
         """Tell the watcher which job of this id is meant; whether it thought of another one."""
         ticket = read_ticket(self.paths.folder, self.job_id)  # without one, states are told by the id alone
         record = exit_record_path(self.paths._folder, self.job_id)
-        return self.watcher.expect(self.job_id, Expected(
-            ticket.get("name"), ticket.get("submitted"), record, int(ticket.get("components") or 1),
-            ticket.get("token")))
+        return self.watcher.expect(
+            self.job_id,
+            Expected(
+                ticket.get("name"),
+                ticket.get("submitted"),
+                record,
+                int(ticket.get("components") or 1),
+                ticket.get("token"),
+            ),
+        )
 
     def write_ticket(self, name: str, submitted: float, **more: Any) -> None:
         """Note name and time (and `more`), for this process and for whoever looks at the folder later."""
@@ -84,8 +91,11 @@ class SlurmHetJob(core.Job[Any]):
         """Cancel all components: the id is the leader's. SubmissionError where Slurm does not, and `check` is set."""
         answer = patient([self._cancel_command, self.job_id], patience_s=60 if check else 0)
         if check and not answer.ok and "Invalid job id" not in answer.err:
-            raise SubmissionError(answer.reason, where=f"scancel {self.job_id}",
-                                  hint="see that slurmctld runs (`scontrol ping`), then cancel again")
+            raise SubmissionError(
+                answer.reason,
+                where=f"scancel {self.job_id}",
+                hint="see that slurmctld runs (`scontrol ping`), then cancel again",
+            )
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """As submitit's, but the time for results to appear runs once for the job, not once per missing task, and where
@@ -147,5 +157,6 @@ class SlurmHetJob(core.Job[Any]):
         for name in ([] if timeout else ["TERM"]) + [preempt_signal()]:
             answer = patient([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
             if not answer.ok:
-                raise SubmissionError(answer.reason, where=f"scancel {self.job_id} --signal {name}",
-                                      hint="see that the job runs")
+                raise SubmissionError(
+                    answer.reason, where=f"scancel {self.job_id} --signal {name}", hint="see that the job runs"
+                )

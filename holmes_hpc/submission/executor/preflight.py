@@ -60,8 +60,11 @@ def try_component(request: ComponentRequest, *, timeout_min: object = None, use_
         return known[1]
     answer = patient(["sbatch", "--test-only", *arguments, "--wrap=:"])
     if answer.away:  # says nothing about the component
-        raise SubmissionError(answer.reason, where="sbatch --test-only",
-                              hint="wait until the controller answers (`scontrol ping`), then submit again")
+        raise SubmissionError(
+            answer.reason,
+            where="sbatch --test-only",
+            hint="wait until the controller answers (`scontrol ping`), then submit again",
+        )
     found = _cache[key] = (time.monotonic(), parse_answer(answer.code, answer.err, answer.reason))
     return found[1]
 
@@ -71,12 +74,18 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
     for index, request in enumerate(requests):
         found = try_component(request, timeout_min=timeout_min)
         if not found.ok:
-            raise SubmissionError(found.reason or "Slurm refuses it", where=f"component {index} ({in_words(request)})",
-                                  hint=feasible_instead(request, timeout_min=timeout_min))
+            raise SubmissionError(
+                found.reason or "Slurm refuses it",
+                where=f"component {index} ({in_words(request)})",
+                hint=feasible_instead(request, timeout_min=timeout_min),
+            )
         beyond = beyond_limit(request, timeout_min, _partitions())
         if beyond:
-            raise SubmissionError(beyond, where=f"component {index} ({in_words(request)})",
-                                  hint="shorten it, or name a QOS that allows more")
+            raise SubmissionError(
+                beyond,
+                where=f"component {index} ({in_words(request)})",
+                hint="shorten it, or name a QOS that allows more",
+            )
     if len(requests) > 1:
         check_fit(requests, _nodes())
         config: Config | None = _kept("config", read_config)
@@ -139,6 +148,7 @@ def in_words(request: ComponentRequest) -> str:
 
 def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -> str:
     """The nearest request that Slurm would take, in words: fewer nodes, else without one of its conditions."""
+
     def works(candidate: ComponentRequest) -> bool:
         return try_component(candidate, timeout_min=timeout_min).ok
 
@@ -154,8 +164,19 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
     known = [p.name for p in _partitions()]
     if request.partition and known and not set(request.partition.split(",")) <= set(known):
         return f"no such partition: {nearest(request.partition, known)}"
-    for key in ("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive",
-                "reservation", "qos", "account"):
+    for key in (
+        "constraint",
+        "nodelist",
+        "gres",
+        "gpus_per_node",
+        "mem",
+        "mem_per_cpu",
+        "cpus_per_task",
+        "exclusive",
+        "reservation",
+        "qos",
+        "account",
+    ):
         if getattr(request, key) is not None and works(with_options(one, **{key: None})):
             own = " (slurm.share=false leaves it to Slurm)" if key in ("mem", "cpus_per_task") else ""
             return f"it would be possible without {key}={getattr(request, key)}{own}"

@@ -42,16 +42,30 @@ from holmes_hpc.submission.executor.preflight import preflight_aloud
 from holmes_hpc.submission.executor.submit import Refused, cancelled_on_error, refusals, submit_file
 
 # name here -> name in JobRequest, with submitit's default
-_JOB_KEYS = {"job_name": "name", "time": "timeout_min", "setup": "setup", "teardown": "teardown", "comment": "comment",
-             "signal_delay_s": "signal_delay_s", "dependency": "dependency", "mail_type": "mail_type",
-             "mail_user": "mail_user", "wckey": "wckey", "srun_args": "srun_args", "use_srun": "use_srun",
-             "distribution": "distribution", "container": "container", "requeue": "requeue",
-             "additional_parameters": "additional"}
+_JOB_KEYS = {
+    "job_name": "name",
+    "time": "timeout_min",
+    "setup": "setup",
+    "teardown": "teardown",
+    "comment": "comment",
+    "signal_delay_s": "signal_delay_s",
+    "dependency": "dependency",
+    "mail_type": "mail_type",
+    "mail_user": "mail_user",
+    "wckey": "wckey",
+    "srun_args": "srun_args",
+    "use_srun": "use_srun",
+    "distribution": "distribution",
+    "container": "container",
+    "requeue": "requeue",
+    "additional_parameters": "additional",
+}
 _OWN_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
 _SLURM_ONLY = {"num_gpus": "gpus_per_node"}  # submitit's old name, which wins over the new one there too
 _CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # of two names of one parameter, a later call's wins
-PARAMETERS = frozenset({*_JOB_KEYS, *_OWN_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_SLURM_ONLY,
-                        *_CANONICAL})
+PARAMETERS = frozenset(
+    {*_JOB_KEYS, *_OWN_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_SLURM_ONLY, *_CANONICAL}
+)
 
 
 class _Parameters(set[str]):
@@ -80,16 +94,24 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     job_class = SlurmHetJob
 
-    def __init__(self, folder: str | Path, components: list[Mapping[str, Any]] | None = None, max_num_timeout: int = 3,
-                 max_pickle_size_gb: float = 1.0, python: str | None = None, max_requeues: int = 0,
-                 preflight: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        components: list[Mapping[str, Any]] | None = None,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        max_requeues: int = 0,
+        preflight: bool = True,
+    ) -> None:
         given = _of_slurm(_locals_of_auto_executor("flexible_init"))
         max_num_timeout = given.pop("max_num_timeout", max_num_timeout)
         max_pickle_size_gb = given.pop("max_pickle_size_gb", max_pickle_size_gb)
         python = given.pop("python", python)
         if given:
-            raise SubmissionError(f"slurm_{next(iter(given))} means nothing here", where="executor slurmhet",
-                                  hint="use slurmhet_…")
+            raise SubmissionError(
+                f"slurm_{next(iter(given))} means nothing here", where="executor slurmhet", hint="use slurmhet_…"
+            )
         super().__init__(folder, max_num_timeout=max_num_timeout, max_pickle_size_gb=max_pickle_size_gb)
         self.python = shlex.quote(sys.executable) if python is None else python
         self._throttling = 0.0  # jobs in line are throttled by their dependencies, not by waiting here
@@ -107,8 +129,15 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     @classmethod
     def _equivalence_dict(cls) -> core.EquivalenceDict:
-        return {"name": "job_name", "timeout_min": "time", "mem_gb": "mem", "nodes": "nodes",
-                "cpus_per_task": "cpus_per_task", "gpus_per_node": "gpus_per_node", "tasks_per_node": "tasks_per_node"}
+        return {
+            "name": "job_name",
+            "timeout_min": "time",
+            "mem_gb": "mem",
+            "nodes": "nodes",
+            "cpus_per_task": "cpus_per_task",
+            "gpus_per_node": "gpus_per_node",
+            "tasks_per_node": "tasks_per_node",
+        }
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
@@ -132,8 +161,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """Set parameters: SlurmExecutor's, and `components`. What a component does not say, the plain ones say."""
         unknown = sorted(k for k in kwargs if k not in PARAMETERS)
         if unknown:
-            raise ValueError(f"Unavailable parameter(s): {unknown}; {nearest(unknown[0], PARAMETERS)}; valid are "
-                             + ", ".join(sorted(PARAMETERS)))
+            raise ValueError(
+                f"Unavailable parameter(s): {unknown}; {nearest(unknown[0], PARAMETERS)}; valid are "
+                + ", ".join(sorted(PARAMETERS))
+            )
         kwargs = {_CANONICAL.get(k, k): v for k, v in kwargs.items()}
         changed = {**self.parameters, **kwargs}
         self._request(changed)  # refuses what cannot be
@@ -162,18 +193,28 @@ class SlurmHetExecutor(core.PicklingExecutor):
         if token:
             whole["comment"] = " ".join(w for w in (whole.get("comment"), token) if w)
         whole.setdefault("name", "submitit")
-        environment = [("SUBMITIT_EXECUTOR", self.name()), (LEADER, "%j"),
-                       (MAX_REQUEUES, str(given.get("max_requeues") or 0))]
+        environment = [
+            ("SUBMITIT_EXECUTOR", self.name()),
+            (LEADER, "%j"),
+            (MAX_REQUEUES, str(given.get("max_requeues") or 0)),
+        ]
         if preempt_signal() != USER_SIGNAL:
             environment.append((PREEMPT_SIGNAL, preempt_signal()))
         environment += [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
         error = Path(str(paths.stderr).replace("%t", "0")) if separate is None and apart else None
         return JobRequest(
-            components=parts, output=str(batch), error=None if error is None else str(error),
-            rank_output=str(paths.stdout), rank_error=str(paths.stderr) if apart else None,
-            directories=(str(self.folder),), exit_record=str(self.folder / "%j_exit"),
-            max_requeues=int(given.get("max_requeues") or 0), environment=tuple(environment),
-            signal=preempt_signal(), **{"timeout_min": 5, "requeue": None, **whole})
+            components=parts,
+            output=str(batch),
+            error=None if error is None else str(error),
+            rank_output=str(paths.stdout),
+            rank_error=str(paths.stderr) if apart else None,
+            directories=(str(self.folder),),
+            exit_record=str(self.folder / "%j_exit"),
+            max_requeues=int(given.get("max_requeues") or 0),
+            environment=tuple(environment),
+            signal=preempt_signal(),
+            **{"timeout_min": 5, "requeue": None, **whole},
+        )
 
     def job_script(self) -> str:
         """The batch script as it would be submitted, without the token that makes a submission unique."""
@@ -240,10 +281,14 @@ class SlurmHetExecutor(core.PicklingExecutor):
             jobs = [self.job_class(folder=self.folder, job_id=i, tasks=list(range(request.ranks))) for i in ids]
             jobs[0].paths.move_temporary_file(path, "submission_file")
             for job in jobs:
-                logs = [text.replace("%j", job.job_id) for text in (request.output, request.error, request.step_errors)
-                        if text]
-                job.write_ticket(request.name, submitted, components=len(request.components), token=uid,
-                                 batch_logs=logs)
+                logs = [
+                    text.replace("%j", job.job_id)
+                    for text in (request.output, request.error, request.step_errors)
+                    if text
+                ]
+                job.write_ticket(
+                    request.name, submitted, components=len(request.components), token=uid, batch_logs=logs
+                )
         return list(jobs)
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
@@ -311,7 +356,9 @@ def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
 
 def _of_slurm(held: Mapping[str, Any]) -> dict[str, Any]:
     """The ``slurm_*`` parameters that AutoExecutor holds, and would drop."""
-    return {k[len("slurm_"):]: v for k, v in held.get("kwargs", {}).items() if k.startswith("slurm_") and v is not None}
+    return {
+        k[len("slurm_") :]: v for k, v in held.get("kwargs", {}).items() if k.startswith("slurm_") and v is not None
+    }
 
 
 __all__ = ["ALIASES", "ComponentRequest", "SlurmHetExecutor"]

@@ -14,8 +14,12 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import Answer, interrupt_here, slurm
 from holmes_hpc.slurm.job_queries import SEPARATOR
 
-_BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavailable", "try again later",
-         "maximum number of jobs")
+_BUSY = (
+    "Slurm temporarily unable to accept job",
+    "Resource temporarily unavailable",
+    "try again later",
+    "maximum number of jobs",
+)
 
 
 class Refused(SubmissionError, FailedSubmissionError):
@@ -57,8 +61,11 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
         elif not answer.away and not any(word in answer.err for word in _BUSY[:2]):
             raise Refused(answer.reason, where="sbatch", hint="change what the job asks for")
         if time.monotonic() + pause > end:
-            raise Refused(f"{answer.reason} (for {patience_s:.0f} s)", where="sbatch",
-                          hint="wait until the controller answers (`scontrol ping`), then submit again")
+            raise Refused(
+                f"{answer.reason} (for {patience_s:.0f} s)",
+                where="sbatch",
+                hint="wait until the controller answers (`scontrol ping`), then submit again",
+            )
         interrupt_here()
         time.sleep(pause)
         pause = min(2 * pause, 15)
@@ -82,8 +89,11 @@ def find_token(token: str, end: float) -> str | None:
             held = [line for line in answer.out.splitlines() if token in line]
             return held[0].split(SEPARATOR)[0].partition("+")[0].strip() if held else None
         if time.monotonic() + pause > end:
-            raise Unsure("the controller went away during the submission, so whether the job exists is unknown",
-                         where="sbatch", hint=f"look for it: squeue --me -o '%i %k' | grep {token}")
+            raise Unsure(
+                "the controller went away during the submission, so whether the job exists is unknown",
+                where="sbatch",
+                hint=f"look for it: squeue --me -o '%i %k' | grep {token}",
+            )
         time.sleep(pause)
         pause = min(2 * pause, 15)
 

@@ -49,8 +49,10 @@ class Expected:
         if self.token and other.token:
             return self.token != other.token
         return (None not in (self.name, other.name) and self.name != other.name) or (
-            self.submitted is not None and other.submitted is not None
-            and abs(self.submitted - other.submitted) > _SLACK_S)
+            self.submitted is not None
+            and other.submitted is not None
+            and abs(self.submitted - other.submitted) > _SLACK_S
+        )
 
     def fits(self, row: Row) -> bool:
         if self.token and row.token:  # a name may be changed while the job runs, and the database keeps not all of it
@@ -181,8 +183,13 @@ class StateWatcher(core.InfoWatcher):
         if not self._is_final(job_id, state) and state.ended:
             state = replace(state, unsettled=True)
         self._states[job_id] = state
-        self._info_dict[job_id] = {"State": state.state, "Reason": state.reason, "NodeList": state.nodes,
-                                   "JobID": job_id, "Source": state.source}
+        self._info_dict[job_id] = {
+            "State": state.state,
+            "Reason": state.reason,
+            "NodeList": state.nodes,
+            "JobID": job_id,
+            "Source": state.source,
+        }
         if self._is_final(job_id, state):
             self._finished.add(job_id)
             self._ended_at.setdefault(job_id, time.monotonic())
@@ -204,8 +211,11 @@ class StateWatcher(core.InfoWatcher):
     def _ask(self, wanted: set[str]) -> dict[str, JobState]:
         """States of the jobs that somebody knows. The next source is asked only for what the one before lacks. Where
         jobs wait, or are so young that the database may not know them, squeue is asked first: it alone knows why."""
-        sources = [("sacct", sacct_command, parse_sacct), ("squeue", squeue_command, parse_squeue),
-                   ("scontrol", scontrol_command, parse_scontrol)]
+        sources = [
+            ("sacct", sacct_command, parse_sacct),
+            ("squeue", squeue_command, parse_squeue),
+            ("scontrol", scontrol_command, parse_scontrol),
+        ]
         if any(self._is_young(j) or self._states.get(j, JobState()).waits for j in wanted):
             sources.insert(0, sources.pop(1))
         found: dict[str, JobState] = {}

@@ -43,8 +43,13 @@ def _begun(run: RunDirectory, plan_path: Path, restarts: int, overrides: Sequenc
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if job_id.isdigit():
         _refuse_a_living_job(run, job_id)
-        run.update_run(slurm={"job_id": int(job_id), "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
-                              "name": os.environ.get("SLURM_JOB_NAME", "")})
+        run.update_run(
+            slurm={
+                "job_id": int(job_id),
+                "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
+                "name": os.environ.get("SLURM_JOB_NAME", ""),
+            }
+        )
     return run
 
 
@@ -55,8 +60,11 @@ def _refuse_a_living_job(run: RunDirectory, job_id: str) -> None:
     before = job_of(run)
     state = before.state("force")
     if not state.ended and not state.forgotten:
-        raise RecordError(f"job {before.id} has it ({state.state})", where=str(run.path),
-                          hint=f"wait for its end, or `scancel {before.id}`; or give RUN another directory")
+        raise RecordError(
+            f"job {before.id} has it ({state.state})",
+            where=str(run.path),
+            hint=f"wait for its end, or `scancel {before.id}`; or give RUN another directory",
+        )
 
 
 def _check_components(plan: Plan, where: str) -> None:
@@ -69,11 +77,16 @@ def _check_components(plan: Plan, where: str) -> None:
         raise ConfigError(f"the plan has {len(plan.components)} components, this job {found}", where=where, hint=hint)
     for index, part in enumerate(plan.components):
         nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or (
-            os.environ.get("SLURM_JOB_NUM_NODES") if found == 1 else None)
+            os.environ.get("SLURM_JOB_NUM_NODES") if found == 1 else None
+        )
         ranks = os.environ.get(f"HOLMES_TASKS_PER_NODE_{index}")
         if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
-            raise ConfigError(f"component {index} ({part.fabric}) of the plan is {part.nodes} nodes x"
-                              f" {part.gpus_per_node} ranks, this job's is {nodes} x {ranks}", where=where, hint=hint)
+            raise ConfigError(
+                f"component {index} ({part.fabric}) of the plan is {part.nodes} nodes x"
+                f" {part.gpus_per_node} ranks, this job's is {nodes} x {ranks}",
+                where=where,
+                hint=hint,
+            )
 
 
 def main(words: list[str]) -> int:

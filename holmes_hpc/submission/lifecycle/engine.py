@@ -24,14 +24,19 @@ def check_engine(optimizer: str = "adam") -> None:
     for requirement in asked:
         if requirement.name == "megatron-core" and not requirement.specifier.contains(found, prereleases=True):
             taken = ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
-            raise ConfigError(f"{found} is installed, this package takes {taken}", where="megatron-core",
-                              hint=f"pip install 'megatron-core{taken}'")
+            raise ConfigError(
+                f"{found} is installed, this package takes {taken}",
+                where="megatron-core",
+                hint=f"pip install 'megatron-core{taken}'",
+            )
     for package, taken in MUON.items() if optimizer == "muon" else ():
         have = _version(package)
         if have is None or not SpecifierSet(taken).contains(have, prereleases=True):
-            raise ConfigError(f"muon needs {package}{taken}, {'none' if have is None else have} is installed",
-                              where="train.optimizer", hint=f"pip install '{package}{taken}', which needs Python 3.12, "
-                                                            "or use train.optimizer=adam")
+            raise ConfigError(
+                f"muon needs {package}{taken}, {'none' if have is None else have} is installed",
+                where="train.optimizer",
+                hint=f"pip install '{package}{taken}', which needs Python 3.12, or use train.optimizer=adam",
+            )
 
 
 def _version(package: str) -> str | None:

@@ -16,11 +16,23 @@ from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.job_states import out_of_memory
 from holmes_hpc.submission.executor.environment import component_nodes
 
-_COMPLAINT = re.compile(r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
-                        r"|^srun: error: Node failure on (\S+)\s*$", re.MULTILINE)
+_COMPLAINT = re.compile(
+    r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
+    r"|^srun: error: Node failure on (\S+)\s*$",
+    re.MULTILINE,
+)
 _NODE_FAILED = "node failure"
-_SIGNALS = ("Killed", "Segmentation fault", "Aborted", "Bus error", "Floating point", "Out Of Memory",
-            "Illegal instruction", "Hangup", "Interrupt")
+_SIGNALS = (
+    "Killed",
+    "Segmentation fault",
+    "Aborted",
+    "Bus error",
+    "Floating point",
+    "Out Of Memory",
+    "Illegal instruction",
+    "Hangup",
+    "Interrupt",
+)
 _FOLLOWS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
 
 
@@ -79,8 +91,11 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
     found, memory = [], out_of_memory(text)
     for match in _COMPLAINT.finditer(text):
         if match.group(4):
-            on_node = [p.first_rank + p.nodes.index(match.group(4)) * p.tasks_per_node for p in parts
-                       if match.group(4) in p.nodes]
+            on_node = [
+                p.first_rank + p.nodes.index(match.group(4)) * p.tasks_per_node
+                for p in parts
+                if match.group(4) in p.nodes
+            ]
             if on_node:
                 found.append(Complaint(match.group(4), tuple(on_node[:1]), _NODE_FAILED))
             continue
@@ -116,8 +131,9 @@ class Culprit:
     error: str | None = None
 
 
-def culprit(exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks: int = 0,
-            hosts: Sequence[str] = ()) -> Culprit:
+def culprit(
+    exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks: int = 0, hosts: Sequence[str] = ()
+) -> Culprit:
     """The rank whose end came first and is not the echo of another's.
 
     A rank killed by a signal leaves no exit record, and its peers' records are about lost connections. So, in this

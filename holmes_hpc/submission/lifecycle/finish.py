@@ -96,8 +96,11 @@ def again(run: RunDirectory, job_id: str, restarts: int) -> int:
     """At the start of a requeued job: 0 when it may go on. Slurm requeues a job whose node failed by itself; when that
     was the batch script's node, nobody has judged the end of the start before, so it is judged here, as a failure."""
     attempts, result = run.read_run()["attempts"], run.read_result()
-    if not attempts or "start" in attempts[-1] or (
-            result is not None and (result["writer"] == "batch" or result["state"] == "preempted")):
+    if (
+        not attempts
+        or "start" in attempts[-1]
+        or (result is not None and (result["writer"] == "batch" or result["state"] == "preempted"))
+    ):
         return 0
     before = f"{job_id}/{restarts - 1}"
     why_not = should_restart(run, "failed", before)

@@ -18,8 +18,16 @@ QUIET_S, LATER_S, SOON_S = 10.0, 30.0, 120.0  # silence at most: so long after a
 SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine
 
 
-def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, slurm_every_s: float = 10.0,
-           ask: Callable[[], str] | None = None, show: Callable[[str], None] = console.text) -> int:
+def follow(
+    run: RunDirectory,
+    job: Job,
+    *,
+    rank: int = 0,
+    poll_s: float = 1.0,
+    slurm_every_s: float = 10.0,
+    ask: Callable[[], str] | None = None,
+    show: Callable[[str], None] = console.text,
+) -> int:
     """Show the job's progress until it ends: 0 when it completed, else 1 (130 after Ctrl-C without an end).
 
     Looks at the run directory every `poll_s` and asks Slurm at growing intervals up to `slurm_every_s`. On Ctrl-C
@@ -79,8 +87,10 @@ def follow(run: RunDirectory, job: Job, *, rank: int = 0, poll_s: float = 1.0, s
                 console.note(f"cancelling job {job.id}")
                 job.cancel()
             elif answer == "detach":
-                console.note(f"job {job.id} goes on; `holmes logs {run.path} --follow` shows it, "
-                             f"`holmes cancel {run.path}` ends it")
+                console.note(
+                    f"job {job.id} goes on; `holmes logs {run.path} --follow` shows it, "
+                    f"`holmes cancel {run.path}` ends it"
+                )
                 return 130
     if state.ended and lags(result, last_step(run)):
         result = record_end(run, state)

@@ -28,13 +28,19 @@ def new_run_path(config: Configuration, plan: Plan) -> Path:
     given = config.name
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}" if given is None else str(given)
     if not name or "/" in name or name in (".", "..") or len(name.encode()) > 200:
-        raise ConfigError(f"name is {name[:80]!r}", where="configuration",
-                          hint="use 1 to 200 characters without '/', or give run_dir=PATH")
+        raise ConfigError(
+            f"name is {name[:80]!r}",
+            where="configuration",
+            hint="use 1 to 200 characters without '/', or give run_dir=PATH",
+        )
     path = Path(config.run_dir) if config.run_dir else runs_root() / name
     path = path.absolute()
     if "%" in str(path) or not str(path).isprintable():
-        raise ConfigError(f"the run directory is {str(path)!r}", where="configuration",
-                          hint="leave out '%', which Slurm gives a meaning of its own, and control characters")
+        raise ConfigError(
+            f"the run directory is {str(path)!r}",
+            where="configuration",
+            hint="leave out '%', which Slurm gives a meaning of its own, and control characters",
+        )
     return path
 
 
@@ -44,16 +50,26 @@ def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: 
     if alone and not RunDirectory(path).exists() and others(path):
         raise ConfigError("other files are there", where=str(path), hint="give the run a directory of its own")
     filled = replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml"))
-    return RunDirectory.create(path, plan_text=plan.to_yaml(), config=filled.to_dict(), overrides=list(overrides),
-                               plan_id=plan.id, **facts(config, plan))
+    return RunDirectory.create(
+        path,
+        plan_text=plan.to_yaml(),
+        config=filled.to_dict(),
+        overrides=list(overrides),
+        plan_id=plan.id,
+        **facts(config, plan),
+    )
 
 
 def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
     """What a new run's record says besides configuration and plan: components, pace, versions, commit. ConfigError
     where it could not train with what is installed."""
     check_engine(config.train.optimizer)
-    return {"components": plan.layout, "pace_layer_ms": pace(config, plan), "versions": versions(),
-            "git_commit": git_commit()}
+    return {
+        "components": plan.layout,
+        "pace_layer_ms": pace(config, plan),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
 
 
 @functools.cache

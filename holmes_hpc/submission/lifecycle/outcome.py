@@ -20,13 +20,20 @@ TAIL_LINES = 20
 
 def last_words(path: Path) -> list[str]:
     """The last lines of a log that say something, fit for a terminal and for JSON, whatever is in it."""
-    shown = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip()
-             for line in tail(path, 2 * TAIL_LINES))
+    shown = (
+        "".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in tail(path, 2 * TAIL_LINES)
+    )
     return [line for line in shown if line][-TAIL_LINES:]
 
 
-def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slurm: JobState | None = None,
-          srun: Iterable[Complaint] = ()) -> dict[str, Any]:
+def judge(
+    run: RunDirectory,
+    status: int | None,
+    *,
+    signalled: bool = False,
+    slurm: JobState | None = None,
+    srun: Iterable[Complaint] = (),
+) -> dict[str, Any]:
     """The content of result.json. `status`: the step's exit status, None when nobody saw it."""
     exits = run.read_exits()
     preempted = any(e.get("state") == "preempted" for e in exits)
@@ -42,14 +49,28 @@ def judge(run: RunDirectory, status: int | None, *, signalled: bool = False, slu
     if state == "failed":
         hosts = run.read_run().get("hosts")
         found = culprit(exits, list(srun), _world(run), [str(h) for h in hosts] if isinstance(hosts, list) else ())
-        if found.rank is None and slurm is not None and slurm.ended and (
-                slurm.state != "FAILED" or slurm.source == "nobody"):
-            found = Culprit(None, None, f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
-                                        f"{f' on {slurm.nodes}' if slurm.nodes else ''}")
+        if (
+            found.rank is None
+            and slurm is not None
+            and slurm.ended
+            and (slurm.state != "FAILED" or slurm.source == "nobody")
+        ):
+            found = Culprit(
+                None,
+                None,
+                f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
+                f"{f' on {slurm.nodes}' if slurm.nodes else ''}",
+            )
     code = 0 if state == "completed" else status or 1
-    return {"state": state, "exit_code": code, "error": found.error or _silence(run, state) or _error(state, status),
-            "failed_rank": found.rank, "failed_node": found.node, "log_tail": _log_tail(run, found.rank, state),
-            "final": final_figures(run)}
+    return {
+        "state": state,
+        "exit_code": code,
+        "error": found.error or _silence(run, state) or _error(state, status),
+        "failed_rank": found.rank,
+        "failed_node": found.node,
+        "log_tail": _log_tail(run, found.rank, state),
+        "final": final_figures(run),
+    }
 
 
 def _world(run: RunDirectory) -> int:
@@ -63,14 +84,20 @@ def _world(run: RunDirectory) -> int:
 def _silence(run: RunDirectory, state: str) -> str | None:
     """Why nobody wrote anything: the usual reason is a run directory of this machine alone."""
     wrote = any(run.logs.glob("rank-*.txt")) or (run.logs / "batch.txt").exists()
-    return None if wrote or state != "failed" else (
-        f"no node wrote anything into {run.path}: is it on a file system that all nodes share?")
+    return (
+        None
+        if wrote or state != "failed"
+        else (f"no node wrote anything into {run.path}: is it on a file system that all nodes share?")
+    )
 
 
 def _error(state: str, status: int | None) -> str | None:
-    return {"completed": None, "cancelled": "cancelled", "timeout": "its time was over",
-            "preempted": "preempted"}.get(state, f"the step ended with exit code {status}" if status is not None
-                                          else "the job ended before its batch script could say why")
+    return {"completed": None, "cancelled": "cancelled", "timeout": "its time was over", "preempted": "preempted"}.get(
+        state,
+        f"the step ended with exit code {status}"
+        if status is not None
+        else "the job ended before its batch script could say why",
+    )
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
@@ -86,6 +113,13 @@ def final_figures(run: RunDirectory) -> dict[str, Any]:
         metrics = run.metrics()
     except HolmesError:
         return {}
-    keys = ("step", "loss", "step_time_s", "tokens_per_s", "samples_per_s", "model_tflops_per_gpu",
-            "hardware_tflops_per_gpu")
+    keys = (
+        "step",
+        "loss",
+        "step_time_s",
+        "tokens_per_s",
+        "samples_per_s",
+        "model_tflops_per_gpu",
+        "hardware_tflops_per_gpu",
+    )
     return {k: metrics[-1][k] for k in keys if k in metrics[-1]} if metrics else {}

@@ -31,24 +31,34 @@ def continuation(record: RunDirectory, state: str, overrides: Sequence[str], pla
     if state != NOT_SUBMITTED.lower() and not is_end(state):
         raise ConfigError(f"it is {state}", where=str(record.path), hint="wait for its end, or `holmes cancel` it")
     if not {"launcher", "train", "slurm"} <= record.config.keys():
-        raise RecordError("run.yaml has no whole configuration", where=str(record.path),
-                          hint="start a new run with its plan: `holmes submit`")
+        raise RecordError(
+            "run.yaml has no whole configuration",
+            where=str(record.path),
+            hint="start a new run with its plan: `holmes submit`",
+        )
     before, missing = recorded(record.config)
     config = before
     if overrides:
         check_overrides(overrides)
-        config = replace(applied(before, overrides), run_dir=before.run_dir, plan_file=before.plan_file,
-                         site_file=before.site_file)
+        config = replace(
+            applied(before, overrides), run_dir=before.run_dir, plan_file=before.plan_file, site_file=before.site_file
+        )
     if state == "completed" and config.train.steps <= before.train.steps:
-        raise ConfigError(f"it has made all of its {before.train.steps} steps", where=str(record.path),
-                          hint=f"for more: holmes resume {record.name} train.steps=N")
+        raise ConfigError(
+            f"it has made all of its {before.train.steps} steps",
+            where=str(record.path),
+            hint=f"for more: holmes resume {record.name} train.steps=N",
+        )
     chosen, own = Plan.read(plan_path or record.plan_path), Plan.read(record.plan_path)
     if chosen.model != own.model:
         raise ConfigError("the plan is for another model", where=plan_path or "", hint="plan for this run's model")
     size, length = own.batch.global_size, own.batch.sequence_length
     if (chosen.batch.global_size, chosen.batch.sequence_length) != (size, length):  # which data come next hangs on them
-        raise ConfigError("the plan has another batch", where=plan_path or "",
-                          hint=f"plan with batch.global_size={size} batch.sequence_length={length}")
+        raise ConfigError(
+            "the plan has another batch",
+            where=plan_path or "",
+            hint=f"plan with batch.global_size={size} batch.sequence_length={length}",
+        )
     if not config.local:
         check_site(chosen, site(config))
     return Continuation(chosen, config, tuple(missing))

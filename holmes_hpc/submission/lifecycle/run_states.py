@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from holmes_hpc.records.run import STATES
 
-_RUN_STATES = {"COMPLETED": "completed", "CANCELLED": "cancelled", "TIMEOUT": "timeout", "DEADLINE": "timeout",
-               "PREEMPTED": "preempted"}  # of a job that ended; any other end is a failure
+_RUN_STATES = {
+    "COMPLETED": "completed",
+    "CANCELLED": "cancelled",
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "PREEMPTED": "preempted",
+}  # of a job that ended; any other end is a failure
 _JOB_STATES = {run: job for job, run in reversed(_RUN_STATES.items())}
 
 

@@ -23,8 +23,11 @@ def starting(path: Path, what: str) -> Iterator[None]:
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as e:
-        raise RecordError(e.strerror or str(e), where=str(path),
-                          hint="give a directory that can be made, on a file system all nodes share") from e
+        raise RecordError(
+            e.strerror or str(e),
+            where=str(path),
+            hint="give a directory that can be made, on a file system all nodes share",
+        ) from e
     try:
         with held(path / LOCK, Holder.this(what)):
             yield

@@ -28,8 +28,10 @@ def gained(run: RunDirectory, start: str) -> bool:
 def failures(run: RunDirectory, start: str) -> int:
     """How many earlier starts of the same job failed."""
     job_id = start.partition("/")[0]
-    return sum(a.get("ended") == "failed" and str(a.get("start", "")).partition("/")[0] == job_id
-               for a in run.read_run()["attempts"])
+    return sum(
+        a.get("ended") == "failed" and str(a.get("start", "")).partition("/")[0] == job_id
+        for a in run.read_run()["attempts"]
+    )
 
 
 def last_step(run: RunDirectory) -> int | None:

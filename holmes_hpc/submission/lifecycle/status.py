@@ -89,8 +89,11 @@ class OnThisMachine:
         exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
         if self._cancelled.exists():
             return JobState("CANCELLED", "", self._host, 1, source="process")
-        good = len(done) > 0 and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out"))) and all(
-            e.get("state") == "completed" for e in exits)
+        good = (
+            len(done) > 0
+            and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out")))
+            and all(e.get("state") == "completed" for e in exits)
+        )
         return JobState("COMPLETED" if good else "FAILED", "", self._host, 0 if good else 1, source="process")
 
     def cancel(self) -> None:
@@ -123,8 +126,10 @@ def job_of(run: RunDirectory) -> Job:
 
 def _submitted(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(its local processes, its job in Slurm): what `record` says of the latest submission; at least one is empty."""
-    local, slurm = (held if isinstance(held, dict) and held.get(key) else {}
-                    for held, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id")))
+    local, slurm = (
+        held if isinstance(held, dict) and held.get(key) else {}
+        for held, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id"))
+    )
     here = local and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0)
     return (local, {}) if here else ({}, slurm)
 
@@ -200,8 +205,11 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
 
 def _unreadable(run: RunDirectory, error: Exception, alone: bool) -> Status:
     """One bad record among several is a row; alone it is an error."""
-    e = error if isinstance(error, RecordError) else RecordError(
-        f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
+    e = (
+        error
+        if isinstance(error, RecordError)
+        else RecordError(f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
+    )
     if alone:
         raise e
     return Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(e))
@@ -218,8 +226,9 @@ def lags(result: Mapping[str, Any] | None, last_step: int | None) -> bool:
     return result is None or (result["writer"] == "follower" and (result["final"].get("step") or 0) < (last_step or 0))
 
 
-def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState,
-            result: dict[str, Any] | None) -> Status:
+def _status(
+    run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState, result: dict[str, Any] | None
+) -> Status:
     steps = ((record.get("config") or {}).get("train") or {}).get("steps")
     metrics = run.metrics()
     last = metrics[-1] if metrics else {}
@@ -228,10 +237,25 @@ def _status(run: RunDirectory, record: dict[str, Any], job: Job | None, state: J
     over = state.ended or state.state == UNKNOWN
     blamed = result if result is not None and over else {}
     return Status(
-        name_of(run), str(run.path), _job_id(record), str(blamed.get("state") or state.state.lower()), state.reason,
-        state.nodes, state.components, state.source, len(record["attempts"]), last.get("step"), steps, last.get("loss"),
-        last.get("step_time_s"), blamed.get("error"), blamed.get("failed_rank"), blamed.get("failed_node"),
-        tuple(blamed.get("log_tail") or ()), state.why)
+        name_of(run),
+        str(run.path),
+        _job_id(record),
+        str(blamed.get("state") or state.state.lower()),
+        state.reason,
+        state.nodes,
+        state.components,
+        state.source,
+        len(record["attempts"]),
+        last.get("step"),
+        steps,
+        last.get("loss"),
+        last.get("step_time_s"),
+        blamed.get("error"),
+        blamed.get("failed_rank"),
+        blamed.get("failed_node"),
+        tuple(blamed.get("log_tail") or ()),
+        state.why,
+    )
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
@@ -264,6 +288,7 @@ def cancel_run(run: RunDirectory) -> JobState:
 
 def log_paths(run: RunDirectory) -> list[Path]:
     """The run's logs: ranks in order, then the batch script's."""
+
     def rank(path: Path) -> int:
         digits = path.stem.removeprefix("rank-")
         return int(digits) if digits.isdigit() else 10**9

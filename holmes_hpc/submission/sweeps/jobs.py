@@ -30,9 +30,16 @@ def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") ->
     asked = set(on_slurm)
     for job in on_slurm:
         folder = manifest.place(job.folder)
-        WATCHER.expect(job.job_id, Expected(
-            job.name or None, job.submitted or None, folder / f"{job.job_id}_exit", job.components,
-            read_ticket(folder, job.job_id).get("token")))
+        WATCHER.expect(
+            job.job_id,
+            Expected(
+                job.name or None,
+                job.submitted or None,
+                folder / f"{job.job_id}_exit",
+                job.components,
+                read_ticket(folder, job.job_id).get("token"),
+            ),
+        )
         if job.job_id not in WATCHER._registered:
             WATCHER.register_job(job.job_id)
     found: dict[SweepJob, JobState] = {}
@@ -53,8 +60,9 @@ def on_this_machine(manifest: Manifest, job: SweepJob) -> Job:
     if job.kind == "plan" and run.exists():
         with contextlib.suppress(SubmissionError):
             return job_of(run)
-    return OnThisMachine(run, int(job.job_id), job.host or os.uname().nodename, job.submitted,
-                         manifest.place(job.folder))
+    return OnThisMachine(
+        run, int(job.job_id), job.host or os.uname().nodename, job.submitted, manifest.place(job.folder)
+    )
 
 
 def outcome_path(folder: Path, job_id: str) -> Path:

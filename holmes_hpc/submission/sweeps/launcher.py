@@ -106,17 +106,24 @@ class HolmesLauncher(BaseSubmititLauncher):
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
         reuse = reuse_setting(self.params.get("reuse"), sweeper)
         if detach and sweeper != WAITING_SWEEPER:
-            raise ConfigError(f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results",
-                              where="hydra.launcher.detach", hint="leave detach out, or use Hydra's basic sweeper")
+            raise ConfigError(
+                f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results",
+                where="hydra.launcher.detach",
+                hint="leave detach out, or use Hydra's basic sweeper",
+            )
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         self._make(sweep_dir)
         log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
         with console.waiting(f"planning {len(job_overrides)} jobs"):
             wanted = self._plan_all(job_overrides, initial_job_idx)
-        if self.WHERE == "slurm" and sum(w.planned is not None and w.planned.settings.exclusive is False
-                                         for w in wanted) > 1:
-            log.warning("slurm.exclusive=false: jobs may share nodes, and then a NIC's bytes and step times are those "
-                        "of all that run there")
+        if (
+            self.WHERE == "slurm"
+            and sum(w.planned is not None and w.planned.settings.exclusive is False for w in wanted) > 1
+        ):
+            log.warning(
+                "slurm.exclusive=false: jobs may share nodes, and then a NIC's bytes and step times are those "
+                "of all that run there"
+            )
         launched: list[Launched] = []
         try:
             with locked(sweep_dir / ".sweep.lock", wait_s=5):  # two launches at once would submit the same jobs
@@ -153,12 +160,19 @@ class HolmesLauncher(BaseSubmititLauncher):
             if "mode" in self.config.hydra.sweep:
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         except OSError as e:
-            raise SubmissionError(e.strerror or str(e), where=str(sweep_dir),
-                                  hint="use a hydra.sweep.dir of your own") from e
+            raise SubmissionError(
+                e.strerror or str(e), where=str(sweep_dir), hint="use a hydra.sweep.dir of your own"
+            ) from e
         refuse_strangers(sweep_dir / NAME)
 
-    def _launch_all(self, manifest: Manifest, wanted: Sequence[_Wanted], launched: list[Launched],
-                    reuse: bool | str, progress: Progress) -> None:
+    def _launch_all(
+        self,
+        manifest: Manifest,
+        wanted: Sequence[_Wanted],
+        launched: list[Launched],
+        reuse: bool | str,
+        progress: Progress,
+    ) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
         from holmes_hpc.slurm.job_states import UNKNOWN
         from holmes_hpc.submission.sweeps.jobs import states, unread
@@ -166,16 +180,23 @@ class HolmesLauncher(BaseSubmititLauncher):
 
         for job in manifest.jobs:
             if (why := unread(manifest, job)) is not None:
-                raise SubmissionError(f"job {job.num}: {why}", where=str(manifest.path),
-                                      hint="use a hydra.sweep.dir of your own")
+                raise SubmissionError(
+                    f"job {job.num}: {why}", where=str(manifest.path), hint="use a hydra.sweep.dir of your own"
+                )
         found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
         for job, state in found.items():
             if job.where == "local" and state.state == UNKNOWN:  # it may still run
-                raise SubmissionError(f"job {job.num} {state.reason}", where=str(manifest.path),
-                                      hint="launch again there, or use another hydra.sweep.dir")
+                raise SubmissionError(
+                    f"job {job.num} {state.reason}",
+                    where=str(manifest.path),
+                    hint="launch again there, or use another hydra.sweep.dir",
+                )
         if any(j.where == "slurm" and s.state == UNKNOWN and not s.forgotten for j, s in found.items()):
-            raise SubmissionError("Slurm does not answer, and jobs of an earlier launch may still run",
-                                  where=str(manifest.path), hint="wait for it (`scontrol ping`), then launch again")
+            raise SubmissionError(
+                "Slurm does not answer, and jobs of an earlier launch may still run",
+                where=str(manifest.path),
+                hint="wait for it (`scontrol ping`), then launch again",
+            )
         programs = {each.program.digest: each.program for each in wanted if each.program is not None}
         if programs and reuse and manifest.jobs:
             log.info(f"jobs of earlier launches are compared by configuration, {next(iter(programs.values()))}")
@@ -207,19 +228,33 @@ class HolmesLauncher(BaseSubmititLauncher):
                 continue
             same = key_of(overrides)
             program = program_of(self.task_function if planned is None else planned.function)
-            wanted.append(_Wanted(num, list(overrides), config, planned, self._digest(config, planned),
-                                  self._seen[same], program))
+            wanted.append(
+                _Wanted(num, list(overrides), config, planned, self._digest(config, planned), self._seen[same], program)
+            )
             self._seen[same] += 1
             if planned is not None and "%" in str(wanted[-1].directory):
-                raise ConfigError(f"the run directory is {str(wanted[-1].directory)!r}", where="hydra.sweep",
-                                  hint="leave out '%', which Slurm gives a meaning of its own")
+                raise ConfigError(
+                    f"the run directory is {str(wanted[-1].directory)!r}",
+                    where="hydra.sweep",
+                    hint="leave out '%', which Slurm gives a meaning of its own",
+                )
         if refused:
-            raise ConfigError(f"{len(refused)} of {len(job_overrides)} jobs cannot be; {refused[0]}", where="sweep",
-                              hint="nothing was submitted")
+            raise ConfigError(
+                f"{len(refused)} of {len(job_overrides)} jobs cannot be; {refused[0]}",
+                where="sweep",
+                hint="nothing was submitted",
+            )
         return wanted
 
-    def _refuse_other_runs(self, manifest: Manifest, earlier: dict[tuple[str, ...], Earlier],
-                           taken: dict[tuple[str, ...], Earlier], wanted: Sequence[_Wanted], *, go_on: bool) -> None:
+    def _refuse_other_runs(
+        self,
+        manifest: Manifest,
+        earlier: dict[tuple[str, ...], Earlier],
+        taken: dict[tuple[str, ...], Earlier],
+        wanted: Sequence[_Wanted],
+        *,
+        go_on: bool,
+    ) -> None:
         """Nothing may go on in the directory of a run that another configuration or program made; a run of the same
         that failed does `go_on` from its last checkpoint."""
         from holmes_hpc.records.run import RunDirectory
@@ -232,20 +267,27 @@ class HolmesLauncher(BaseSubmititLauncher):
             if job.planned is not None and run.exists():
                 record = run.read_run()
                 if record["attempts"] or record.get("slurm") or record.get("local"):
-                    why = f"({earlier[job.key].other})" if job.key in earlier and earlier[job.key].other else (
-                        "of another configuration" if go_on else "already, and hydra.launcher.reuse is false")
+                    why = (
+                        f"({earlier[job.key].other})"
+                        if job.key in earlier and earlier[job.key].other
+                        else ("of another configuration" if go_on else "already, and hydra.launcher.reuse is false")
+                    )
                     raise ConfigError(f"it holds a run {why}", where=str(run.path), hint="use another hydra.sweep.dir")
 
-    def _launch_one(self, manifest: Manifest, old: Earlier | None, job: _Wanted, launched: list[Launched],
-                    progress: Progress) -> None:
+    def _launch_one(
+        self, manifest: Manifest, old: Earlier | None, job: _Wanted, launched: list[Launched], progress: Progress
+    ) -> None:
         """Submit a job, unless `old`, an earlier launch's, counts as it; add it to those that were `launched`."""
         from holmes_hpc.slurm.commands import uninterrupted
         from holmes_hpc.submission.sweeps.jobs import cancel_sweep
         from holmes_hpc.submission.sweeps.reuse import BEGAN
 
         if old is not None:
-            launched.append(Launched(old.job, job.config, cached=True) if old.finished
-                            else Launched(old.job, job.config, *reattach(manifest, old.job)))
+            launched.append(
+                Launched(old.job, job.config, cached=True)
+                if old.finished
+                else Launched(old.job, job.config, *reattach(manifest, old.job))
+            )
             return
         self._make_room(launched, progress, planned=job.planned is not None)
         log.info(str(job))
@@ -289,14 +331,26 @@ class HolmesLauncher(BaseSubmititLauncher):
         executor._executor.line = self._line
         submitted = time.time()
         with self._shield():
-            made = executor.submit(self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}",
-                                   Singleton.get_state())
+            made = executor.submit(
+                self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}", Singleton.get_state()
+            )
         entry = SweepJob(
-            job.num, tuple(job.overrides), _relative(job.directory, manifest), "plain", self.WHERE, made.job_id,
-            _relative(Path(made.paths.folder), manifest), max(1, made.num_tasks),
-            str(job.config.hydra.launcher.name), submitted, job.digest,
-            len(job.config.hydra.launcher.get("components") or [None]), job.copy, os.uname().nodename,
-            job.program.digest if job.program else "")
+            job.num,
+            tuple(job.overrides),
+            _relative(job.directory, manifest),
+            "plain",
+            self.WHERE,
+            made.job_id,
+            _relative(Path(made.paths.folder), manifest),
+            max(1, made.num_tasks),
+            str(job.config.hydra.launcher.name),
+            submitted,
+            job.digest,
+            len(job.config.hydra.launcher.get("components") or [None]),
+            job.copy,
+            os.uname().nodename,
+            job.program.digest if job.program else "",
+        )
         return entry, made
 
     def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned) -> tuple[SweepJob, Any]:
@@ -311,16 +365,35 @@ class HolmesLauncher(BaseSubmititLauncher):
             run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
             run.update_run(config=config, plan_id=plan.id, components=plan.layout)
         else:
-            RunDirectory.create(directory, plan_text=plan.to_yaml(), config=config, overrides=job.overrides,
-                                plan_id=plan.id, **planned.record)
+            RunDirectory.create(
+                directory,
+                plan_text=plan.to_yaml(),
+                config=config,
+                overrides=job.overrides,
+                plan_id=plan.id,
+                **planned.record,
+            )
         save_hydra(job.config, directory)
         submitted = time.time()
         name = f"holmes-{manifest.path.parent.name}-{directory.name}"  # what squeue shows
         made = self._start(plan, run, planned.function, config, settings, name)
         entry = SweepJob(
-            job.num, tuple(job.overrides), _relative(directory, manifest), "plan", self.WHERE, made.id,
-            _relative(directory / "submission", manifest), plan.world_size, name, submitted, job.digest,
-            len(plan.components), job.copy, os.uname().nodename, job.program.digest if job.program else "")
+            job.num,
+            tuple(job.overrides),
+            _relative(directory, manifest),
+            "plan",
+            self.WHERE,
+            made.id,
+            _relative(directory / "submission", manifest),
+            plan.world_size,
+            name,
+            submitted,
+            job.digest,
+            len(plan.components),
+            job.copy,
+            os.uname().nodename,
+            job.program.digest if job.program else "",
+        )
         return entry, made
 
     def _shield(self) -> contextlib.AbstractContextManager[None]:
@@ -353,8 +426,7 @@ class SlurmLauncher(HolmesLauncher):
         from holmes_hpc.submission.lifecycle.status import OnSlurm
         from holmes_hpc.submission.plan_job import submit_plan
 
-        return OnSlurm(run, submit_plan(plan, run.path, function, values, settings, name=name,
-                                        line=self._line).job_id)
+        return OnSlurm(run, submit_plan(plan, run.path, function, values, settings, name=name, line=self._line).job_id)
 
 
 class LocalLauncher(HolmesLauncher):
@@ -370,8 +442,11 @@ class LocalLauncher(HolmesLauncher):
     def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
         while most and not self.params.get("detach"):
-            running = [j for j in before if not j.cached and not (
-                j.plain.done() if j.plain is not None else j.held.state("standard").ended)]
+            running = [
+                j
+                for j in before
+                if not j.cached and not (j.plain.done() if j.plain is not None else j.held.state("standard").ended)
+            ]
             if len(running) < most:
                 break
             progress.show()

@@ -53,14 +53,17 @@ def executor_of(config: DictConfig, prefix: str) -> Any:
     import submitit
 
     conf = config.hydra.launcher
-    params = {str(k): OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v
-              for k, v in ((k, conf[k]) for k in conf if k != "_target_")}
+    params = {
+        str(k): OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v
+        for k, v in ((k, conf[k]) for k in conf if k != "_target_")
+    }
     init = {f"{prefix}_max_num_timeout": params["max_num_timeout"]} if "max_num_timeout" in params else {}
     executor = submitit.AutoExecutor(folder=params["submitit_folder"], cluster=prefix, **init)
     shared = set(OmegaConf.structured(BaseQueueConf).keys())
     given = {k: v for k, v in params.items() if k not in OWN}
     if given.get("signal_delay_s") == SIGNAL_DELAY_S and 60 * (minutes(given.get("timeout_min")) or 60) < (
-            SIGNAL_DELAY_S + 90):  # hydra-submitit-launcher's default: nobody asked for it in so short a job
+        SIGNAL_DELAY_S + 90
+    ):  # hydra-submitit-launcher's default: nobody asked for it in so short a job
         del given["signal_delay_s"]
     executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in given.items()})
     return executor
@@ -70,13 +73,19 @@ def settings_of_plan(config: DictConfig, settings: SlurmSettings, where: str) ->
     """The site's `settings` for a job with a Plan that runs on `where` (slurm, local); launcher keys that were changed
     are taken over or refused."""
     default = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
-    changed = {str(k): v for k, v in config.hydra.launcher.items()
-               if k in default and k not in (*OWN, "name", "_target_", "components") and v != default[k]}
+    changed = {
+        str(k): v
+        for k, v in config.hydra.launcher.items()
+        if k in default and k not in (*OWN, "name", "_target_", "components") and v != default[k]
+    }
     taken: dict[str, Any] = {}
     for key, value in changed.items():
         if key not in OF_A_PLANS_JOB:
-            raise ConfigError(f"{key} is the Plan's to say", where=f"hydra.launcher.{key}",
-                              hint="use the configuration groups plan and slurm")
+            raise ConfigError(
+                f"{key} is the Plan's to say",
+                where=f"hydra.launcher.{key}",
+                hint="use the configuration groups plan and slurm",
+            )
         taken[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if config.hydra.launcher.get("components"):
         raise ConfigError("components are the Plan's to say", where="hydra.launcher.components", hint="drop it")

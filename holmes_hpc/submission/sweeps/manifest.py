@@ -67,10 +67,16 @@ class Manifest:
 
     def put(self, job: SweepJob, began: float = 0.0) -> None:
         """Add or replace, and write at once; what was submitted before `began` into the same directory is gone."""
-        self.jobs = [*(j for j in self.jobs if j.key != job.key
-                       and not (j.submitted < began and j.directory == job.directory)), job]
-        data = {"version": VERSION, "created": self.created, "jobs": [asdict(j) for j in self.jobs],
-                "programs": {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs}}
+        self.jobs = [
+            *(j for j in self.jobs if j.key != job.key and not (j.submitted < began and j.directory == job.directory)),
+            job,
+        ]
+        data = {
+            "version": VERSION,
+            "created": self.created,
+            "jobs": [asdict(j) for j in self.jobs],
+            "programs": {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs},
+        }
         write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
@@ -93,13 +99,17 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
         raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
     if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
         raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
-    return Manifest(path, [SweepJob(**j) for j in data.get("jobs", [])], data.get("created", 0.0),
-                    dict(data.get("programs") or {}))
+    return Manifest(
+        path, [SweepJob(**j) for j in data.get("jobs", [])], data.get("created", 0.0), dict(data.get("programs") or {})
+    )
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """The manifest of a sweep that was launched; RecordError when there is none."""
     if not (Path(directory) / NAME).is_file():
-        raise RecordError(f"no {NAME}", where=str(directory),
-                          hint="give the sweep directory of a launch with hydra/launcher=holmes_slurm or holmes_local")
+        raise RecordError(
+            f"no {NAME}",
+            where=str(directory),
+            hint="give the sweep directory of a launch with hydra/launcher=holmes_slurm or holmes_local",
+        )
     return open_manifest(directory)

@@ -92,8 +92,13 @@ def _program(path: str, package: str) -> Program:
 
 
 def _packages() -> tuple[str, ...]:
-    found = {info.name.rpartition(".")[0] for place in sys.path if place
-             for info in Path(place).glob("*.*-info") if info.suffix in (".dist-info", ".egg-info")}
+    found = {
+        info.name.rpartition(".")[0]
+        for place in sys.path
+        if place
+        for info in Path(place).glob("*.*-info")
+        if info.suffix in (".dist-info", ".egg-info")
+    }
     return (f"Python-{sys.version.split()[0]}", *sorted(found))
 
 
@@ -107,7 +112,7 @@ def _imports(text: bytes, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[:len(package.split(".")) - node.level + 1] if node.level else []
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names if base)

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Of the jobs `launched` (others may be added to the list). Inside, :meth:`show` is called as often as one likes.
-    """
+    """Of the jobs `launched` (others may be added to the list). Inside, :meth:`show` may be called at any rate."""
 
     def __init__(self, manifest: Manifest, launched: Sequence[Launched]) -> None:
         self._manifest, self._launched = manifest, launched
@@ -57,8 +56,9 @@ class Progress:
             if self._live is None:
                 self._live = on_terminal()
                 self._live.start()
-            self._live.update(live_table(str(self._manifest.path.parent), rows, self._live.console.height),
-                              refresh=True)
+            self._live.update(
+                live_table(str(self._manifest.path.parent), rows, self._live.console.height), refresh=True
+            )
             return
         told = [(row.state, row.step) for row in rows]
         if ([t[0] for t in told] != [t[0] for t in self._told]) or now - self._said >= SAID_S:

@@ -97,15 +97,22 @@ def _planned_return(manifest: Manifest, job: Launched, meanwhile: Callable[[], N
     if result is None:
         result = record_end(run, state)
     good = result["state"] == "completed"
-    value: Any = (result.get("final") or {}).get("loss") if good else RunFailed(
-        f"{result['state']}: {result['error']}", where=str(run.path), hint="see its log")
+    value: Any = (
+        (result.get("final") or {}).get("loss")
+        if good
+        else RunFailed(f"{result['state']}: {result['error']}", where=str(run.path), hint="see its log")
+    )
     with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
         job.config.hydra.runtime.output_dir = str(run.path)
     return JobReturn(
-        overrides=list(job.config.hydra.overrides.task), cfg=task_config(job.config),
-        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"), working_dir=str(run.path),
-        task_name=str(job.config.hydra.job.name), status=JobStatus.COMPLETED if good else JobStatus.FAILED,
-        _return_value=value)
+        overrides=list(job.config.hydra.overrides.task),
+        cfg=task_config(job.config),
+        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
+        working_dir=str(run.path),
+        task_name=str(job.config.hydra.job.name),
+        status=JobStatus.COMPLETED if good else JobStatus.FAILED,
+        _return_value=value,
+    )
 
 
 def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
@@ -122,8 +129,10 @@ def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
         cancel_sweep(manifest, jobs)
         log.info("cancelled")
     else:
-        log.info(f"the jobs go on: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
-                 f"hydra.sweep.dir={manifest.path.parent} takes up where it was left")
+        log.info(
+            f"the jobs go on: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
+            f"hydra.sweep.dir={manifest.path.parent} takes up where it was left"
+        )
 
 
 def save_hydra(config: DictConfig, directory: Path) -> None:

@@ -35,8 +35,10 @@ class Earlier:
 
     def __str__(self) -> str:
         does = "completed as" if self.finished else "still"
-        return (f"#{self.job.num} : {' '.join(self.job.overrides)} ({does} job {self.job.job_id}"
-                f"{', ' + self.other if self.other else ''})")
+        return (
+            f"#{self.job.num} : {' '.join(self.job.overrides)} ({does} job {self.job.job_id}"
+            f"{', ' + self.other if self.other else ''})"
+        )
 
 
 def reuse_setting(value: Any, sweeper: str) -> bool | str:
@@ -46,16 +48,23 @@ def reuse_setting(value: Any, sweeper: str) -> bool | str:
     if value is None:
         return waiting
     if value not in (True, False, "ask"):
-        raise ConfigError(f"{value!r} is none of true, false, ask", where="hydra.launcher.reuse",
-                          hint="give one of them")
+        raise ConfigError(
+            f"{value!r} is none of true, false, ask", where="hydra.launcher.reuse", hint="give one of them"
+        )
     if value and not waiting:
-        raise ConfigError(f"the sweeper {sweeper.rsplit('.', 1)[-1]} measures every point anew",
-                          where="hydra.launcher.reuse", hint="leave reuse out, or use Hydra's basic sweeper")
+        raise ConfigError(
+            f"the sweeper {sweeper.rsplit('.', 1)[-1]} measures every point anew",
+            where="hydra.launcher.reuse",
+            hint="leave reuse out, or use Hydra's basic sweeper",
+        )
     return "ask" if value == "ask" else bool(value)
 
 
-def earlier_jobs(manifest: Manifest, wanted: Mapping[tuple[str, ...], tuple[str, Program | None]],
-                 states: Mapping[SweepJob, JobState]) -> dict[tuple[str, ...], Earlier]:
+def earlier_jobs(
+    manifest: Manifest,
+    wanted: Mapping[tuple[str, ...], tuple[str, Program | None]],
+    states: Mapping[SweepJob, JobState],
+) -> dict[tuple[str, ...], Earlier]:
     """For each wanted job (key -> digest of its configuration, its program) the earlier one that completed or goes on,
     if there is one."""
     found = {}
@@ -97,8 +106,13 @@ def _agreed(found: Iterable[Earlier]) -> bool:
         return False
 
 
-def refuse_living(manifest: Manifest, states: Mapping[SweepJob, JobState], wanted: Iterable[tuple[str, ...]],
-                  directories: Iterable[str], taken: Mapping[tuple[str, ...], Earlier]) -> None:
+def refuse_living(
+    manifest: Manifest,
+    states: Mapping[SweepJob, JobState],
+    wanted: Iterable[tuple[str, ...]],
+    directories: Iterable[str],
+    taken: Mapping[tuple[str, ...], Earlier],
+) -> None:
     """Nothing may be started in the place of an earlier launch's job that still waits or runs."""
     keys, places = set(wanted), set(directories)
     for job, state in states.items():
@@ -108,7 +122,8 @@ def refuse_living(manifest: Manifest, states: Mapping[SweepJob, JobState], wante
             raise SubmissionError(
                 f"job {job.job_id} of an earlier launch is {state.state.lower()} (#{job.num})",
                 where=str(manifest.path),
-                hint=f"`holmes sweep cancel {manifest.path.parent}`, or use another hydra.sweep.dir")
+                hint=f"`holmes sweep cancel {manifest.path.parent}`, or use another hydra.sweep.dir",
+            )
 
 
 def goes_on(state: JobState | None) -> bool:

@@ -73,10 +73,24 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
             word, error = noted["state"], noted.get("error")
         elif state.ended:
             word = run_state(state.state)
-            error = f"Slurm says {state.state}" if word != "completed" else (
-                unread(manifest, job) or "its task left no note of its end")
-    return SweepRow(job.num, job.overrides, job.job_id, word, state.reason, step, loss, rate, error,
-                    str(manifest.place(job.directory)), state.why)
+            error = (
+                f"Slurm says {state.state}"
+                if word != "completed"
+                else (unread(manifest, job) or "its task left no note of its end")
+            )
+    return SweepRow(
+        job.num,
+        job.overrides,
+        job.job_id,
+        word,
+        state.reason,
+        step,
+        loss,
+        rate,
+        error,
+        str(manifest.place(job.directory)),
+        state.why,
+    )
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
@@ -105,16 +119,35 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
         else:
             outcome, value = plain_outcome(manifest, job)
             final = value if outcome == "completed" else None
-        found.append({"num": row.num, "overrides": list(row.overrides), "job_id": row.job_id, "state": row.state,
-                      "error": row.error, "directory": row.directory, "final": final})
+        found.append(
+            {
+                "num": row.num,
+                "overrides": list(row.overrides),
+                "job_id": row.job_id,
+                "state": row.state,
+                "error": row.error,
+                "directory": row.directory,
+                "final": final,
+            }
+        )
     return found
 
 
 def sweep_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
     """Columns and cells for a table of a sweep."""
-    cells = [[r.num, " ".join(r.overrides), r.job_id, r.state + (f" ({r.why})" if r.why else ""),
-              r.step, None if r.loss is None else f"{r.loss:.4f}",
-              None if r.tokens_per_s is None else f"{r.tokens_per_s:,.0f}", r.error] for r in rows]
+    cells = [
+        [
+            r.num,
+            " ".join(r.overrides),
+            r.job_id,
+            r.state + (f" ({r.why})" if r.why else ""),
+            r.step,
+            None if r.loss is None else f"{r.loss:.4f}",
+            None if r.tokens_per_s is None else f"{r.tokens_per_s:,.0f}",
+            r.error,
+        ]
+        for r in rows
+    ]
     return ["job", "overrides", "id", "state", "step", "loss", "tokens/s", "error"], cells
 
 
@@ -135,8 +168,13 @@ def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
     columns, cells = sweep_rows(shown)
     counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
     cut = f"{len(rows) - len(shown)} more: make the terminal higher, or --json" if len(shown) < len(rows) else None
-    out = Table(title=f"{title}: {len(rows)} jobs: {counts}", title_justify="left", caption=cut,
-                caption_justify="left", box=None)
+    out = Table(
+        title=f"{title}: {len(rows)} jobs: {counts}",
+        title_justify="left",
+        caption=cut,
+        caption_justify="left",
+        box=None,
+    )
     for name in columns:
         out.add_column(name, overflow="fold")
     for row in cells:

@@ -76,8 +76,9 @@ def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, 
         log.close()
 
 
-def _measure(config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, watchdog: Watchdog,
-             signals: Signals) -> dict[str, Any]:
+def _measure(
+    config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, watchdog: Watchdog, signals: Signals
+) -> dict[str, Any]:
     plan = Plan.read(config.plan_file or run.plan_path)
     here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
     trainer = Trainer(config, here, watchdog)
@@ -140,8 +141,9 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             if model.post_process:
                 times["head", own] = _passes_s(partial(_head, model, tokens), _hidden(trainer, own))
                 parts.append((1, times["head", own]))
-            whole = _passes_s(partial(_whole, wrapped, data, model),
-                              None if model.pre_process else _hidden(trainer, own))
+            whole = _passes_s(
+                partial(_whole, wrapped, data, model), None if model.pre_process else _hidden(trainer, own)
+            )
             times[PASS, own] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
     for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
         if not deadline.left():
@@ -164,8 +166,11 @@ def other_shapes(plan: Plan) -> list[Shape]:
         sizes = (1, 2 * micro, 4 * micro, micro // 2, 2) if sequence == long else (micro, 1, 4 * micro)
         wanted += [(size, sequence) for size in sizes]
     split = p.tp if p.sequence_parallel else 1
-    return [(m, s) for m, s in dict.fromkeys(wanted) if m > 0 and s > 0 and s % split == 0 and (m, s) != (micro, long)
-            and m * s <= LARGER * micro * long]
+    return [
+        (m, s)
+        for m, s in dict.fromkeys(wanted)
+        if m > 0 and s > 0 and s % split == 0 and (m, s) != (micro, long) and m * s <= LARGER * micro * long
+    ]
 
 
 def _whole(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -181,8 +186,14 @@ def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
     """A micro-batch's hidden states as this rank sees them: (sequence, micro size, hidden)."""
     p, (micro, sequence) = trainer.plan.parallel, shape
     length = sequence // (p.tp if p.sequence_parallel else 1)
-    return torch.randn(length, micro, trainer.plan.model.hidden, device=trainer.here.device,
-                       dtype=trainer.model_config.params_dtype, requires_grad=True)
+    return torch.randn(
+        length,
+        micro,
+        trainer.plan.model.hidden,
+        device=trainer.here.device,
+        dtype=trainer.model_config.params_dtype,
+        requires_grad=True,
+    )
 
 
 def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
@@ -211,8 +222,9 @@ def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torc
     return loss
 
 
-def _passes_s(forward: Callable[[torch.Tensor | None], torch.Tensor], given: torch.Tensor | None,
-              ) -> tuple[float, float]:
+def _passes_s(
+    forward: Callable[[torch.Tensor | None], torch.Tensor], given: torch.Tensor | None
+) -> tuple[float, float]:
     """Median seconds of (forward, backward), warm-up left out."""
     times = []
     for _ in range(WARM_UP + REPEATS):
@@ -228,8 +240,16 @@ def _passes_s(forward: Callable[[torch.Tensor | None], torch.Tensor], given: tor
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def calibration(plan: Plan, ranks: Sequence[dict[str, Any]], found: networks.Fitted, steps: Sequence[dict[str, Any]], *,
-                meeting_s: float, dtype: str, pace_layer_ms: float | None) -> Calibration:
+def calibration(
+    plan: Plan,
+    ranks: Sequence[dict[str, Any]],
+    found: networks.Fitted,
+    steps: Sequence[dict[str, Any]],
+    *,
+    meeting_s: float,
+    dtype: str,
+    pace_layer_ms: float | None,
+) -> Calibration:
     """The record: of each fabric its own ranks' times and links. `ranks`: `device` and `times` (rows of name, micro
     size, sequence, forward and backward seconds) of each; `found`: the fitted links; `steps`: the lines of metrics of
     steps after warm-up; `meeting_s`: what it takes all ranks to sum up one number."""
@@ -238,9 +258,17 @@ def calibration(plan: Plan, ranks: Sequence[dict[str, Any]], found: networks.Fit
         own = [rank for rank, place in zip(ranks, plan.places, strict=True) if place.fabric == name]
         times = _merged(own)
         passes = [sum(t) / 2 for (what, _), t in times.items() if what == PASS]
-        fabrics.append(MeasuredFabric(
-            name, plan.site.fabric(name).gpu.name, own[0]["device"], tuple(_parts(plan, times)), links.get(name, {}),
-            optimizer.get(name), max(0.0, *passes) if passes else None))
+        fabrics.append(
+            MeasuredFabric(
+                name,
+                plan.site.fabric(name).gpu.name,
+                own[0]["device"],
+                tuple(_parts(plan, times)),
+                links.get(name, {}),
+                optimizer.get(name),
+                max(0.0, *passes) if passes else None,
+            )
+        )
     other = statistics.median(statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps)
     made = Calibration(tuple(fabrics), (), pace_layer_ms, other + meeting_s, dtype, f"{now()}, plan {plan.id}")
     return replace(made, between=networks.between(found, made, plan.site))
@@ -252,8 +280,10 @@ def _merged(ranks: Sequence[dict[str, Any]]) -> Times:
     for rank in ranks:
         for name, micro, sequence, forward_s, backward_s in rank["times"]:
             held.setdefault((name, (micro, sequence)), []).append((forward_s, backward_s))
-    return {key: (statistics.median(f for f, _ in rows), statistics.median(b for _, b in rows))
-            for key, rows in held.items()}
+    return {
+        key: (statistics.median(f for f, _ in rows), statistics.median(b for _, b in rows))
+        for key, rows in held.items()
+    }
 
 
 def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
@@ -263,8 +293,9 @@ def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
             continue
         tokens = micro * sequence
         flops = part_flops(m, name, tokens, sequence, p.tp)
-        yield Measured(name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, sequence,
-                       p.sequence_parallel and p.tp > 1)
+        yield Measured(
+            name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, sequence, p.sequence_parallel and p.tp > 1
+        )
 
 
 def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -284,17 +315,25 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
     return found
 
 
-def _write(trainer: Trainer, run: RunDirectory, ranks: Sequence[dict[str, Any]], samples: list[networks.Sample],
-           meeting_s: float) -> dict[str, Any]:
+def _write(
+    trainer: Trainer,
+    run: RunDirectory,
+    ranks: Sequence[dict[str, Any]],
+    samples: list[networks.Sample],
+    meeting_s: float,
+) -> dict[str, Any]:
     train, plan = trainer.settings, trainer.plan
     found = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
-    made = calibration(plan, ranks, found, steps, meeting_s=meeting_s, dtype=train.dtype,
-                       pace_layer_ms=train.pace_layer_ms)
+    made = calibration(
+        plan, ranks, found, steps, meeting_s=meeting_s, dtype=train.dtype, pace_layer_ms=train.pace_layer_ms
+    )
     for sample in samples:
         fitted_s = networks.fitted_s(sample, found)
-        say(f"{' - '.join(sample.fabrics)}, {sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit"
-            f" {fitted_s:.6f} s")
+        say(
+            f"{' - '.join(sample.fabrics)}, {sample.link}: {sample.what}: {sample.seconds:.6f} s, by the fit"
+            f" {fitted_s:.6f} s"
+        )
     for fabric in made.fabrics:
         own = replace(fabric, gpu="", fabric="")
         if not own.on(plan.site.fabric(fabric.fabric).gpu):

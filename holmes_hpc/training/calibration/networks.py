@@ -65,8 +65,9 @@ def link_name(transport: Transport) -> str:
 def rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> float:
     """Nominal bytes a second of one node (locally: of one rank), of the slowest of `ranks`."""
     fabrics = {plan.site.fabric(plan.places[r].fabric) for r in ranks}
-    gbps = {"local": lambda f: f.gpu.intra_node_gbps, "tcp": lambda f: f.ethernet_gbps,
-            "rdma": lambda f: f.rdma_gbps}[transport.kind]
+    gbps = {"local": lambda f: f.gpu.intra_node_gbps, "tcp": lambda f: f.ethernet_gbps, "rdma": lambda f: f.rdma_gbps}[
+        transport.kind
+    ]
     return float(min(gbps(f) for f in fabrics)) * 1e9 / 8
 
 
@@ -138,8 +139,9 @@ def samples(here: Session, control: Any, deadline: Deadline) -> list[tuple[Any, 
             for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(_activation_bytes(plan, here), int(MOST_S * speed)))):
                 seconds = _median_s(_exchange(here, group, pair.ranks, size)) / 2
                 if here.launch.rank == pair.ranks[0]:
-                    found.append(Sample(pair.fabrics, pair.link, f"a message of {size} bytes", 1, size / speed,
-                                        seconds))
+                    found.append(
+                        Sample(pair.fabrics, pair.link, f"a message of {size} bytes", 1, size / speed, seconds)
+                    )
     _meet(control)
     found += _collectives(here)
     _meet(control)
@@ -207,14 +209,31 @@ def _collectives(here: Session) -> list[Sample]:
         whole = torch.zeros(max(1, size // 4 // n) * n, device=here.device)
         part = torch.zeros(len(whole) // n, device=here.device)
         for what, factor, fill, task in (
-                ("reduce_scatter", how.reduce_scatter, 0.0, lambda w=whole, s=part: dist.reduce_scatter_tensor(
-                    s, w, group=group)),
-                ("all_gather", how.all_gather, how.gather_fill, lambda w=whole, s=part: dist.all_gather_into_tensor(
-                    w, s, group=group))):
+            (
+                "reduce_scatter",
+                how.reduce_scatter,
+                0.0,
+                lambda w=whole, s=part: dist.reduce_scatter_tensor(s, w, group=group),
+            ),
+            (
+                "all_gather",
+                how.all_gather,
+                how.gather_fill,
+                lambda w=whole, s=part: dist.all_gather_into_tensor(w, s, group=group),
+            ),
+        ):
             seconds = _median_s(task)
             sent_s = factor * (n - 1 + fill) / n * len(whole) * 4 * sharing / speed
-            found.append(Sample(fabrics, f"{name}.{what}", f"{len(whole) * 4} bytes over {n} ranks", factor * (n - 1),
-                                sent_s, seconds))
+            found.append(
+                Sample(
+                    fabrics,
+                    f"{name}.{what}",
+                    f"{len(whole) * 4} bytes over {n} ranks",
+                    factor * (n - 1),
+                    sent_s,
+                    seconds,
+                )
+            )
     return found if here.launch.rank == ranks[0] else []
 
 

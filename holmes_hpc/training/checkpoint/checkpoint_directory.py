@@ -27,8 +27,26 @@ DESCRIPTION = "holmes.json"
 STRUCTURE = ".metadata"  # where every piece of the state lies; PyTorch's
 IMPORTED = "hugging_face"  # says in a description that it is of a folder of `holmes import`, under any name
 # A model's identity: what its weights' shapes and their use depend on.
-_IDENTITY = ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "swiglu", "rmsnorm", "rope", "tied", "bias",
-             "vocab_multiple", "rope_base", "head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
+_IDENTITY = (
+    "layers",
+    "hidden",
+    "heads",
+    "vocab",
+    "ffn",
+    "kv_heads",
+    "swiglu",
+    "rmsnorm",
+    "rope",
+    "tied",
+    "bias",
+    "vocab_multiple",
+    "rope_base",
+    "head_dim",
+    "qk_norm",
+    "qkv_bias",
+    "gelu_tanh",
+    "rope_scaling",
+)
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -47,8 +65,11 @@ def place(folder: Path, elsewhere: str | None) -> None:
     or is another run's."""
     if folder.is_symlink():
         if not folder.is_dir():
-            raise RunFailed(f"it is a link to {os.readlink(folder)}, which is not there", where=str(folder),
-                            hint="mount that file system on this node, or remove the link")
+            raise RunFailed(
+                f"it is a link to {os.readlink(folder)}, which is not there",
+                where=str(folder),
+                hint="mount that file system on this node, or remove the link",
+            )
         return
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -60,8 +81,11 @@ def place(folder: Path, elsewhere: str | None) -> None:
     try:
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
         if any(target.iterdir()):
-            raise RunFailed("other files are there", where=str(target),
-                            hint="give train.checkpoint_dir another folder, or the run another name")
+            raise RunFailed(
+                "other files are there",
+                where=str(target),
+                hint="give train.checkpoint_dir another folder, or the run another name",
+            )
         folder.rmdir()
         folder.symlink_to(target)
     except OSError as e:
@@ -83,8 +107,11 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
     saved = {**at_first, **saved}  # an older version's lacks the keys that came later
     for name in _IDENTITY:
         if saved[name] != own[name]:
-            raise DataError(f"it is of a model with {name} {saved[name]}, the plan's has {own[name]}", where=where,
-                            hint="use a plan for the model that was trained")
+            raise DataError(
+                f"it is of a model with {name} {saved[name]}, the plan's has {own[name]}",
+                where=where,
+                hint="use a plan for the model that was trained",
+            )
 
 
 def complete(folder: Path) -> list[Checkpoint]:
@@ -100,8 +127,9 @@ def complete(folder: Path) -> list[Checkpoint]:
 def passed_over(folder: Path) -> list[tuple[Path, str]]:
     """What has a checkpoint's name in `folder` and is none, the latest first, each with what is wrong: half copied, or
     its description is damaged."""
-    return [(path, about) for _, path in sorted(_named(folder), reverse=True)
-            if isinstance(about := _describe(path), str)]
+    return [
+        (path, about) for _, path in sorted(_named(folder), reverse=True) if isinstance(about := _describe(path), str)
+    ]
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
@@ -115,9 +143,11 @@ def at(path: Path) -> Checkpoint:
     match, about = _NAME.match(path.resolve().name), _describe(path)
     if isinstance(about, str) or (match is None and not about.get(IMPORTED)):
         why = f" ({about})" if isinstance(about, str) else ""
-        raise DataError(f"not a complete checkpoint{why}", where=str(path),
-                        hint="give a directory checkpoints/step-… of a run, or one of `holmes import`, with its "
-                             f"{DESCRIPTION}")
+        raise DataError(
+            f"not a complete checkpoint{why}",
+            where=str(path),
+            hint=f"give a directory checkpoints/step-… of a run, or one of `holmes import`, with its {DESCRIPTION}",
+        )
     return Checkpoint(int(match[1]) if match else 0, path, about)
 
 
@@ -152,9 +182,14 @@ def _describe(path: Path) -> dict[str, Any] | str:
 
 def _is_file(name: str, said: Any) -> bool:
     """Whether a file is named that can only lie in the checkpoint, with its size and its CRC-32."""
-    return (os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
-            and isinstance(said, list) and len(said) == 2 and all(type(number) is int and number >= 0
-                                                                  for number in said))
+    return (
+        os.path.basename(name) == name
+        and name not in ("", ".", "..")
+        and "\0" not in name
+        and isinstance(said, list)
+        and len(said) == 2
+        and all(type(number) is int and number >= 0 for number in said)
+    )
 
 
 def checksum(path: Path) -> tuple[int, int]:

@@ -77,8 +77,9 @@ def choose(name: str) -> Chosen:
     record = find_run(name)
     found = checkpoint_directory.complete(record.checkpoints)
     if not found:
-        raise DataError("no complete checkpoint", where=str(record.checkpoints),
-                        hint="train with train.checkpoint_interval=N")
+        raise DataError(
+            "no complete checkpoint", where=str(record.checkpoints), hint="train with train.checkpoint_interval=N"
+        )
     return of_run(record, found[0].path, found[0].step)
 
 
@@ -94,8 +95,15 @@ def of_run(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int | No
 
 def export(chosen: Chosen, out_dir: str | os.PathLike[str]) -> Exported:
     """Write what was chosen into `out_dir`; see :func:`write`."""
-    return write(chosen.state, chosen.model, out_dir, eod=chosen.eod, tokenizer=chosen.tokenizer, step=chosen.step,
-                 source=chosen.source)
+    return write(
+        chosen.state,
+        chosen.model,
+        out_dir,
+        eod=chosen.eod,
+        tokenizer=chosen.tokenizer,
+        step=chosen.step,
+        source=chosen.source,
+    )
 
 
 def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
@@ -126,7 +134,7 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
         for rows in (r for part in weight.parts for r in part):
             shape = shapes[rows.tensor][::-1] if weight.transposed else shapes[rows.tensor]
             tensor = made.setdefault(rows.tensor, whole.new_empty(shape))
-            tensor[rows.first:rows.first + rows.count] = whole[at:at + rows.count]
+            tensor[rows.first : rows.first + rows.count] = whole[at : at + rows.count]
             at += rows.count
         for name, tensor in made.items():
             yield name, tensor.t().contiguous() if weight.transposed else tensor
@@ -138,19 +146,29 @@ def _take(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
     for known in (weight.name, weight_names.in_transformer_engine(weight.name)):
         if known in state:
             tensor = state[known]
-            kept = tensor[:spec.vocab] if weight.name in _VOCABULARY else tensor
+            kept = tensor[: spec.vocab] if weight.name in _VOCABULARY else tensor
             if tuple(kept.shape) != weight.shape:
-                raise DataError(f"{known} has shape {tuple(tensor.shape)}, the model's is {weight.shape}",
-                                where="checkpoint", hint="export it with the plan it was trained with")
+                raise DataError(
+                    f"{known} has shape {tuple(tensor.shape)}, the model's is {weight.shape}",
+                    where="checkpoint",
+                    hint="export it with the plan it was trained with",
+                )
             return kept
     if weight.name.endswith("bias") and "linear" in weight.name and not spec.bias:
         return torch.zeros(weight.shape, dtype=state["decoder.final_layernorm.weight"].dtype)
     raise DataError(f"no weight {weight.name}", where="checkpoint", hint="export it with the plan it was trained with")
 
 
-def write(state: State, spec: ModelSpec, out_dir: str | os.PathLike[str], eod: int | None = None,
-          tokenizer: str | None = None, step: int | None = None, shard_bytes: int = SHARD_BYTES,
-          source: Path | None = None) -> Exported:
+def write(
+    state: State,
+    spec: ModelSpec,
+    out_dir: str | os.PathLike[str],
+    eod: int | None = None,
+    tokenizer: str | None = None,
+    step: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    source: Path | None = None,
+) -> Exported:
     """Write the model into `out_dir`, which must not exist or be empty; it appears complete or not at all.
 
     config.json, model.safetensors (several, with an index, above `shard_bytes`), and `tokenizer` as tokenizer.json.
@@ -180,8 +198,11 @@ def write(state: State, spec: ModelSpec, out_dir: str | os.PathLike[str], eod: i
             out.rmdir()
         temporary.rename(out)
     except OSError as e:
-        raise DataError(e.strerror or str(e), where=str(e.filename or out), hint="choose a directory that can be "
-                        "written and has the space") from e
+        raise DataError(
+            e.strerror or str(e),
+            where=str(e.filename or out),
+            hint="choose a directory that can be written and has the space",
+        ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(str(out), kind, parameters, len(files), step)
@@ -197,8 +218,9 @@ def config(spec: ModelSpec, dtype: str, eod: int | None, source: Path | None) ->
     return hugging_face.config_of(spec, dtype, eod)
 
 
-def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int
-                  ) -> tuple[dict[str, str], torch.dtype, int, int]:
+def _write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int
+) -> tuple[dict[str, str], torch.dtype, int, int]:
     """(file of each tensor, the parameters' type, their number, their bytes)."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}

@@ -21,25 +21,37 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as e:
-        raise ConfigError("it is not UTF-8 text", where="--prompt", hint="check the terminal's encoding (`locale`)"
-                          ) from e
+        raise ConfigError(
+            "it is not UTF-8 text", where="--prompt", hint="check the terminal's encoding (`locale`)"
+        ) from e
     chosen = export.choose(name)
     tokenizer = _tokenizer(chosen)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
     if max(ids) >= chosen.model.vocab:
-        raise ConfigError(f"token id {max(ids)} is not in the model's vocabulary of {chosen.model.vocab}",
-                          where="--prompt", hint="set data.tokenizer to the tokenizer of the run's data")
+        raise ConfigError(
+            f"token id {max(ids)} is not in the model's vocabulary of {chosen.model.vocab}",
+            where="--prompt",
+            hint="set data.tokenizer to the tokenizer of the run's data",
+        )
     if len(ids) + tokens > chosen.model.max_positions:
-        raise ConfigError(f"{len(ids)} tokens and {tokens} more are above the model's {chosen.model.max_positions}",
-                          where="--prompt", hint="shorten it, or lower --tokens")
+        raise ConfigError(
+            f"{len(ids)} tokens and {tokens} more are above the model's {chosen.model.max_positions}",
+            where="--prompt",
+            hint="shorten it, or lower --tokens",
+        )
     model = _model(chosen)
     device = next(model.parameters()).device
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with torch.no_grad():
-        out = model.generate(torch.tensor([ids], device=device), max_new_tokens=tokens, eos_token_id=tokenizer.eod,
-                             pad_token_id=tokenizer.eod, **drawn)
-    return tokenizer.decode(np.asarray(out[0, len(ids):].tolist(), dtype=np.int64))
+        out = model.generate(
+            torch.tensor([ids], device=device),
+            max_new_tokens=tokens,
+            eos_token_id=tokenizer.eod,
+            pad_token_id=tokenizer.eod,
+            **drawn,
+        )
+    return tokenizer.decode(np.asarray(out[0, len(ids) :].tolist(), dtype=np.int64))
 
 
 def _tokenizer(chosen: export.Chosen) -> Tokenizer:
@@ -49,8 +61,11 @@ def _tokenizer(chosen: export.Chosen) -> Tokenizer:
         return FileTokenizer(chosen.tokenizer or str(own))
     if chosen.model.vocab == ByteTokenizer.vocab:
         return ByteTokenizer()
-    raise DataError("no tokenizer is known", where=f"model {chosen.model.name}",
-                    hint="train with data.tokenizer=tokenizer.json, the one of the data")
+    raise DataError(
+        "no tokenizer is known",
+        where=f"model {chosen.model.name}",
+        hint="train with data.tokenizer=tokenizer.json, the one of the data",
+    )
 
 
 def _model(chosen: export.Chosen) -> Any:

@@ -26,9 +26,19 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-         "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-         "chat_template.json")
+SMALL = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _BASE = "transformer."  # that published GPT-2 files leave out
 _TYPES = ("F32", "F16", "BF16")
 _BLOCK = 1 << 22  # elements looked at at a time
@@ -46,26 +56,38 @@ class Folder:
         found = dict(self._tensors())
         widest = max((n for _, _, shape, _ in found.values() for n in shape), default=0)
         if self.model.layers > len(found) or self.model.heads > widest:  # not worth a table of all their weights
-            raise DataError(f"holds {len(found)} tensors up to {widest} wide, its config.json says {self.model.layers} "
-                            f"layers of {self.model.heads} heads", where=str(path), hint=_AGAIN)
+            raise DataError(
+                f"holds {len(found)} tensors up to {widest} wide, its config.json says {self.model.layers} "
+                f"layers of {self.model.heads} heads",
+                where=str(path),
+                hint=_AGAIN,
+            )
         wanted = weight_names.tensors(self.model)
         for name, (file, own, shape, dtype) in found.items():
             known = next((n for n in (name, _BASE + name) if n in wanted), None)
-            if known is None and not (name.endswith(weight_names.IGNORED) or (
-                    self.model.tied and name == "lm_head.weight")):
-                raise DataError(f"holds {name}, which a {hugging_face.family_of(self.model)} of its config.json has "
-                                f"not", where=str(file), hint=_AGAIN)
+            if known is None and not (
+                name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight")
+            ):
+                raise DataError(
+                    f"holds {name}, which a {hugging_face.family_of(self.model)} of its config.json has not",
+                    where=str(file),
+                    hint=_AGAIN,
+                )
             if known is not None and shape != wanted[known]:
-                raise DataError(f"{own} has shape {shape}, its config.json says {wanted[known]}", where=str(file),
-                                hint=_AGAIN)
+                raise DataError(
+                    f"{own} has shape {shape}, its config.json says {wanted[known]}", where=str(file), hint=_AGAIN
+                )
             if known is not None and dtype not in _TYPES:
                 raise DataError(f"{own} is of type {dtype}", where=str(file), hint=f"use {', '.join(_TYPES)}")
             if known is not None:
                 self._held[known] = file, own
         missing = [name for name in wanted if name not in self._held]
         if missing:
-            raise DataError(f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1),
-                            where=str(path), hint=_AGAIN)
+            raise DataError(
+                f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1),
+                where=str(path),
+                hint=_AGAIN,
+            )
         self.files = sorted({file for file, _ in self._held.values()})
         self.parameters = sum(math.prod(shape) for shape in wanted.values())
         self._check_tokenizer()
@@ -95,15 +117,21 @@ class Folder:
                 raise DataError("names files outside its folder", where=str(index), hint=_AGAIN)
             missing = [name for name in names if not (self.path / name).is_file()]
             if missing:
-                raise DataError(f"lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}",
-                                where=str(self.path), hint=_AGAIN)
+                raise DataError(
+                    f"lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}",
+                    where=str(self.path),
+                    hint=_AGAIN,
+                )
             return [self.path / name for name in names]
         if single.is_file():
             return [single]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickles:
-            raise DataError(f"{pickles[0]} is a pickle, which may run any code when it is read", where=str(self.path),
-                            hint="convert it to safetensors, or fetch those")
+            raise DataError(
+                f"{pickles[0]} is a pickle, which may run any code when it is read",
+                where=str(self.path),
+                hint="convert it to safetensors, or fetch those",
+            )
         raise DataError("no model.safetensors and no index of shards", where=str(self.path), hint=_AGAIN)
 
     def _check_tokenizer(self) -> None:
@@ -119,16 +147,22 @@ class Folder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError("not a tokenizer", where=str(path), hint=_AGAIN) from e
         if most >= self.model.vocab:
-            raise DataError(f"has token id {most}, the model's vocabulary ends at {self.model.vocab - 1}",
-                            where=str(path), hint="take the model's own tokenizer")
+            raise DataError(
+                f"has token id {most}, the model's vocabulary ends at {self.model.vocab - 1}",
+                where=str(path),
+                hint="take the model's own tokenizer",
+            )
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise DataError when `model` is another one than the folder's."""
         own = replace(self.model, vocab_multiple=model.vocab_multiple)
         checkpoint_directory.check_identity(own.to_dict(), model, str(self.path))
         if not model.rope and model.max_positions != own.max_positions:
-            raise DataError(f"it has {own.max_positions} learned positions, the model {model.max_positions}",
-                            where=str(self.path), hint=f"use model.max_positions={own.max_positions}")
+            raise DataError(
+                f"it has {own.max_positions} learned positions, the model {model.max_positions}",
+                where=str(self.path),
+                hint=f"use model.max_positions={own.max_positions}",
+            )
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
         """Read what tensor-parallel rank `rank` holds of `weight` into `target`, of any type; rows that pad a
@@ -141,14 +175,17 @@ class Folder:
                 start = rank * width if weight.split == 1 else 0
                 chosen.append(slice(start, start + width))
             values = piece[tuple(chosen[::-1])].t() if weight.transposed else piece[tuple(chosen)]
-            target[at:at + rows.count].copy_(values)
+            target[at : at + rows.count].copy_(values)
         read = sum(rows.count for _, rows in weight_names.share(weight, rank, len(target)))
         if weight.split == 0 and len(weight.parts) == 1:
             target[read:].zero_()
         if not _all_numbers(target):
             file, name = self._held[weight.parts[0][0].tensor]
-            raise DataError(f"{name} holds values that are no numbers as {str(target.dtype).removeprefix('torch.')}",
-                            where=str(file), hint="take weights that are whole")
+            raise DataError(
+                f"{name} holds values that are no numbers as {str(target.dtype).removeprefix('torch.')}",
+                where=str(file),
+                hint="take weights that are whole",
+            )
 
     def _slice(self, tensor: str) -> Any:
         file, name = self._held[tensor]

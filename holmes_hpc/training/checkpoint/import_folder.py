@@ -30,8 +30,10 @@ class Imported:
         return asdict(self)
 
     def __str__(self) -> str:
-        return (f"{self.model}: {self.parameters:,} parameters in {self.files} file{'s' * (self.files > 1)}, in "
-                f"{self.path}; begin with them by model=hf:{self.path} checkpoint={self.path}")
+        return (
+            f"{self.model}: {self.parameters:,} parameters in {self.files} file{'s' * (self.files > 1)}, in "
+            f"{self.path}; begin with them by model=hf:{self.path} checkpoint={self.path}"
+        )
 
 
 def import_folder(source: Path, out: Path) -> Imported:
@@ -60,8 +62,11 @@ def import_folder(source: Path, out: Path) -> Imported:
             out.rmdir()
         temporary.rename(out)
     except OSError as e:
-        raise DataError(e.strerror or str(e), where=str(e.filename or out), hint="choose a directory that can be "
-                        "written and has the space") from e
+        raise DataError(
+            e.strerror or str(e),
+            where=str(e.filename or out),
+            hint="choose a directory that can be written and has the space",
+        ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Imported(str(out), folder.model.name, folder.parameters, len(folder.files))

@@ -24,16 +24,40 @@ from holmes_hpc.errors import DataError
 
 _HERE = "torch.distributed.checkpoint"
 # The only names that the pickle of a Metadata needs: plain data, and a look-up of a layout by its name.
-_METADATA = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-             ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), (f"{_HERE}.filesystem", "_StorageInfo"),
-             *((f"{_HERE}.metadata", name) for name in (
-                 "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                 "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
-             *((f"{_HERE}.planner", name) for name in (
-                 "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"))}
+_METADATA = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    (f"{_HERE}.filesystem", "_StorageInfo"),
+    *(
+        (f"{_HERE}.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "StorageMeta",
+        )
+    ),
+    *(
+        (f"{_HERE}.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
+}
 # What Transformer Engine's states are made of besides its recipes: tensors, whose bytes torch reads as weights only.
-_EXTRA = {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes"), ("torch", "Size"),
-          ("collections", "OrderedDict"), ("collections", "deque"), ("_io", "BytesIO")}
+_EXTRA = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("collections", "deque"),
+    ("_io", "BytesIO"),
+}
 _RECIPES = "transformer_engine.common.recipe"
 
 
@@ -66,8 +90,11 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
             raise
         except Exception as e:  # damaged bytes end in any error
             raise pickle.UnpicklingError(f"{type(e).__name__}: {e}") from e
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict) \
-            or not isinstance(found.storage_data, dict):
+    if (
+        not isinstance(found, Metadata)
+        or not isinstance(found.state_dict_metadata, dict)
+        or not isinstance(found.storage_data, dict)
+    ):
         raise pickle.UnpicklingError("it describes no checkpoint")
     for place in found.storage_data.values():
         name = getattr(place, "relative_path", None)
@@ -118,8 +145,11 @@ def check_extra_states(states: Mapping[str, Any], where: str) -> None:
             if data and data[:2] != b"PK":  # a zip is torch's own form, which is read as weights only
                 _Restricted(io.BytesIO(data), _is_extra_state).load()
         except Exception as e:  # damaged bytes end in any error
-            raise DataError(f"{name} cannot be read: {line_of(e)}", where=where,
-                            hint="use a checkpoint of your own, or one without fp8") from e
+            raise DataError(
+                f"{name} cannot be read: {line_of(e)}",
+                where=where,
+                hint="use a checkpoint of your own, or one without fp8",
+            ) from e
 
 
 def _extra_states(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

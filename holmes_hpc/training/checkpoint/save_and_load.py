@@ -42,8 +42,12 @@ from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
 from holmes_hpc.training.model import gpt, megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
-            "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+}
 RESULT_WAIT_S = 30  # after the writer has ended
 LOOK_S = 0.05  # while a save is waited for
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -78,8 +82,19 @@ class Checkpoints:
     :func:`checkpoint_directory.place`. All ranks call every method at the same step.
     """
 
-    def __init__(self, folder: Path, plan: Plan, models: Sequence[Any], optimizer: Any, *, attempt: int, keep: int,
-                 background: bool, group: Any, elsewhere: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        models: Sequence[Any],
+        optimizer: Any,
+        *,
+        attempt: int,
+        keep: int,
+        background: bool,
+        group: Any,
+        elsewhere: str | None = None,
+    ) -> None:
         self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
         self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
         self._rank = dist.get_rank()
@@ -109,12 +124,22 @@ class Checkpoints:
             except OSError as e:
                 raise checkpoint_directory.failed(path, e) from e
         dist.barrier(group=self._group)
-        about = {"model": asdict(self.plan.model), "parallel": asdict(self.plan.parallel), "plan_id": self.plan.id,
-                 "distributed_optimizer": self.plan.parallel.distributed_optimizer, "device": self._device, **more}
+        about = {
+            "model": asdict(self.plan.model),
+            "parallel": asdict(self.plan.parallel),
+            "plan_id": self.plan.id,
+            "distributed_optimizer": self.plan.parallel.distributed_optimizer,
+            "device": self._device,
+            **more,
+        }
         try:
             request = megatron_versions.save(
-                self._state(is_loading=False), path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                METADATA, self._alike)
+                self._state(is_loading=False),
+                path,
+                TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                METADATA,
+                self._alike,
+            )
             request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, about))
             self._calls.schedule_async_request(request)
@@ -169,8 +194,10 @@ class Checkpoints:
                 files.setdefault(other.name, checkpoint_directory.checksum(other))
             checkpoint_directory.finish(path, step, about, files)
             checkpoint_directory.prune(self.folder, self.keep)
-            say(f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
-                f"{time.perf_counter() - self._began:.2f} s")
+            say(
+                f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
+                f"{time.perf_counter() - self._began:.2f} s"
+            )
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -198,8 +225,11 @@ class Checkpoints:
             if self._rank == 0:
                 say(f"warning: checkpoint {path} is damaged ({damage}); looking for an earlier one")
         if found:
-            raise DataError(f"no checkpoint is whole ({problem})", where=str(self.folder),
-                            hint="restore one from a copy, or remove them and start again")
+            raise DataError(
+                f"no checkpoint is whole ({problem})",
+                where=str(self.folder),
+                hint="restore one from a copy, or remove them and start again",
+            )
         if folder is not None:
             self._begin_with(folder)
         return 0
@@ -243,6 +273,7 @@ class Checkpoints:
 
     def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
         """What any rank found wrong; every rank reads its share of the files, however long that takes."""
+
         def own() -> str | None:
             if checkpoint is None:
                 return f"not to be seen by rank {self._rank}"
@@ -265,14 +296,19 @@ class Checkpoints:
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
-        same_layout = (checkpoint.about.get("parallel") == json.loads(json.dumps(asdict(self.plan.parallel)))
-                       and checkpoint.about.get("device", self._device) == self._device)
+        same_layout = (
+            checkpoint.about.get("parallel") == json.loads(json.dumps(asdict(self.plan.parallel)))
+            and checkpoint.about.get("device", self._device) == self._device
+        )
         state = self._state(is_loading=True, generators=same_layout)
         try:
             loaded = megatron_versions.load(state, checkpoint.path, self._alike)
         except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
-            raise DataError(f"cannot be loaded: {no_code.line_of(_inner_error(e))}", where=str(checkpoint.path),
-                            hint="resume with the optimizer it was saved with, or from an earlier checkpoint") from e
+            raise DataError(
+                f"cannot be loaded: {no_code.line_of(_inner_error(e))}",
+                where=str(checkpoint.path),
+                hint="resume with the optimizer it was saved with, or from an earlier checkpoint",
+            ) from e
         for index, model in enumerate(self.models):
             no_code.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
             model.module.load_state_dict(loaded[f"model{index}"])
@@ -286,14 +322,18 @@ class Checkpoints:
 
     def _state(self, is_loading: bool, generators: bool = True) -> dict[str, Any]:
         metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        state: dict[str, Any] = {f"model{i}": m.module.sharded_state_dict(metadata=metadata)
-                                 for i, m in enumerate(self.models)}
+        state: dict[str, Any] = {
+            f"model{i}": m.module.sharded_state_dict(metadata=metadata) for i, m in enumerate(self.models)
+        }
         with _offsets_without_padding(self.optimizer):
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if generators:
             state["generators"] = ShardedObject(
-                "generators", random_states.generators(), *self._place_of_generators(),
-                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+                "generators",
+                random_states.generators(),
+                *self._place_of_generators(),
+                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            )
         return state
 
     @property
@@ -353,8 +393,10 @@ def _offsets_without_padding(optimizer: Any) -> Iterator[None]:
             for bucket in buffer.buckets:
                 starts.append(bucket.offset - total)
                 total += bucket.numel_unpadded
-            buffer.param_index_map = {parameter: (start - starts[bucket], end - starts[bucket], bucket)
-                                      for parameter, (start, end, bucket) in buffer.param_index_map.items()}
+            buffer.param_index_map = {
+                parameter: (start - starts[bucket], end - starts[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
         yield
     finally:
         for buffer, mapping in zip(buffers, kept, strict=True):
@@ -402,5 +444,8 @@ def _as_failure(path: Path, error: BaseException) -> RunFailed:
         room = os.statvfs(path if path.exists() else path.parent)
         if room.f_bavail * room.f_frsize < 1 << 20:
             return checkpoint_directory.failed(path, OSError(28, "No space left on device"))
-    return RunFailed(f"the checkpoint could not be written: {' '.join(str(inner).split())[:300]}", where=str(path),
-                     hint="see this rank's log; `holmes resume` goes on from the last good checkpoint")
+    return RunFailed(
+        f"the checkpoint could not be written: {' '.join(str(inner).split())[:300]}",
+        where=str(path),
+        hint="see this rank's log; `holmes resume` goes on from the last good checkpoint",
+    )

@@ -55,8 +55,9 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         except (OSError, pickle.UnpicklingError, MemoryError) as e:
-            raise DataError(f"not a checkpoint that can be read: {e}", where=self.directory,
-                            hint="export an earlier checkpoint") from e
+            raise DataError(
+                f"not a checkpoint that can be read: {e}", where=self.directory, hint="export an earlier checkpoint"
+            ) from e
         prefixes = sorted((k.removesuffix(_KNOWN) for k in found if k.endswith(_KNOWN)), key=len)
         if not prefixes:
             raise DataError("holds no GPT model", where=self.directory, hint="export a checkpoint of a run")
@@ -95,6 +96,9 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             target = torch.empty(size, dtype=value.properties.dtype, device="cpu")
             self._reader.read_data(LoadPlan(items), _Into(target, chunk.offsets)).wait()
         except Exception as e:  # damaged bytes end in any error of torch.load
-            raise DataError(f"{name} cannot be read: {no_code.line_of(e)}", where=self.directory,
-                            hint="export an earlier checkpoint") from e
+            raise DataError(
+                f"{name} cannot be read: {no_code.line_of(e)}",
+                where=self.directory,
+                hint="export an earlier checkpoint",
+            ) from e
         return target[0] if layer is not None else target

@@ -105,9 +105,11 @@ def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple
     width, each = spec.head_width, spec.heads // spec.kv_heads * spec.head_width
     rows: list[Rows] = []
     for group in range(spec.kv_heads):
-        rows += [Rows(queries.tensor, queries.first + group * each, each),
-                 Rows(keys.tensor, keys.first + group * width, width),
-                 Rows(values.tensor, values.first + group * width, width)]
+        rows += [
+            Rows(queries.tensor, queries.first + group * each, each),
+            Rows(keys.tensor, keys.first + group * width, width),
+            Rows(values.tensor, values.first + group * width, width),
+        ]
     return tuple(rows)
 
 
@@ -118,24 +120,39 @@ def _llama(spec: ModelSpec) -> Iterator[Weight]:
     for i in range(spec.layers):
         ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
         yield Weight(f"{ours}.input_layernorm.weight", (_all(f"{theirs}.input_layernorm.weight", h),))
-        for kind in ("weight", "bias")[:2 if spec.bias or spec.qkv_bias else 1]:
-            parts = [Rows(f"{theirs}.self_attn.{letter}_proj.{kind}", 0, n)
-                     for letter, n in (("q", q), ("k", k), ("v", k))]
-            yield Weight(f"{ours}.self_attention.linear_qkv.{kind}", (_by_group(spec, *parts),),
-                         h if kind == "weight" else None, 0)
+        for kind in ("weight", "bias")[: 2 if spec.bias or spec.qkv_bias else 1]:
+            parts = [
+                Rows(f"{theirs}.self_attn.{letter}_proj.{kind}", 0, n) for letter, n in (("q", q), ("k", k), ("v", k))
+            ]
+            yield Weight(
+                f"{ours}.self_attention.linear_qkv.{kind}",
+                (_by_group(spec, *parts),),
+                h if kind == "weight" else None,
+                0,
+            )
         if spec.qk_norm:
             for letter in "qk":
-                yield Weight(f"{ours}.self_attention.{letter}_layernorm.weight",
-                             (_all(f"{theirs}.self_attn.{letter}_norm.weight", spec.head_width),))
+                yield Weight(
+                    f"{ours}.self_attention.{letter}_layernorm.weight",
+                    (_all(f"{theirs}.self_attn.{letter}_norm.weight", spec.head_width),),
+                )
         yield Weight(f"{ours}.self_attention.linear_proj.weight", (_all(f"{theirs}.self_attn.o_proj.weight", h),), q, 1)
         yield Weight(f"{ours}.pre_mlp_layernorm.weight", (_all(f"{theirs}.post_attention_layernorm.weight", h),))
-        yield Weight(f"{ours}.mlp.linear_fc1.weight", (_all(f"{theirs}.mlp.gate_proj.weight", spec.ffn),
-                                                       _all(f"{theirs}.mlp.up_proj.weight", spec.ffn)), h, 0)
+        yield Weight(
+            f"{ours}.mlp.linear_fc1.weight",
+            (_all(f"{theirs}.mlp.gate_proj.weight", spec.ffn), _all(f"{theirs}.mlp.up_proj.weight", spec.ffn)),
+            h,
+            0,
+        )
         yield Weight(f"{ours}.mlp.linear_fc2.weight", (_all(f"{theirs}.mlp.down_proj.weight", h),), spec.ffn, 1)
         if spec.bias:
             yield Weight(f"{ours}.self_attention.linear_proj.bias", (_all(f"{theirs}.self_attn.o_proj.bias", h),))
-            yield Weight(f"{ours}.mlp.linear_fc1.bias", (_all(f"{theirs}.mlp.gate_proj.bias", spec.ffn),
-                                                         _all(f"{theirs}.mlp.up_proj.bias", spec.ffn)), None, 0)
+            yield Weight(
+                f"{ours}.mlp.linear_fc1.bias",
+                (_all(f"{theirs}.mlp.gate_proj.bias", spec.ffn), _all(f"{theirs}.mlp.up_proj.bias", spec.ffn)),
+                None,
+                0,
+            )
             yield Weight(f"{ours}.mlp.linear_fc2.bias", (_all(f"{theirs}.mlp.down_proj.bias", h),))
     yield Weight("decoder.final_layernorm.weight", (_all("model.norm.weight", h),))
     if not spec.tied:
@@ -153,9 +170,12 @@ def _gpt2(spec: ModelSpec) -> Iterator[Weight]:
     yield Weight("embedding.position_embeddings.weight", (_all("transformer.wpe.weight", spec.max_positions),), h)
     for i in range(spec.layers):
         ours, theirs = f"decoder.layers.{i}", f"h.{i}"
-        linear = {"self_attention.linear_qkv": ("attn.c_attn", 3 * h, h, 0),
-                  "self_attention.linear_proj": ("attn.c_proj", h, h, 1),
-                  "mlp.linear_fc1": ("mlp.c_fc", spec.ffn, h, 0), "mlp.linear_fc2": ("mlp.c_proj", h, spec.ffn, 1)}
+        linear = {
+            "self_attention.linear_qkv": ("attn.c_attn", 3 * h, h, 0),
+            "self_attention.linear_proj": ("attn.c_proj", h, h, 1),
+            "mlp.linear_fc1": ("mlp.c_fc", spec.ffn, h, 0),
+            "mlp.linear_fc2": ("mlp.c_proj", h, spec.ffn, 1),
+        }
         yield from norm(f"{ours}.input_layernorm", f"{theirs}.ln_1")
         yield from norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2")
         for name, (tensor, out, into, split) in linear.items():
@@ -164,8 +184,13 @@ def _gpt2(spec: ModelSpec) -> Iterator[Weight]:
                 rows = _all(whole, out)
                 if name.endswith("qkv"):
                     rows = _by_group(spec, *(Rows(whole, part * h, h) for part in range(3)))
-                yield Weight(f"{ours}.{name}.{kind}", (rows,), into if kind == "weight" else None,
-                             split if kind == "weight" or split == 0 else None, transposed=kind == "weight")
+                yield Weight(
+                    f"{ours}.{name}.{kind}",
+                    (rows,),
+                    into if kind == "weight" else None,
+                    split if kind == "weight" or split == 0 else None,
+                    transposed=kind == "weight",
+                )
     yield from norm("decoder.final_layernorm", "ln_f")
     if not spec.tied:
         yield Weight("output_layer.weight", (_all("lm_head.weight", spec.vocab),), h, 0)

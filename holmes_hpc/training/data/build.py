@@ -23,8 +23,9 @@ def document_end(data: DataConfig) -> int | None:
     return indexed_dataset.end_of_document(data)
 
 
-def build_datasets(data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None,
-                   ) -> tuple[Samples, Samples | None]:
+def build_datasets(
+    data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None
+) -> tuple[Samples, Samples | None]:
     """The training samples that `data` names, and the validation samples when `train.eval_interval` is above 0.
 
     Rank 0 and every rank that needs data call it, after torch.distributed is initialised (if it is to be): rank 0
@@ -39,8 +40,10 @@ def build_datasets(data: DataConfig, train: TrainConfig, plan: Plan, run_dir: st
 
         return indexed_dataset.build(data, seed, plan, run_dir, evaluates)
     vocab, length = plan.model.vocab, plan.batch.sequence_length
-    return (Synthetic(seed, vocab, length, data.learnable),
-            Synthetic(seed + _VALIDATION, vocab, length, data.learnable, "synthetic validation") if evaluates else None)
+    return (
+        Synthetic(seed, vocab, length, data.learnable),
+        Synthetic(seed + _VALIDATION, vocab, length, data.learnable, "synthetic validation") if evaluates else None,
+    )
 
 
 def described(data: DataConfig, samples: Samples, plan: Plan, steps: int) -> str:
@@ -53,6 +56,8 @@ def described(data: DataConfig, samples: Samples, plan: Plan, steps: int) -> str
     vocab = max(prefix.vocab() for prefix in prefixes)
     said = f"vocabulary {vocab:,.0f}, " if math.isfinite(vocab) else ""
     epoch = len(samples) * plan.batch.sequence_length
-    return (f"data: {samples.name}: {sum(p.tokens for p in prefixes):,} tokens, {epoch:,} of them for training, "
-            f"{said}the model's {model:,}; {steps:,} steps take {taken:,} tokens, "
-            f"{taken / epoch:.3g} epochs")
+    return (
+        f"data: {samples.name}: {sum(p.tokens for p in prefixes):,} tokens, {epoch:,} of them for training, "
+        f"{said}the model's {model:,}; {steps:,} steps take {taken:,} tokens, "
+        f"{taken / epoch:.3g} epochs"
+    )

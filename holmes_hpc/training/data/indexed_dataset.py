@@ -105,11 +105,12 @@ class Blend:
         return self._sources[chosen].tokens(period * int(counts[chosen]) + int(nth[inside]))
 
 
-def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
-          ) -> tuple[Samples, Samples | None]:
+def build(
+    data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
+) -> tuple[Samples, Samples | None]:
     """See data/build.py. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
     names, weights = parse_blend(data.prefix)
-    parts = parse_split(data.split)[:2 if evaluates else 1]
+    parts = parse_split(data.split)[: 2 if evaluates else 1]
     length, wanted = plan.batch.sequence_length, [names, weights, parts, seed, plan.batch.sequence_length]
     root = Path(data.cache or (Path(run_dir) / "data" if run_dir else f"{names[0]}.cache"))
 
@@ -120,9 +121,17 @@ def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluate
 
     def make(prefixes: Sequence[Prefix], directory: Path) -> list[Samples]:
         config = GPTDatasetConfig(
-            random_seed=seed, sequence_length=length, blend=(names, None), split="1", path_to_cache=str(directory),
-            tokenizer=_Vocabulary(plan.model.vocab), reset_position_ids=False, reset_attention_mask=False,
-            eod_mask_loss=False, create_attention_mask=False)
+            random_seed=seed,
+            sequence_length=length,
+            blend=(names, None),
+            split="1",
+            path_to_cache=str(directory),
+            tokenizer=_Vocabulary(plan.model.vocab),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
         made: list[Samples] = []
         for part, split in zip(parts, (Split.train, Split.valid), strict=False):
             sources = [Source(p, part, split, config) for p in prefixes if samples_of(p, part, length) > 0]
@@ -148,8 +157,11 @@ def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluate
     try:
         datasets = make(prefixes, _seen(cache))
     except (OSError, ValueError, EOFError) as e:
-        raise DataError(f"cannot read the index of samples: {getattr(e, 'strerror', None) or e}", where=str(cache),
-                        hint="remove it, or set data.cache to a directory that all nodes see and only you write") from e
+        raise DataError(
+            f"cannot read the index of samples: {getattr(e, 'strerror', None) or e}",
+            where=str(cache),
+            hint="remove it, or set data.cache to a directory that all nodes see and only you write",
+        ) from e
     return datasets[0], datasets[1] if evaluates else None
 
 
@@ -158,8 +170,11 @@ def end_of_document(data: DataConfig) -> int:
     names, _ = parse_blend(data.prefix)
     ends = {name: Prefix.open(name).end_of_document() for name in names}
     if len(set(ends.values())) > 1:
-        raise DataError(f"documents end with other tokens: {ends}", where="data.prefix",
-                        hint="prepare all of them with one tokenizer, or use data.documents=joined")
+        raise DataError(
+            f"documents end with other tokens: {ends}",
+            where="data.prefix",
+            hint="prepare all of them with one tokenizer, or use data.documents=joined",
+        )
     return ends[names[0]]
 
 
@@ -187,8 +202,11 @@ def _make_cache(cache: Path, make: Callable[[Path], object]) -> None:
             if not cache.is_dir():  # else another process was quicker, with equal bytes
                 raise
     except OSError as e:
-        raise DataError(f"cannot write the index of samples: {e.strerror or e}", where=str(cache),
-                        hint="free some space or set data.cache to a writable directory that all nodes see") from e
+        raise DataError(
+            f"cannot write the index of samples: {e.strerror or e}",
+            where=str(cache),
+            hint="free some space or set data.cache to a writable directory that all nodes see",
+        ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -26,6 +26,7 @@ def prefetched(items: Iterator[Any]) -> Iterator[Any]:
 def on_gpu(rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
     """`rows` as tensors on `device`. The thread puts them into pinned memory, from where a copy holds up neither the
     host nor the computing that was launched before."""
+
     def pinned() -> Iterator[torch.Tensor]:
         torch.cuda.set_device(device)  # of this thread: memory would be pinned for the first GPU
         for row in rows:

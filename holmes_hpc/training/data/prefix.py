@@ -30,7 +30,7 @@ def look_at(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool) -
     """What can be told of indexed data within a second or two: whether they are there and whole, long enough for a step
     of `batch`, and of the model's vocabulary. Raises DataError as a rank would."""
     names, weights = parse_blend(data.prefix)
-    parts = parse_split(data.split)[:2 if evaluates else 1]
+    parts = parse_split(data.split)[: 2 if evaluates else 1]
     prefixes = [Prefix.open(name) for name in names]
     for part, what in zip(parts, ("training", "validation"), strict=False):
         check_length(prefixes, part, what, batch, each=weights is not None)
@@ -102,8 +102,9 @@ class Prefix:
         if self.vocab() <= vocab:
             return
         with open(f"{self.path}.bin", "rb") as f:
-            while f.tell() < at_most and len(tokens := np.fromfile(f, self.dtype,
-                                                                   _SCAN_BYTES // self.dtype().itemsize)):
+            while f.tell() < at_most and len(
+                tokens := np.fromfile(f, self.dtype, _SCAN_BYTES // self.dtype().itemsize)
+            ):
                 check_vocabulary(tokens, vocab, f"{self.path}.bin")
 
     def vocab(self) -> float:
@@ -118,8 +119,11 @@ class Prefix:
 
 def _whole(file: Path, size: int, expected: int, says: str) -> None:
     if size != expected:
-        raise DataError(f"{'truncated' if size < expected else 'too long'}: {size} bytes, its {says} says {expected}",
-                        where=str(file), hint=_REMAKE)
+        raise DataError(
+            f"{'truncated' if size < expected else 'too long'}: {size} bytes, its {says} says {expected}",
+            where=str(file),
+            hint=_REMAKE,
+        )
 
 
 def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], list[float] | None]:
@@ -131,14 +135,17 @@ def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], 
             raise DataError(f"{items} mixes prefixes with and without a weight", where="data.prefix", hint=hint)
         return [str(i) for i in items], None
     names, weights = items[1::2], items[::2]
-    if len(names) != len(weights) or any(isinstance(n, (int, float)) for n in names) or not all(
-            isinstance(w, (int, float)) and 0 < w < float("inf") for w in weights):
+    if (
+        len(names) != len(weights)
+        or any(isinstance(n, (int, float)) for n in names)
+        or not all(isinstance(w, (int, float)) and 0 < w < float("inf") for w in weights)
+    ):
         raise DataError(f"{items} is not weights above 0 and prefixes in turn", where="data.prefix", hint=hint)
     return [str(n) for n in names], [float(w) for w in weights]
 
 
 def parse_split(split: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """"90,10" -> where training and validation begin and end, as parts of the whole."""
+    """ "90,10" -> where training and validation begin and end, as parts of the whole."""
     try:
         parts = [float(p) for p in str(split).split(",")]
     except ValueError:
@@ -164,16 +171,25 @@ def check_length(prefixes: Sequence[Prefix], part: tuple[float, float], what: st
     counts = [max(0, samples_of(p, part, length)) for p in prefixes]
     hint = "use more text, a smaller batch, a shorter sequence or another data.split"
     if sum(counts) < size:
-        raise DataError(f"its {what} part has {sum(counts)} samples of {length} tokens, a step takes {size}",
-                        where=", ".join(p.path for p in prefixes), hint=hint)
+        raise DataError(
+            f"its {what} part has {sum(counts)} samples of {length} tokens, a step takes {size}",
+            where=", ".join(p.path for p in prefixes),
+            hint=hint,
+        )
     if each and 0 in counts:
-        raise DataError(f"its {what} part is shorter than one sample of {length} tokens",
-                        where=prefixes[counts.index(0)].path, hint=hint)
+        raise DataError(
+            f"its {what} part is shorter than one sample of {length} tokens",
+            where=prefixes[counts.index(0)].path,
+            hint=hint,
+        )
 
 
 def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
     """Raise DataError where a token id is not one of a vocabulary of `vocab`."""
     if tokens.size and (int(tokens.max()) >= vocab or int(tokens.min()) < 0):
         wrong = int(tokens.max()) if int(tokens.max()) >= vocab else int(tokens.min())
-        raise DataError(f"token id {wrong} is not in the model's vocabulary of {vocab}", where=where,
-                        hint="prepare the data with the model's tokenizer, or set model.vocab")
+        raise DataError(
+            f"token id {wrong} is not in the model's vocabulary of {vocab}",
+            where=where,
+            hint="prepare the data with the model's tokenizer, or set model.vocab",
+        )

@@ -57,8 +57,10 @@ class Prepared:
         return asdict(self)
 
     def __str__(self) -> str:
-        return (f"{self.documents:,} documents of {self.files:,} files: {self.tokens:,} tokens of a vocabulary of "
-                f"{self.vocab:,}, in {self.prefix}.bin and .idx")
+        return (
+            f"{self.documents:,} documents of {self.files:,} files: {self.tokens:,} tokens of a vocabulary of "
+            f"{self.vocab:,}, in {self.prefix}.bin and .idx"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,16 @@ class _Part:
         return os.path.exists(f"{self.target}.npz")
 
 
-def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: str | None = None,
-            workers: int | None = None, json_key: str = "text", progress: Progress | None = None,
-            part_bytes: int = PART_BYTES, force: bool = False) -> Prepared:
+def prepare(
+    files: Sequence[str | os.PathLike[str]],
+    prefix: str | os.PathLike[str],
+    tokenizer: str | None = None,
+    workers: int | None = None,
+    json_key: str = "text",
+    progress: Progress | None = None,
+    part_bytes: int = PART_BYTES,
+    force: bool = False,
+) -> Prepared:
     """Tokenize `files` (text, JSON lines, compressed; of a folder all below it) into PREFIX.bin and PREFIX.idx.
 
     `tokenizer`: a Hugging Face tokenizer.json, or None for bytes. `workers`: processes, default all usable CPUs. Called
@@ -91,10 +100,16 @@ def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[s
     extents = [e for f in files for e in text_files.extents(os.fspath(f), part_bytes)]
     total = sum(e.bytes for e in extents)
     if not total:
-        raise DataError(f"no text in {len(files)} file(s)", where=", ".join(map(str, files)) or "data prepare",
-                        hint="give files that hold text")
-    made_from = {"tokenizer": loaded.id, "json_key": json_key,
-                 "files": hashlib.sha256(json.dumps([asdict(e) for e in extents]).encode()).hexdigest()}
+        raise DataError(
+            f"no text in {len(files)} file(s)",
+            where=", ".join(map(str, files)) or "data prepare",
+            hint="give files that hold text",
+        )
+    made_from = {
+        "tokenizer": loaded.id,
+        "json_key": json_key,
+        "files": hashlib.sha256(json.dumps([asdict(e) for e in extents]).encode()).hexdigest(),
+    }
     already = _finished(prefix, made_from)
     if already:
         return already
@@ -110,14 +125,22 @@ def prepare(files: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[s
             _write_atomically(f"{prefix}.json", json.dumps({**asdict(made), "made_from": made_from}, indent=1))
     except OSError as e:
         kind, hint = (RunFailed, "free some space") if e.errno in _FULL else (DataError, "correct that")
-        raise kind(e.strerror or str(e), where=str(e.filename or prefix),
-                   hint=f"{hint} and run it again: it goes on where it stopped") from e
+        raise kind(
+            e.strerror or str(e),
+            where=str(e.filename or prefix),
+            hint=f"{hint} and run it again: it goes on where it stopped",
+        ) from e
     shutil.rmtree(f"{prefix}.parts", ignore_errors=True)
     return made
 
 
-def demo_corpus(prefix: str | os.PathLike[str], limit_bytes: int = 8_000_000, workers: int | None = None,
-                progress: Progress | None = None, force: bool = False) -> Prepared:
+def demo_corpus(
+    prefix: str | os.PathLike[str],
+    limit_bytes: int = 8_000_000,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+) -> Prepared:
     """The Python standard library's own source files, at most `limit_bytes` of them, at byte level.
 
     Which files, and in which order, depends on their names only.
@@ -160,8 +183,15 @@ def _files(given: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files that are given; in place of a folder all below it, by path, but hidden ones."""
     found: list[Path] = []
     for path in map(Path, given):
-        below = [p for p in sorted(path.rglob("*")) if p.is_file()
-                 and not any(part.startswith(".") for part in p.relative_to(path).parts)] if path.is_dir() else [path]
+        below = (
+            [
+                p
+                for p in sorted(path.rglob("*"))
+                if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+            ]
+            if path.is_dir()
+            else [path]
+        )
         if not below:
             raise DataError("no file in this folder", where=str(path), hint="give files of text, or folders of them")
         found += below
@@ -179,8 +209,11 @@ def _refuse_others(prefix: str, made_from: dict[str, str]) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         same, held = False, f"{os.path.getsize(there[0]):,} bytes"
     if not same:
-        raise ConfigError(f"holds another data set already ({held})", where=there[0],
-                          hint="--force replaces it; or give another -o PREFIX")
+        raise ConfigError(
+            f"holds another data set already ({held})",
+            where=there[0],
+            hint="--force replaces it; or give another -o PREFIX",
+        )
 
 
 def _token_type(vocab: int) -> str:
@@ -197,8 +230,9 @@ def _locked(prefix: str) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            raise DataError("another preparation is writing here", where=prefix,
-                            hint="wait for it, or choose another prefix") from e
+            raise DataError(
+                "another preparation is writing here", where=prefix, hint="wait for it, or choose another prefix"
+            ) from e
         yield directory
 
 
@@ -256,8 +290,11 @@ def _tokenize(parts: Sequence[_Part], tokenizer: str | None, json_key: str, work
                     future.result()
                 report("tokenize", min(count.value, total), total)
         except BrokenProcessPool as e:
-            raise RunFailed("a worker process was killed", where="data prepare",
-                            hint="use fewer --workers (memory?) and run it again: it goes on where it stopped") from e
+            raise RunFailed(
+                "a worker process was killed",
+                where="data prepare",
+                hint="use fewer --workers (memory?) and run it again: it goes on where it stopped",
+            ) from e
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -342,15 +379,23 @@ def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Pro
     tokens = done // dtype.itemsize
     if tokens == documents:  # nothing but ends of documents
         builder.data_file.close()
-        raise DataError(f"no text in {counts['files']} file(s)", where=parts[0].extents[0].path,
-                        hint="give files that hold text")
+        raise DataError(
+            f"no text in {counts['files']} file(s)", where=parts[0].extents[0].path, hint="give files that hold text"
+        )
     builder.finalize(f"{new}.idx")
     for path in (f"{prefix}.json", f"{prefix}.idx"):  # an old index never stands beside new data
         Path(path).unlink(missing_ok=True)
     os.replace(f"{new}.bin", f"{prefix}.bin")
     os.replace(f"{new}.idx", f"{prefix}.idx")
-    return Prepared(prefix=prefix, documents=documents, sequences=sequences, tokens=tokens, vocab=tokenizer.vocab,
-                    eod=tokenizer.eod, **counts)
+    return Prepared(
+        prefix=prefix,
+        documents=documents,
+        sequences=sequences,
+        tokens=tokens,
+        vocab=tokenizer.vocab,
+        eod=tokenizer.eod,
+        **counts,
+    )
 
 
 def _write_atomically(path: str, text: str) -> None:

@@ -59,8 +59,15 @@ def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_siz
     return range(start, start + micro_size)
 
 
-def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0, device: torch.device = CPU,
-            end: int | None = None, stage: int = 0) -> Iterator[dict[str, Any]]:
+def batches(
+    dataset: Samples,
+    plan: Plan,
+    dp_rank: int,
+    start_step: int = 0,
+    device: torch.device = CPU,
+    end: int | None = None,
+    stage: int = 0,
+) -> Iterator[dict[str, Any]]:
     """Micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end; a step has
     `plan.micro_batches`, or with unequal widths those that the plan routes to this replica.
 
@@ -75,8 +82,13 @@ def batches(dataset: Samples, plan: Plan, dp_rank: int, start_step: int = 0, dev
         tokens, positions, mask = text[:, :-1].contiguous(), torch.arange(length, device=device).repeat(micro, 1), None
         if end is not None:
             positions, mask = apart(tokens, end)
-        yield {"tokens": tokens, "labels": text[:, 1:].contiguous(), "position_ids": positions, "attention_mask": mask,
-               "loss_mask": torch.ones(micro, length, device=device)}
+        yield {
+            "tokens": tokens,
+            "labels": text[:, 1:].contiguous(),
+            "position_ids": positions,
+            "attention_mask": mask,
+            "loss_mask": torch.ones(micro, length, device=device),
+        }
 
 
 def apart(tokens: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,8 +50,10 @@ def extents(path: str, at_most: int) -> list[Extent]:
         raise DataError(e.strerror or str(e), where=path, hint="give files of text that can be read") from e
     if _compression(head) or head.startswith(_PARQUET):
         return [Extent(path, 0, None, stat.st_size, stat.st_mtime_ns)]
-    return [Extent(path, a, min(a + at_most, stat.st_size), stat.st_size, stat.st_mtime_ns)
-            for a in range(0, stat.st_size, at_most)]
+    return [
+        Extent(path, a, min(a + at_most, stat.st_size), stat.st_size, stat.st_mtime_ns)
+        for a in range(0, stat.st_size, at_most)
+    ]
 
 
 def documents(extent: Extent, json_key: str, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
@@ -71,8 +73,9 @@ def documents(extent: Extent, json_key: str, read: Callable[[int], None]) -> Ite
             yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, _Counting(raw, f, read))
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
-        raise DataError(f"cannot be read: {reason}", where=extent.path,
-                        hint="fetch or compress it again, or leave it out") from e
+        raise DataError(
+            f"cannot be read: {reason}", where=extent.path, hint="fetch or compress it again, or leave it out"
+        ) from e
 
 
 def _is_json(path: str) -> bool:
@@ -180,8 +183,11 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, position: int, ext
     try:
         text = decoder.decode(block, final)
     except UnicodeDecodeError as e:
-        raise DataError(f"not UTF-8 text at byte {position + e.start - len(e.object) + len(block)}",
-                        where=extent.path, hint="convert it to UTF-8 (iconv), or leave it out") from e
+        raise DataError(
+            f"not UTF-8 text at byte {position + e.start - len(e.object) + len(block)}",
+            where=extent.path,
+            hint="convert it to UTF-8 (iconv), or leave it out",
+        ) from e
     return text[1:] if position == 0 and text.startswith("\ufeff") else text
 
 
@@ -215,8 +221,11 @@ def _parquet(extent: Extent, column: str, read: Callable[[int], None]) -> Iterat
             kind = file.schema_arrow.field(column).type if column in names else None
             if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 found = ", ".join(names[:8]) if kind is None else f"{column}, of type {kind}"
-                raise DataError(f"no column of text {column!r} (found: {found})", where=extent.path,
-                                hint="name the column with --json-key")
+                raise DataError(
+                    f"no column of text {column!r} (found: {found})",
+                    where=extent.path,
+                    hint="name the column with --json-key",
+                )
             rows, done, told = max(1, file.metadata.num_rows), 0, 0
             for batch in file.iter_batches(_ROWS, columns=[column]):
                 yield from ((text, True) for text in batch.column(0).to_pylist() if text)
@@ -225,8 +234,11 @@ def _parquet(extent: Extent, column: str, read: Callable[[int], None]) -> Iterat
                 read(now - told)
                 told = now
     except pa.ArrowException as e:
-        raise DataError(f"not whole Parquet: {' '.join(str(e).split())[:200]}", where=extent.path,
-                        hint="fetch it again, or leave it out") from e
+        raise DataError(
+            f"not whole Parquet: {' '.join(str(e).split())[:200]}",
+            where=extent.path,
+            hint="fetch it again, or leave it out",
+        ) from e
 
 
 def _json_text(line: bytes, json_key: str, where: str) -> str:

@@ -54,8 +54,11 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError as e:
-            raise DataError("the tokenizers library is not installed", where=path,
-                            hint="pip install 'holmes-hpc[tokenizers]', or use bytes") from e
+            raise DataError(
+                "the tokenizers library is not installed",
+                where=path,
+                hint="pip install 'holmes-hpc[tokenizers]', or use bytes",
+            ) from e
         try:
             raw = Path(path).read_bytes()
             self._inner: Any = Loaded.from_buffer(raw)

@@ -18,8 +18,12 @@ import torch
 from holmes_hpc.records.metrics import PARTS
 
 # The names of Megatron-Core's timers, by how they begin. forward-backward is the loop's own span.
-_TIMERS = (("forward-compute", "compute_s"), ("backward-compute", "compute_s"), ("params-all-gather", "param_sync_s"),
-           ("optimizer", "optimizer_s"))
+_TIMERS = (
+    ("forward-compute", "compute_s"),
+    ("backward-compute", "compute_s"),
+    ("params-all-gather", "param_sync_s"),
+    ("optimizer", "optimizer_s"),
+)
 _GRADIENTS = ("all-grads-sync", "all-reduce")
 
 

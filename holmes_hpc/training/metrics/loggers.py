@@ -64,8 +64,9 @@ def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Cal
         import wandb as package
     except ImportError as e:
         raise _missing("wandb", "train.wandb") from e
-    opened = package.init(project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path),
-                          config=asdict(train))
+    opened = package.init(
+        project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path), config=asdict(train)
+    )
     return (lambda step, values: opened.log(dict(values), step=step)), opened.finish
 
 
@@ -78,10 +79,12 @@ def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Ca
     package.set_tracking_uri(str(value))
     package.start_run(run_name=run.name)
     package.log_params({k: v for k, v in asdict(train).items() if v is not None})
-    return (lambda step, values: package.log_metrics({k.replace("/", "."): v for k, v in values.items()}, step=step)), \
-        package.end_run
+    return (
+        lambda step, values: package.log_metrics({k.replace("/", "."): v for k, v in values.items()}, step=step)
+    ), package.end_run
 
 
 def _missing(package: str, key: str) -> ConfigError:
-    return ConfigError(f"{package} is not installed", where=key,
-                       hint=f"pip install 'holmes-hpc[{package}]', or unset it")
+    return ConfigError(
+        f"{package} is not installed", where=key, hint=f"pip install 'holmes-hpc[{package}]', or unset it"
+    )

@@ -28,21 +28,31 @@ def peak_memory_bytes(cuda: bool) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def rank_row(loss_sum: float, loss_count: int, step_time_s: float, parts: Mapping[str, float],
-        nic: tuple[float, ...], memory: int) -> torch.Tensor:
+def rank_row(
+    loss_sum: float,
+    loss_count: int,
+    step_time_s: float,
+    parts: Mapping[str, float],
+    nic: tuple[float, ...],
+    memory: int,
+) -> torch.Tensor:
     """One rank's figures of one step. `loss_sum`: of its micro-batches, on the last stage's first TP rank, else 0."""
-    return torch.tensor([loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)],
-                        dtype=torch.float64)
+    return torch.tensor(
+        [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)], dtype=torch.float64
+    )
 
 
 def stage_breakdown(plan: Plan, rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
     """Per stage the mean over its ranks, in seconds; the parts add up to the step's time."""
-    return [{part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
-            for ranks in plan.parallel.stage_ranks]
+    return [
+        {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
+        for ranks in plan.parallel.stage_ranks
+    ]
 
 
-def metrics_line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float,
-                 more: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_line(
+    plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float, more: Mapping[str, Any]
+) -> dict[str, Any]:
     """A line of metrics.jsonl (its fields: holmes_hpc/records/metrics.py) from every rank's row; not rounded."""
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
@@ -50,15 +60,22 @@ def metrics_line(plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: f
     samples_per_s = plan.batch.global_size / step_time_s
     per_gpu = 1e12 * plan.world_size * step_time_s
     return {
-        "step": step, "time": when, "step_time_s": step_time_s,
-        "loss": losses / count if count else math.nan, **more,
-        "tokens_per_s": samples_per_s * plan.batch.sequence_length, "samples_per_s": samples_per_s,
+        "step": step,
+        "time": when,
+        "step_time_s": step_time_s,
+        "loss": losses / count if count else math.nan,
+        **more,
+        "tokens_per_s": samples_per_s * plan.batch.sequence_length,
+        "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
-        "hardware_tflops_per_gpu":
-            hardware_flops_per_step(plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute) / per_gpu,
+        "hardware_tflops_per_gpu": hardware_flops_per_step(
+            plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
+        )
+        / per_gpu,
         "breakdown": stage_breakdown(plan, rows),
         "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
-        "peak_memory_bytes": [int(r[_MEMORY]) for r in rows]}
+        "peak_memory_bytes": [int(r[_MEMORY]) for r in rows],
+    }
 
 
 def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
@@ -75,8 +92,9 @@ def part_by_rank(rows: list[torch.Tensor], part: str) -> list[float]:
 class Gathering:
     """Rows of one step on their way to rank 0."""
 
-    def __init__(self, own: torch.Tensor, rank: int, world_size: int, group: Any, step: int, more: Mapping[str, Any],
-                 ) -> None:
+    def __init__(
+        self, own: torch.Tensor, rank: int, world_size: int, group: Any, step: int, more: Mapping[str, Any]
+    ) -> None:
         self.step, self.more, self.when = step, dict(more), time.time()
         self._own = own
         self.rows = [torch.empty_like(own) for _ in range(world_size)] if rank == 0 else None

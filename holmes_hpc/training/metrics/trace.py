@@ -37,10 +37,21 @@ class Trace:
 
     def write(self, step: int) -> None:
         """Write what happened since the last call as step `step`. RunFailed when the disk is full."""
-        lines = [json.dumps({
-            "step": step, "stage": self._stage, "kind": event.kind, "micro_batch": event.micro_batch,
-            "chunk": event.chunk, "start_s": round(event.start, 6), "end_s": round(event.end, 6), "held": event.held})
-            for event in self._take()]
+        lines = [
+            json.dumps(
+                {
+                    "step": step,
+                    "stage": self._stage,
+                    "kind": event.kind,
+                    "micro_batch": event.micro_batch,
+                    "chunk": event.chunk,
+                    "start_s": round(event.start, 6),
+                    "end_s": round(event.end, 6),
+                    "held": event.held,
+                }
+            )
+            for event in self._take()
+        ]
         if lines:
             append_line(self._path, "\n".join(lines))
 
@@ -60,8 +71,9 @@ class TracedTimers:
 
     def __init__(self, timers: Any, trace: Trace, passes: Iterable[Pass]) -> None:
         self._timers, self._trace, self._passes = timers, trace, list(passes)
-        self._computing = {name: _TracedTimer(timers(name), self._computed)
-                           for name in ("forward-compute", "backward-compute")}
+        self._computing = {
+            name: _TracedTimer(timers(name), self._computed) for name in ("forward-compute", "backward-compute")
+        }
         self._at = self._held = 0
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:

@@ -27,33 +27,60 @@ class SdpaAttention(MegatronModule):
     """Stands where Megatron-Core's ``DotProductAttention`` does, with its arguments: the same function of queries, keys
     and values, but for rounding. `config.num_query_groups` below the number of heads: grouped queries."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
-                 attention_dropout: float | None = None, softmax_scale: float | None = None,
-                 cp_comm_type: str | None = None, pg_collection: Any = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
         super().__init__(config=config)
-        for name, wanted in (("softmax_type", "vanilla"), ("window_size", None),
-                             ("apply_query_key_layer_scaling", False), ("context_parallel_size", 1)):
+        for name, wanted in (
+            ("softmax_type", "vanilla"),
+            ("window_size", None),
+            ("apply_query_key_layer_scaling", False),
+            ("context_parallel_size", 1),
+        ):
             if getattr(config, name, wanted) != wanted:
                 raise ConfigError(f"torch's fused attention knows no {name}", where="model", hint="unset it")
         if attn_mask_type != AttnMaskType.causal:
-            raise ConfigError(f"torch's fused attention is causal here, not {attn_mask_type.name}", where="model",
-                              hint="use a decoder")
+            raise ConfigError(
+                f"torch's fused attention is causal here, not {attn_mask_type.name}",
+                where="model",
+                hint="use a decoder",
+            )
         self._scale = softmax_scale  # none: one over the root of the head's width
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-                attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
         """Queries (sequence, batch, heads, width), keys and values (sequence, batch, groups, width) of this rank to
         (sequence, batch, heads * width); `attention_mask`: samples.apart's, or None: causal."""
         if attention_bias is not None or packed_seq_params is not None:
-            raise ConfigError("torch's fused attention takes no bias or packed sequences here", where="model",
-                              hint="leave it to a mask")
+            raise ConfigError(
+                "torch's fused attention takes no bias or packed sequences here",
+                where="model",
+                hint="leave it to a mask",
+            )
         kept = None if attention_mask is None else ~attention_mask  # Megatron-Core's says what is left out
         dropout = self._dropout if self.training else 0.0
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with self._random_numbers(dropout):
-            context = F.scaled_dot_product_attention(q, k, v, kept, dropout, kept is None, scale=self._scale,
-                                                     enable_gqa=key.size(2) < query.size(2))
+            context = F.scaled_dot_product_attention(
+                q, k, v, kept, dropout, kept is None, scale=self._scale, enable_gqa=key.size(2) < query.size(2)
+            )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:
@@ -64,8 +91,11 @@ class SdpaAttention(MegatronModule):
 def refuse_apart(document_end: int | None, cuda: bool) -> None:
     """Raise ConfigError where documents are to be kept apart and the attention takes no mask."""
     if document_end is not None and cuda and has_transformer_engine():
-        raise ConfigError("Transformer Engine's attention, as it is set up here, takes no mask", where="data.documents",
-                          hint="use data.documents=joined, or an environment without Transformer Engine")
+        raise ConfigError(
+            "Transformer Engine's attention, as it is set up here, takes no mask",
+            where="data.documents",
+            hint="use data.documents=joined, or an environment without Transformer Engine",
+        )
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -76,12 +106,19 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
     if device.type != "cuda" or not counted_on or has_transformer_engine():
         return
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
-    heads = torch.empty(1, m.heads // tp, plan.batch.sequence_length, m.head_width, dtype=dtype, device=device,
-                        requires_grad=True)
+    heads = torch.empty(
+        1, m.heads // tp, plan.batch.sequence_length, m.head_width, dtype=dtype, device=device, requires_grad=True
+    )
     asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
-    kernels = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention,
-               torch.backends.cuda.can_use_cudnn_attention)
+    kernels = (
+        torch.backends.cuda.can_use_flash_attention,
+        torch.backends.cuda.can_use_efficient_attention,
+        torch.backends.cuda.can_use_cudnn_attention,
+    )
     if not any(can_use(asked) for can_use in kernels):
-        raise PlanError(f"the plan counts on fused attention, and torch has none here for heads {m.head_width} wide in "
-                        f"{str(dtype).removeprefix('torch.')}", where=f"GPU of rank {rank}",
-                        hint="install Transformer Engine, or plan with gpu: {attention: unfused} in the site file")
+        raise PlanError(
+            f"the plan counts on fused attention, and torch has none here for heads {m.head_width} wide in "
+            f"{str(dtype).removeprefix('torch.')}",
+            where=f"GPU of rank {rank}",
+            hint="install Transformer Engine, or plan with gpu: {attention: unfused} in the site file",
+        )

@@ -29,8 +29,7 @@ INIT_STD = 0.02
 
 def layout(plan: Plan) -> list[list[str]]:
     """What every pipeline stage holds, chunk after chunk, as Megatron-Core's pipeline_model_parallel_layout."""
-    rows = [["decoder"] * stage.chunks[chunk]
-            for chunk in range(plan.parallel.virtual_stages) for stage in plan.stages]
+    rows = [["decoder"] * stage.chunks[chunk] for chunk in range(plan.parallel.virtual_stages) for stage in plan.stages]
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")
     return rows
@@ -49,8 +48,9 @@ def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
     return DTYPES[name]
 
 
-def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None,
-                       stage: int = 0) -> TransformerConfig:
+def transformer_config(
+    plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None, stage: int = 0
+) -> TransformerConfig:
     """Megatron-Core's configuration for a rank of `stage` of `plan`. Everything that compiles kernels is on for CUDA
     only. `fp8`: the recipe of Transformer Engine, which has been checked to be there."""
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
@@ -61,23 +61,46 @@ def transformer_config(plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str |
     elif plan.recompute == "full":
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, num_query_groups=m.kv_heads,
-        ffn_hidden_size=m.ffn, gated_linear_unit=m.swiglu, activation_func=_activation(m),
-        kv_channels=m.head_width, qk_layernorm=m.qk_norm, add_qkv_bias=m.bias or m.qkv_bias,
-        normalization="RMSNorm" if m.rmsnorm else "LayerNorm", layernorm_epsilon=m.norm_eps, add_bias_linear=m.bias,
-        hidden_dropout=m.dropout, attention_dropout=m.dropout, init_method_std=INIT_STD,
-        params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=p.pp,
+        num_layers=m.layers,
+        hidden_size=m.hidden,
+        num_attention_heads=m.heads,
+        num_query_groups=m.kv_heads,
+        ffn_hidden_size=m.ffn,
+        gated_linear_unit=m.swiglu,
+        activation_func=_activation(m),
+        kv_channels=m.head_width,
+        qk_layernorm=m.qk_norm,
+        add_qkv_bias=m.bias or m.qkv_bias,
+        normalization="RMSNorm" if m.rmsnorm else "LayerNorm",
+        layernorm_epsilon=m.norm_eps,
+        add_bias_linear=m.bias,
+        hidden_dropout=m.dropout,
+        attention_dropout=m.dropout,
+        init_method_std=INIT_STD,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
         pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]
-        pipeline_dtype=dtype, sequence_parallel=p.sequence_parallel and tp > 1, deallocate_pipeline_outputs=True,
-        overlap_p2p_comm=p.virtual_stages > 1, batch_p2p_comm=p.virtual_stages == 1,
+        pipeline_dtype=dtype,
+        sequence_parallel=p.sequence_parallel and tp > 1,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=p.virtual_stages > 1,
+        batch_p2p_comm=p.virtual_stages == 1,
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
-        bias_dropout_fusion=cuda, masked_softmax_fusion=False,
+        bias_dropout_fusion=cuda,
+        masked_softmax_fusion=False,
         # Megatron-Core's output layer needs Apex's kernel for it, its other layers Transformer Engine's
         gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        cross_entropy_loss_fusion=te, cross_entropy_fusion_impl="te" if te else "native",
-        apply_rope_fusion=te and m.rope, attention_softmax_in_fp32=True, timers=timers, **more)
+        cross_entropy_loss_fusion=te,
+        cross_entropy_fusion_impl="te" if te else "native",
+        apply_rope_fusion=te and m.rope,
+        attention_softmax_in_fp32=True,
+        timers=timers,
+        **more,
+    )
 
 
 def _activation(spec: ModelSpec) -> Callable[..., torch.Tensor]:
@@ -126,10 +149,16 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=virtual)
         model = GPTModel(
-            config, block_spec(m, config, device.type == "cuda", virtual), vocab_size=vocabulary,
-            max_sequence_length=m.max_positions, pre_process=first, post_process=last,
+            config,
+            block_spec(m, config, device.type == "cuda", virtual),
+            vocab_size=vocabulary,
+            max_sequence_length=m.max_positions,
+            pre_process=first,
+            post_process=last,
             share_embeddings_and_output_weights=m.tied,
-            position_embedding_type="rope" if m.rope else "learned_absolute", vp_stage=virtual)
+            position_embedding_type="rope" if m.rope else "learned_absolute",
+            vp_stage=virtual,
+        )
         if m.rope:
             model.rotary_pos_emb.inv_freq = rotary_frequencies(m).to(model.rotary_pos_emb.inv_freq.device)
         if last:

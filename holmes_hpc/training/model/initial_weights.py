@@ -27,8 +27,8 @@ def normal(seed: int, name: str, rows: torch.Tensor, columns: torch.Tensor, widt
     drawn = torch.empty((rows.numel(), columns.numel()), dtype=torch.float32, device=rows.device)
     step = max(1, _BLOCK // columns.numel())
     for first in range(0, rows.numel(), step):
-        index = rows[first:first + step, None] * width + columns[None, :]
-        drawn[first:first + step] = _sum_of_uniforms(index, key)
+        index = rows[first : first + step, None] * width + columns[None, :]
+        drawn[first : first + step] = _sum_of_uniforms(index, key)
     return drawn.mul_(std / 65536)
 
 

@@ -27,8 +27,11 @@ def _for_a_reader(record: logging.LogRecord) -> bool:
 
 def quiet() -> None:
     """Keep what is for programmers out of the ranks' logs."""
-    for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel",
-                 "dist_checkpointing.strategies.torch"):
+    for name in (
+        "models.gpt.gpt_model",
+        "distributed.distributed_data_parallel",
+        "dist_checkpointing.strategies.torch",
+    ):
         logging.getLogger(f"megatron.core.{name}").addFilter(_for_a_reader)
 
 
@@ -48,8 +51,15 @@ def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, An
     Later versions write with NVRx unless told not to: that
     package is another dependency, and its writer outlives a rank that is killed."""
     own_writer = {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
-    return dist_checkpointing.save(state, os.fspath(path), strategy, async_sharded_save=True, content_metadata=content,
-                                   validate_access_integrity=alike, **own_writer)
+    return dist_checkpointing.save(
+        state,
+        os.fspath(path),
+        strategy,
+        async_sharded_save=True,
+        content_metadata=content,
+        validate_access_integrity=alike,
+        **own_writer,
+    )
 
 
 def load(state: dict[str, Any], path: Path, alike: bool) -> dict[str, Any]:

@@ -54,17 +54,25 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     overlap = train.overlap_grad_reduce and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     overlap = overlap and (not isinstance(p, Widths) or p.in_turn)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
         overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
-        bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES), check_for_nan_in_grad=False)
+        bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES),
+        check_for_nan_in_grad=False,
+    )
     wrapped = []
     for index, chunk in enumerate(chunks):
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
         # Megatron's own default for interleaved stages: later chunks reduce under the first one's computing
-        made = DistributedDataParallel(_summing(config) if isinstance(p, Widths) else config, ddp, inner,
-                                       disable_bucketing=index > 0, pg_collection=groups_for_ddp())
+        made = DistributedDataParallel(
+            _summing(config) if isinstance(p, Widths) else config,
+            ddp,
+            inner,
+            disable_bucketing=index > 0,
+            pg_collection=groups_for_ddp(),
+        )
         made.config = config
         wrapped.append(made)
     return wrapped
@@ -78,27 +86,54 @@ def _summing(config: Any) -> Any:
     return own
 
 
-def build(models: list[DistributedDataParallel], config: Any, plan: Plan, train: TrainConfig,
-          breakdown: Breakdown, tied_group: Any = None) -> Any:
+def build(
+    models: list[DistributedDataParallel],
+    config: Any,
+    plan: Plan,
+    train: TrainConfig,
+    breakdown: Breakdown,
+    tied_group: Any = None,
+) -> Any:
     """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon (whose
     packages have been checked to be there); `config` learns what the schedules need of it. `tied_group`: of
     :class:`Groups`, where stages have unequal widths."""
     ddp = models[0].ddp_config
     if train.optimizer == "muon" and plan.parallel.distributed_optimizer:
-        raise ConfigError("the plan shares the optimizer out, as Megatron-Core's Muon cannot be",
-                          where="train.optimizer", hint="plan with plan.distributed_optimizer=false")
+        raise ConfigError(
+            "the plan shares the optimizer out, as Megatron-Core's Muon cannot be",
+            where="train.optimizer",
+            hint="plan with plan.distributed_optimizer=false",
+        )
     # whole matrices are made orthogonal, whatever TP cuts them into: each part by itself would be another optimizer; by
     # products in the weights' own type, where Megatron-Core's default is bf16
-    muon: dict[str, Any] = {} if train.optimizer != "muon" else {
-        "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer=train.optimizer, lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay,
-        adam_beta1=train.beta1, adam_beta2=train.beta2, adam_eps=train.eps, clip_grad=train.clip_grad,
-        bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
-        use_distributed_optimizer=plan.parallel.distributed_optimizer,
-        overlap_param_gather=ddp.overlap_param_gather, timers=breakdown, **muon), list(models))
-    config.finalize_model_grads_func = (finalize_model_grads if not isinstance(plan.parallel, Widths)
-                                        else FinalizeWithTied(tied_group))
+    muon: dict[str, Any] = (
+        {}
+        if train.optimizer != "muon"
+        else {"muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=train.optimizer,
+            lr=train.lr,
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.beta1,
+            adam_beta2=train.beta2,
+            adam_eps=train.eps,
+            clip_grad=train.clip_grad,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=plan.parallel.distributed_optimizer,
+            overlap_param_gather=ddp.overlap_param_gather,
+            timers=breakdown,
+            **muon,
+        ),
+        list(models),
+    )
+    config.finalize_model_grads_func = (
+        finalize_model_grads if not isinstance(plan.parallel, Widths) else FinalizeWithTied(tied_group)
+    )
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
     if len(models) == 1 and config.no_sync_func:
@@ -126,8 +161,9 @@ def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: b
     elif not all(map(math.isfinite, losses)):
         wrong = f"the loss is {next(loss for loss in losses if not math.isfinite(loss))}"
     if wrong:
-        raise RunFailed(wrong, where=f"step {step}",
-                        hint="lower train.lr, or resume from an earlier checkpoint with other data")
+        raise RunFailed(
+            wrong, where=f"step {step}", hint="lower train.lr, or resume from an earlier checkpoint with other data"
+        )
 
 
 def _least_scale(optimizer: Any) -> bool:

@@ -11,8 +11,11 @@ from megatron.core import tensor_parallel
 
 def generators() -> dict[str, Any]:
     """The host's, the device's, and those that Megatron-Core keeps beside it."""
-    return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(),
-            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
 
 
 def set_generators(states: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ def checksum(parameter: torch.Tensor, before: int = 0) -> torch.Tensor:
     bits = parameter.detach().contiguous().view(-1).view(_BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
     for first in range(0, bits.numel(), _BLOCK):
-        block = bits[first:first + _BLOCK].to(torch.int64)
+        block = bits[first : first + _BLOCK].to(torch.int64)
         place = torch.arange(before + first, before + first + block.numel(), device=block.device)
         total += hash64(place, block).sum()
     return total
@@ -42,12 +42,17 @@ def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | Non
     """
     held = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
     _compare(held, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    _compare({name: p for name, p in held.items() if not getattr(p, "tensor_model_parallel", False)},
-             parallel_state.get_tensor_model_parallel_group())
+    _compare(
+        {name: p for name, p in held.items() if not getattr(p, "tensor_model_parallel", False)},
+        parallel_state.get_tensor_model_parallel_group(),
+    )
     if tied_group is not None:
         _compare_whole(next(c for c in chunks if c.pre_process or c.post_process), tied_group)
-    elif (tied and parallel_state.is_rank_in_embedding_group()
-          and dist.get_world_size(parallel_state.get_embedding_group()) > 1):
+    elif (
+        tied
+        and parallel_state.is_rank_in_embedding_group()
+        and dist.get_world_size(parallel_state.get_embedding_group()) > 1
+    ):
         end = next(c for c in chunks if c.pre_process or c.post_process)
         _compare({"the tied embedding": end.shared_embedding_or_output_weight()}, parallel_state.get_embedding_group())
 
@@ -71,8 +76,12 @@ def _compare_rows(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) ->
     rows = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(rows, own, group=group)
     for found in differences(dict(zip(ranks, (row.tolist() for row in rows), strict=True)), list(held)):
-        raise RunFailed(found, where="weights", hint="replicas must start alike: resume from another checkpoint; "
-                        "if this was a start, report it, with the kinds of GPUs")
+        raise RunFailed(
+            found,
+            where="weights",
+            hint="replicas must start alike: resume from another checkpoint; "
+            "if this was a start, report it, with the kinds of GPUs",
+        )
 
 
 def differences(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
@@ -83,5 +92,7 @@ def differences(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iter
         if len(counted) > 1:
             usual, _ = counted.most_common(1)[0]
             others = [rank for rank, row in rows.items() if row[at] != usual]
-            yield f"{name} of rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} is not that of the ranks " \
-                  f"that should hold the same"
+            yield (
+                f"{name} of rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} is not that of the ranks "
+                f"that should hold the same"
+            )

@@ -34,8 +34,10 @@ def _sum(models: Sequence[Any], group: dist.ProcessGroup) -> None:
     wrapped = models[0] if gpt.inner(models[0]).pre_process else models[-1]
     weight = gpt.inner(wrapped).shared_embedding_or_output_weight()
     gradient = weight.main_grad.view(-1)
-    parts, part = (parallel_state.get_tensor_model_parallel_world_size(),
-                   parallel_state.get_tensor_model_parallel_rank())
+    parts, part = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     whole = torch.zeros(parts, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
     first, end = reduced_here(wrapped, weight)
     whole[part, first:end] = gradient[first:end]

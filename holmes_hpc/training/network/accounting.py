@@ -32,10 +32,15 @@ def expected(loads: Iterable[Load], header_factor: float = 1.0) -> dict[str, dic
     return totals
 
 
-def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load], header_factor: float = 1.0,
-                names: Mapping[str, Mapping[str, str]] | None = None, tolerance: float = TOLERANCE,
-                floor_bytes: float = FLOOR_BYTES, own: Mapping[str, Mapping[str, float]] | None = None,
-                ) -> list[Finding]:
+def audit_bytes(
+    counted: Mapping[str, Mapping[str, float]],
+    loads: Iterable[Load],
+    header_factor: float = 1.0,
+    names: Mapping[str, Mapping[str, str]] | None = None,
+    tolerance: float = TOLERANCE,
+    floor_bytes: float = FLOOR_BYTES,
+    own: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[Finding]:
     """An error for every NIC that sends more than it should, with the group the surplus probably comes from: the one
     that sends about as much less on another kind of NIC of that node. A warning where it is not this run's.
 
@@ -50,10 +55,16 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
     found: list[Finding] = []
     for node, kinds in counted.items():
         plan = planned.get(node, {})
-        surplus = {k: sent - plan.get(k, 0.0) for k, sent in kinds.items()
-                   if sent - plan.get(k, 0.0) > tolerance * plan.get(k, 0.0) + floor_bytes}
-        lacking = {k: want - kinds.get(k, 0.0) for k, want in plan.items()
-                   if want - kinds.get(k, 0.0) > tolerance * want + floor_bytes}
+        surplus = {
+            k: sent - plan.get(k, 0.0)
+            for k, sent in kinds.items()
+            if sent - plan.get(k, 0.0) > tolerance * plan.get(k, 0.0) + floor_bytes
+        }
+        lacking = {
+            k: want - kinds.get(k, 0.0)
+            for k, want in plan.items()
+            if want - kinds.get(k, 0.0) > tolerance * want + floor_bytes
+        }
         if surplus.get("other", 0.0) < 0.5 * min(lacking.values(), default=math.inf):
             surplus.pop("other", None)
         for kind, extra in surplus.items():
@@ -61,22 +72,31 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
             ours = own.get(node, {}).get(kind, 0.0)
             anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
             group = None if anothers else _culprit(node, extra, lacking, loads, header_factor)
-            what = (f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
-                    f"{plan.get(kind, 0.0) / 1e6:.1f} MB")
+            what = (
+                f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
+                f"{plan.get(kind, 0.0) / 1e6:.1f} MB"
+            )
             if group is not None:
                 what += f": probably group {group.label}, which belongs on {group.kind}"
             if group is None:  # all that this run sends is where it belongs
                 said = f"this run's own connections sent {ours / 1e6:.1f} MB of it" if ours else ""
-                why = ("the rest is another job's, or a service's" if anothers else
-                       "none of this run's groups sends less than planned"
-                       + ("" if ours else ": probably another job's, or a service's"))
+                why = (
+                    "the rest is another job's, or a service's"
+                    if anothers
+                    else "none of this run's groups sends less than planned"
+                    + ("" if ours else ": probably another job's, or a service's")
+                )
                 what += "".join(f", {words}" for words in (said, why) if words)
-                hint = (f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
-                        "slurm.exclusive=true, keeps others away")
+                hint = (
+                    f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
+                    "slurm.exclusive=true, keeps others away"
+                )
                 found.append(Finding("warning", f"node {node}", what, hint, node, nic))
                 continue
-            hint = (f"see that the {group.kind} NIC of {node} is up and has its address (holmes "
-                    "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it")
+            hint = (
+                f"see that the {group.kind} NIC of {node} is up and has its address (holmes "
+                "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it"
+            )
             found.append(Finding("error", f"node {node}", what, hint, node, nic))
         if not surplus:
             for kind, missing in lacking.items():
@@ -87,8 +107,9 @@ def audit_bytes(counted: Mapping[str, Mapping[str, float]], loads: Iterable[Load
     return found
 
 
-def _culprit(node: str, extra: float, lacking: Mapping[str, float], loads: Iterable[Load],
-             header_factor: float) -> Load | None:
+def _culprit(
+    node: str, extra: float, lacking: Mapping[str, float], loads: Iterable[Load], header_factor: float
+) -> Load | None:
     """The group of this node whose bytes, missing on their own kind of NIC, are nearest to the surplus."""
     sums: dict[tuple[str, str], float] = {}
     for load in loads:
@@ -115,6 +136,14 @@ def nic_faults(interfaces: Iterable[str], node: str = "", sysfs: Path = Path("/s
             state = "gone"
         if state not in ("up", "unknown", "dormant") and not state.endswith(": ACTIVE"):
             hint = "see its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
-            found.append(Finding("error", f"node {node}" if node else "this node", f"NIC {name} went down ({state})",
-                                 f"{hint}, then `holmes resume`", node, name))
+            found.append(
+                Finding(
+                    "error",
+                    f"node {node}" if node else "this node",
+                    f"NIC {name} went down ({state})",
+                    f"{hint}, then `holmes resume`",
+                    node,
+                    name,
+                )
+            )
     return found

@@ -132,7 +132,7 @@ class Gate:
         if not data or len(visitor.said) > _GREETING:
             self._leave(visitor)
         elif len(visitor.said) == _GREETING:
-            theirs, port = visitor.said[:_NONCE], visitor.said[_NONCE:_NONCE + 2]
+            theirs, port = visitor.said[:_NONCE], visitor.said[_NONCE : _NONCE + 2]
             want = _mac(self.secret, b"rank", visitor.nonce, theirs, port, visitor.address, packed(self.address))
             if hmac.compare_digest(want, visitor.said[-_MAC:]):
                 self._waiting.append((visitor, theirs, int.from_bytes(port, "big")))
@@ -261,8 +261,7 @@ class Relay:
     def _is_own(self, peer: tuple[str, int]) -> bool:
         theirs, here = end_of(*peer), end_of(self.address, self.port)
         own = own_inodes()
-        return any(inode in own for inode, local, remote in connections()
-                   if local == theirs and remote == here)
+        return any(inode in own for inode, local, remote in connections() if local == theirs and remote == here)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -29,9 +29,11 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.
     """
     if isinstance(plan.parallel, Widths):
-        return [Load(nodes[rank], str(group.transport.nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
-                for group, rank, amount in Unequal.of(plan, Costs(dtype=dtype)).sent(plan)
-                if group.transport.nic is not None and (group.transport.nic.verbs or not group.transport.nic.rdma)]
+        return [
+            Load(nodes[rank], str(group.transport.nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
+            for group, rank, amount in Unequal.of(plan, Costs(dtype=dtype)).sent(plan)
+            if group.transport.nic is not None and (group.transport.nic.verbs or not group.transport.nic.rdma)
+        ]
     layout = Layout.of(plan, Costs(dtype=dtype))
     count = parameters(layout, layer_array(plan))[0].sum(axis=1)
     found = []
@@ -45,8 +47,9 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     return found
 
 
-def _sent(layout: Layout, plan: Plan, group: GroupTransport, count: Any, nodes: Sequence[str],
-          ) -> Iterator[tuple[int, float]]:
+def _sent(
+    layout: Layout, plan: Plan, group: GroupTransport, count: Any, nodes: Sequence[str]
+) -> Iterator[tuple[int, float]]:
     """Ranks whose node sends for this group, and how many bytes."""
     p, ranks = layout.parallel, group.ranks
     component = plan.components[plan.component_of(ranks[0])]
@@ -67,8 +70,11 @@ def _sent(layout: Layout, plan: Plan, group: GroupTransport, count: Any, nodes: 
         n, parameters_here = len(ranks), float(count[group.stages[0]])
         gradients = parameters_here * layout.costs.gradient_size(gpu)
         weights = parameters_here * layout.costs.weight_bytes(gpu)
-        amount = (how.reduce_scatter * gradients + how.all_gather * weights if p.distributed_optimizer
-                  else how.all_reduce * gradients)
+        amount = (
+            how.reduce_scatter * gradients + how.all_gather * weights
+            if p.distributed_optimizer
+            else how.all_reduce * gradients
+        )
         first_ranks = {nodes[rank]: rank for rank in reversed(ranks)}  # a ring leaves each of its nodes once
         for rank in first_ranks.values():
             yield rank, amount * (n - 1) / n
@@ -85,18 +91,36 @@ class Audit:
     `factors`: fabric or ``ethernet`` -> bytes on the wire per byte of payload.
     """
 
-    def __init__(self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float],
-                 dtype: str | None = None) -> None:
+    def __init__(
+        self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None = None
+    ) -> None:
         self._nodes = [n.node for n in nodes]
         self._kinds = [str(plan.site.fabric(n.fabric).nic) for n in nodes]
         fabrics = dict(zip(self._nodes, (n.fabric for n in nodes), strict=True))
-        self._factors = {n.node: {"ethernet": factors.get("ethernet", 1.0), rdma: factors.get(n.fabric, 1.0)}
-                         for n, rdma in zip(nodes, self._kinds, strict=True)}
-        self._loads = [Load(x.node, x.kind, x.label, x.bytes * factors.get(
-            "ethernet" if x.kind == "ethernet" else fabrics[x.node], 1.0)) for x in loads(plan, self._nodes, dtype)]
-        self._names = {n.node: {"other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
-                                **{kind: n.interfaces[of][0] for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
-                                   if of in n.interfaces}} for n, rdma in zip(nodes, self._kinds, strict=True)}
+        self._factors = {
+            n.node: {"ethernet": factors.get("ethernet", 1.0), rdma: factors.get(n.fabric, 1.0)}
+            for n, rdma in zip(nodes, self._kinds, strict=True)
+        }
+        self._loads = [
+            Load(
+                x.node,
+                x.kind,
+                x.label,
+                x.bytes * factors.get("ethernet" if x.kind == "ethernet" else fabrics[x.node], 1.0),
+            )
+            for x in loads(plan, self._nodes, dtype)
+        ]
+        self._names = {
+            n.node: {
+                "other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
+                **{
+                    kind: n.interfaces[of][0]
+                    for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
+                    if of in n.interfaces
+                },
+            }
+            for n, rdma in zip(nodes, self._kinds, strict=True)
+        }
         self._sums: dict[str, dict[str, float]] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._warm, self._steps = False, 0
@@ -118,8 +142,10 @@ class Audit:
                 owns[kind] = owns.get(kind, 0.0) + sent * self._factors[node][kind]
         if self._steps < EVERY_STEPS:
             return []
-        counted, own = ({node: {kind: sent / self._steps for kind, sent in kinds.items()}
-                         for node, kinds in sums.items()} for sums in (self._sums, self._own))
+        counted, own = (
+            {node: {kind: sent / self._steps for kind, sent in kinds.items()} for node, kinds in sums.items()}
+            for sums in (self._sums, self._own)
+        )
         found = audit_bytes(counted, self._loads, names=self._names, own=own)
         self._sums, self._own, self._steps = {}, {}, 0
         new = [f for f in found if (f.node, f.nic) not in self._said]
@@ -130,8 +156,10 @@ class Audit:
 def nics_in_use(node: NodeTransports) -> list[str]:
     """Kernel interfaces and RDMA ports that carry this node's groups, as :func:`nic_faults` names them."""
     ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=")
-    return [*(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
-            *(ports.split(",") if ports else [])]
+    return [
+        *(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
+        *(ports.split(",") if ports else []),
+    ]
 
 
 def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:

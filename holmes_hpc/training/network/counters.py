@@ -63,8 +63,9 @@ def by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str
         storage = nic.type is NicType.ROCE and bool(ports) and nic.name not in owners
         kinds[nic.name] = str(nic.type) if nic.role == "data" and not storage else "other"
     best = candidates(nics, NicType.ETHERNET)  # sockets may go over a RoCE NIC, or a management port
-    if best and (kinds.get(best[0].name) == "other" or any(p.name in counters for p in ports)
-                 or nics.sockets is not None):
+    if best and (
+        kinds.get(best[0].name) == "other" or any(p.name in counters for p in ports) or nics.sockets is not None
+    ):
         kinds[best[0].name] = "ethernet"  # a RoCE port counts RDMA, its interface what the kernel sends
     kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
     totals: dict[str, tuple[int, int]] = {}

@@ -1,5 +1,4 @@
-"""A listening socket that lets in chosen addresses and ports alone: the kernel drops what else comes (a socket filter).
-"""
+"""A listening socket that lets in chosen addresses and ports alone: a socket filter drops what else comes."""
 
 from __future__ import annotations
 
@@ -31,8 +30,10 @@ def filter_program(admitted: list[tuple[bytes, int]]) -> bytes:
     for address, port in admitted:
         at = 12 if len(address) == 4 else 8
         words = struct.unpack(f">{len(address) // 4}I", address)
-        tests = [(_LOAD_HALF, 0, port),
-                 *((_LOAD_WORD, _NETWORK_HEADER + at + 4 * i, word) for i, word in enumerate(words))]
+        tests = [
+            (_LOAD_HALF, 0, port),
+            *((_LOAD_WORD, _NETWORK_HEADER + at + 4 * i, word) for i, word in enumerate(words)),
+        ]
         for index, (load, offset, value) in enumerate(tests):
             to_next = 2 * (len(tests) - index - 1) + 1  # over the other tests and the return
             code += [struct.pack("HBBI", load, 0, 0, offset), struct.pack("HBBI", _JUMP_EQUAL, 0, to_next, value)]
@@ -116,6 +117,8 @@ def connections() -> list[tuple[int, str, str]]:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             rows = Path("/proc/self/net", name).read_text(encoding="ascii").splitlines()[1:]
-            found += [(int(cells[9]), cells[1].removeprefix(_MAPPED), cells[2].removeprefix(_MAPPED))
-                      for cells in (row.split() for row in rows)]
+            found += [
+                (int(cells[9]), cells[1].removeprefix(_MAPPED), cells[2].removeprefix(_MAPPED))
+                for cells in (row.split() for row in rows)
+            ]
     return found

@@ -53,8 +53,11 @@ class NodeTransports:
         try:
             return self.interfaces[transport.kind][0]
         except KeyError:
-            raise NetworkError(f"no interface for {transport}", where=f"node {self.node}",
-                               hint="compare the plan's fabrics with `holmes probe` on this node") from None
+            raise NetworkError(
+                f"no interface for {transport}",
+                where=f"node {self.node}",
+                hint="compare the plan's fabrics with `holmes probe` on this node",
+            ) from None
 
     def nic(self, name: str | None) -> str:
         """What carries a group here, for the record: an interface stands for itself, one of NCCL's networks for the
@@ -70,16 +73,29 @@ class NodeTransports:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the store and the run's record."""
-        return {"node": self.node, "fabric": self.fabric, "one_host": self.one_host,
-                "interfaces": {k: list(v) for k, v in self.interfaces.items()},
-                "environment": dict(self.environment), "defaults": dict(self.defaults), "network": self.network,
-                "notes": list(self.notes)}
+        return {
+            "node": self.node,
+            "fabric": self.fabric,
+            "one_host": self.one_host,
+            "interfaces": {k: list(v) for k, v in self.interfaces.items()},
+            "environment": dict(self.environment),
+            "defaults": dict(self.defaults),
+            "network": self.network,
+            "notes": list(self.notes),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NodeTransports:
-        return cls(data["node"], data["fabric"], {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
-                   dict(data["environment"]), data["one_host"], dict(data["defaults"]), data["network"],
-                   tuple(data["notes"]))
+        return cls(
+            data["node"],
+            data["fabric"],
+            {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
+            dict(data["environment"]),
+            data["one_host"],
+            dict(data["defaults"]),
+            data["network"],
+            tuple(data["notes"]),
+        )
 
 
 def kinds_of(plan: Plan, rank: int) -> set[str]:
@@ -133,11 +149,16 @@ def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:
     if nics.ports or not nic.verbs:
         return []
     if not nics.verbs:
-        raise SiteError(f"no {nic} device: there is neither /sys/class/infiniband nor /dev/infiniband/uverbs*",
-                        where=f"node {node}", hint="load the driver; start a container with /dev/infiniband in it")
+        raise SiteError(
+            f"no {nic} device: there is neither /sys/class/infiniband nor /dev/infiniband/uverbs*",
+            where=f"node {node}",
+            hint="load the driver; start a container with /dev/infiniband in it",
+        )
     limited = f" among {', '.join(nics.hcas)}" if nics.hcas else ""
-    return [f"node {node}: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its {nic} ports"
-            f"{limited} itself; their state and their bytes are not seen here"]
+    return [
+        f"node {node}: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its {nic} ports"
+        f"{limited} itself; their state and their bytes are not seen here"
+    ]
 
 
 def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
@@ -149,8 +170,10 @@ def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
     fabric = plan.site.fabric(here.fabric)
     links = [plan.site.link(here.fabric, peer) for peer in peers if peer != here.fabric]
     rates = [link.gbps if link is not None and link.gbps is not None else fabric.ethernet_gbps for link in links]
-    if any(len({plan.places[r] for r in g.ranks if plan.places[r].fabric == here.fabric}) > 1 and senders & set(g.ranks)
-           for g in groups):
+    if any(
+        len({plan.places[r] for r in g.ranks if plan.places[r].fabric == here.fabric}) > 1 and senders & set(g.ranks)
+        for g in groups
+    ):
         rates.append(fabric.ethernet_gbps)  # to the fabric's other nodes
     return max(rates, default=fabric.ethernet_gbps), len(senders)
 
@@ -162,44 +185,59 @@ def _refuse_stand_in(nics: NodeNics, found: Nic, node: str) -> None:
         return
     for nic in candidates(nics, NicType.ETHERNET):
         slower = found.role == "data" and nic.gbps is not None and nic.gbps < (found.gbps or 0)
-        if (nic.role == "data" and nic.type is NicType.ETHERNET and not nic.up and nic.address is not None
-                and not slower):
-            raise SiteError(f"ethernet interface {nic.name} is down, and {found.name} is no substitute",
-                            where=f"node {node}", hint=f"ip link set {nic.name} up, or name the one that is meant: "
-                                                       f"ethernet: {found.name} (docs/nics.md)")
+        if (
+            nic.role == "data"
+            and nic.type is NicType.ETHERNET
+            and not nic.up
+            and nic.address is not None
+            and not slower
+        ):
+            raise SiteError(
+                f"ethernet interface {nic.name} is down, and {found.name} is no substitute",
+                where=f"node {node}",
+                hint=f"ip link set {nic.name} up, or name the one that is meant: ethernet: {found.name} (docs/nics.md)",
+            )
 
 
 def _has_interface(nics: NodeNics, nic: NicType) -> bool:
     return any(n.up and n.address is not None for n in candidates(nics, nic))
 
 
-def refuse(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
-           files: Sequence[Path] | None = None) -> list[Finding]:
+def refuse(
+    decision: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
+) -> list[Finding]:
     """Raise NetworkError for a variable or settings file that would change a group's network behind our back; warnings
     come back."""
     fast = decision.interfaces.get("rdma") or decision.interfaces.get("tcp")
-    found = nccl.refusals(environ, decision.environment, decision.node, files, fast[0] if fast else "",
-                          decision.network)
+    found = nccl.refusals(
+        environ, decision.environment, decision.node, files, fast[0] if fast else "", decision.network
+    )
     raise_errors(found)
     return found
 
 
-def remarks(decision: NodeTransports, environ: Mapping[str, str] = os.environ,
-            files: Sequence[Path] | None = None) -> list[str]:
+def remarks(
+    decision: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
+) -> list[str]:
     """Lines for the log: what was found and settled on this node, and which of the site's settings stay."""
-    return [*decision.notes, *(f"node {decision.node}: {line}" for line in
-                               nccl.kept(decision.defaults, environ, files)[1])]
+    return [
+        *decision.notes,
+        *(f"node {decision.node}: {line}" for line in nccl.kept(decision.defaults, environ, files)[1]),
+    ]
 
 
 def communication_groups(plan: Plan, nodes: Sequence[NodeTransports]) -> list[CommunicationGroup]:
     """The plan's groups as the check of links sees them: those that leave their node, over NICs with an address."""
-    return [CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
-            for g in plan.transports()
-            if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)]
+    return [
+        CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
+        for g in plan.transports()
+        if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)
+    ]
 
 
-def check_links(plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any,
-                token: str) -> list[Finding]:
+def check_links(
+    plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any, token: str
+) -> list[Finding]:
     """Every pair of nodes that must talk, tried and measured before the first group is made. Raises NetworkError, the
     same on all ranks; warnings come back on each node's first rank."""
     own = nodes[rank]
@@ -212,8 +250,16 @@ def check_links(plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[Node
     rates = {"tcp": fabric.ethernet_gbps, "rdma": fabric.rdma_gbps or fabric.ethernet_gbps}
     nics = {k: (i, a, rates[k]) for k, (i, a, _) in own.interfaces.items() if k in rates}
     ranks = [r for r, n in enumerate(nodes) if n.node == own.node]
-    return link_check.prove_links(store, own.node, list(dict.fromkeys(n.node for n in nodes)), own.fabric, ranks, nics,
-                                 communication_groups(plan, nodes), token)
+    return link_check.prove_links(
+        store,
+        own.node,
+        list(dict.fromkeys(n.node for n in nodes)),
+        own.fabric,
+        ranks,
+        nics,
+        communication_groups(plan, nodes),
+        token,
+    )
 
 
 def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
@@ -223,11 +269,17 @@ def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
     seen: dict[Any, str] = {}
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         if seen.setdefault(place, node.node) != node.node:
-            raise NetworkError(f"rank {rank} is planned on the node of its neighbours, {seen[place]}, and runs on "
-                               f"{node.node}", where="ranks", hint="start the plan's number of tasks on each node")
+            raise NetworkError(
+                f"rank {rank} is planned on the node of its neighbours, {seen[place]}, and runs on {node.node}",
+                where="ranks",
+                hint="start the plan's number of tasks on each node",
+            )
     if len(set(seen.values())) != len(seen):
-        raise NetworkError(f"{len(seen)} nodes are planned, {len(set(seen.values()))} are used", where="ranks",
-                           hint="start the plan's number of tasks on each node")
+        raise NetworkError(
+            f"{len(seen)} nodes are planned, {len(set(seen.values()))} are used",
+            where="ranks",
+            hint="start the plan's number of tasks on each node",
+        )
 
 
 def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = ()) -> None:
@@ -252,8 +304,11 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = 
             other = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
             if bad or other != node.node:
                 also = f", as {other} does" if other != node.node else ", which other nodes cannot reach"
-                raise NetworkError(f"it says that {interface} has address {address!r}{also}", where=where,
-                                   hint="give each node's NIC an address of its own (ip address)")
+                raise NetworkError(
+                    f"it says that {interface} has address {address!r}{also}",
+                    where=where,
+                    hint="give each node's NIC an address of its own (ip address)",
+                )
 
 
 def short(ranks: Sequence[int]) -> str:
@@ -267,15 +322,22 @@ def describe_group(kind: str, ranks: Sequence[int], transport: Transport) -> str
     return f"{kind} group of ranks {short(ranks)} ({transport})"
 
 
-def as_network_error(error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str,
-                     interface: str) -> HolmesError:
+def as_network_error(
+    error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str, interface: str
+) -> HolmesError:
     """What went wrong while a group was made, as one line with the group, its ranks and its transport."""
     if isinstance(error, HolmesError):
         return error
     text = " ".join(str(error).split())
-    hint = {"Unable to find address": f"give {interface} an IPv4 address and bring it up",
-            "unreachable": f"connect the networks of these ranks' nodes, or correct the address of {interface}",
-            }.get(next((w for w in ("Unable to find address", "unreachable") if w in text), ""),
-                  f"see whether all these ranks run and reach each other over {interface} (cable, subnet, firewall)")
-    return NetworkError(f"set-up on {interface} failed: {text[:300]}",
-                        where=f"{describe_group(kind, ranks, transport)} on node {node}", hint=hint)
+    hint = {
+        "Unable to find address": f"give {interface} an IPv4 address and bring it up",
+        "unreachable": f"connect the networks of these ranks' nodes, or correct the address of {interface}",
+    }.get(
+        next((w for w in ("Unable to find address", "unreachable") if w in text), ""),
+        f"see whether all these ranks run and reach each other over {interface} (cable, subnet, firewall)",
+    )
+    return NetworkError(
+        f"set-up on {interface} failed: {text[:300]}",
+        where=f"{describe_group(kind, ranks, transport)} on node {node}",
+        hint=hint,
+    )

@@ -67,8 +67,9 @@ def gather(store: KeyValue, name: str, node: str, nodes: Sequence[str], value: A
     except (RuntimeError, TimeoutError) as e:
         absent = [n for n in nodes if not store.check([f"{base}/{n}"])]
         who = f"nodes {compress(absent)} did not come" if absent else "the store did not answer"
-        raise NetworkError(f"{who} within {timeout_s:g} s", where=f"link check ({name})",
-                           hint="look at the logs of their ranks") from e
+        raise NetworkError(
+            f"{who} within {timeout_s:g} s", where=f"link check ({name})", hint="look at the logs of their ranks"
+        ) from e
     found: dict[str, Any] = json.loads(store.get(f"{base}/all"))
     if _GIVEN_UP in found:
         raise _as_error(found[_GIVEN_UP])
@@ -88,9 +89,17 @@ def _as_error(told: Mapping[str, str]) -> NetworkError:
     return NetworkError(told["what"], where=told["where"], hint=told["hint"])
 
 
-def prove_links(store: KeyValue, node: str, nodes: Sequence[str], fabric: str, ranks: Sequence[int],
-                nics: Mapping[str, tuple[str, str, float]], groups: Sequence[CommunicationGroup], token: str,
-                limits: Limits | None = None) -> list[Finding]:
+def prove_links(
+    store: KeyValue,
+    node: str,
+    nodes: Sequence[str],
+    fabric: str,
+    ranks: Sequence[int],
+    nics: Mapping[str, tuple[str, str, float]],
+    groups: Sequence[CommunicationGroup],
+    token: str,
+    limits: Limits | None = None,
+) -> list[Finding]:
     """One rank of each node calls this at the same time. Returns warnings; raises NetworkError on an error.
 
     `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> (interface, IPv4 address, declared Gb/s) of this node;
@@ -100,8 +109,12 @@ def prove_links(store: KeyValue, node: str, nodes: Sequence[str], fabric: str, r
     limits = limits or Limits()
     try:
         with LinkServer(node, token, {k: (i, a) for k, (i, a, _) in nics.items()}) as server:
-            info = NodeInformation(node, fabric, tuple(ranks), {
-                k: Endpoint(i, a, server.ports[k], gbps) for k, (i, a, gbps) in nics.items()})
+            info = NodeInformation(
+                node,
+                fabric,
+                tuple(ranks),
+                {k: Endpoint(i, a, server.ports[k], gbps) for k, (i, a, gbps) in nics.items()},
+            )
             found = _Check(store, info, nodes, groups, token, limits).run()
     except NetworkError as e:
         give_up(store, e)
@@ -116,16 +129,24 @@ def await_links(store: KeyValue, timeout_s: float = 60.0) -> None:
     try:
         store.wait([_DONE], timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
-        raise NetworkError(f"no outcome within {timeout_s:g} s", where="link check",
-                           hint="look at the log of each node's first rank") from e
+        raise NetworkError(
+            f"no outcome within {timeout_s:g} s", where="link check", hint="look at the log of each node's first rank"
+        ) from e
     error = json.loads(store.get(_DONE))
     if error is not None:
         raise _as_error(error)
 
 
 class _Check:
-    def __init__(self, store: KeyValue, own: NodeInformation, nodes: Sequence[str],
-                 groups: Sequence[CommunicationGroup], token: str, limits: Limits) -> None:
+    def __init__(
+        self,
+        store: KeyValue,
+        own: NodeInformation,
+        nodes: Sequence[str],
+        groups: Sequence[CommunicationGroup],
+        token: str,
+        limits: Limits,
+    ) -> None:
         self.store, self.own, self.nodes, self.groups = store, own, nodes, groups
         self.token, self.limits = token, limits
         self.node = own.node
@@ -179,9 +200,11 @@ class _Check:
                 self._gather(f"round-{number}", None)
         return LinkReport(self.node, (), tuple(measured))
 
-    def _sample(self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None,
-                ) -> list[tuple[NodeLink, float | None]]:
+    def _sample(
+        self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None
+    ) -> list[tuple[NodeLink, float | None]]:
         """One link; where it is slow, once more, and a third node's, to tell the sender's fault from the receiver's."""
+
         def measure(to: str, seconds: float) -> float | None:
             return sample(self._source(link.kind), by_node[to].nics[link.kind], self.token, seconds)
 

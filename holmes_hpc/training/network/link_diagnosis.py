@@ -42,13 +42,18 @@ class NodeInformation:
     nics: Mapping[str, Endpoint]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"node": self.node, "fabric": self.fabric, "ranks": list(self.ranks),
-                "nics": {k: asdict(e) for k, e in self.nics.items()}}
+        return {
+            "node": self.node,
+            "fabric": self.fabric,
+            "ranks": list(self.ranks),
+            "nics": {k: asdict(e) for k, e in self.nics.items()},
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NodeInformation:
-        return cls(data["node"], data["fabric"], tuple(data["ranks"]),
-                   {k: Endpoint(**e) for k, e in data["nics"].items()})
+        return cls(
+            data["node"], data["fabric"], tuple(data["ranks"]), {k: Endpoint(**e) for k, e in data["nics"].items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,21 @@ class LinkReport:
     skew_s: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"node": self.node, "failed": [[asdict(link), why] for link, why in self.failed],
-                "measured": [[asdict(link), gbps] for link, gbps in self.measured], "skew_s": dict(self.skew_s)}
+        return {
+            "node": self.node,
+            "failed": [[asdict(link), why] for link, why in self.failed],
+            "measured": [[asdict(link), gbps] for link, gbps in self.measured],
+            "skew_s": dict(self.skew_s),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LinkReport:
-        return cls(data["node"], tuple((NodeLink(**link), why) for link, why in data["failed"]),
-                   tuple((NodeLink(**link), gbps) for link, gbps in data["measured"]), dict(data["skew_s"]))
+        return cls(
+            data["node"],
+            tuple((NodeLink(**link), why) for link, why in data["failed"]),
+            tuple((NodeLink(**link), gbps) for link, gbps in data["measured"]),
+            dict(data["skew_s"]),
+        )
 
 
 def _node_of(infos: Iterable[NodeInformation]) -> dict[int, str]:
@@ -128,8 +141,11 @@ def rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup
     for link in links.values():
         sending = sends.setdefault((link.kind, link.sender), set())
         receiving = receives.setdefault((link.kind, link.receiver), set())
-        number = next(i for i in range(len(found) + 1)
-                      if i == len(found) or (found[i][0].kind == link.kind and i not in sending | receiving))
+        number = next(
+            i
+            for i in range(len(found) + 1)
+            if i == len(found) or (found[i][0].kind == link.kind and i not in sending | receiving)
+        )
         if number == len(found):
             found.append([])
         found[number].append(link)
@@ -162,8 +178,15 @@ def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]
             if group.kind != "local" and group.kind not in by_node[node_of[rank]].nics:
                 missing.setdefault((node_of[rank], group.kind), group.label)
     for (node, kind), label in missing.items():
-        found.append(Finding("error", f"node {node}", f"no {_kind(kind)} NIC for group {label}",
-                             "bring it up, or correct the node's features (holmes label)", node))
+        found.append(
+            Finding(
+                "error",
+                f"node {node}",
+                f"no {_kind(kind)} NIC for group {label}",
+                "bring it up, or correct the node's features (holmes label)",
+                node,
+            )
+        )
     owners: dict[tuple[str, str], list[str]] = {}
     for info in infos:
         for kind, nic in info.nics.items():
@@ -171,9 +194,16 @@ def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]
     for (kind, address), nodes in owners.items():
         if len(nodes) > 1:
             interface = by_node[nodes[0]].nics[kind].interface
-            found.append(Finding("error", f"nodes {compress(nodes)}", f"all have the address {address} on {interface}",
-                                 "give each its own; an address of a container bridge is no address of a node",
-                                 nodes[0], interface))
+            found.append(
+                Finding(
+                    "error",
+                    f"nodes {compress(nodes)}",
+                    f"all have the address {address} on {interface}",
+                    "give each its own; an address of a container bridge is no address of a node",
+                    nodes[0],
+                    interface,
+                )
+            )
     return found + _odd_names(infos)
 
 
@@ -184,11 +214,20 @@ def _odd_names(infos: Sequence[NodeInformation]) -> list[Finding]:
     if 2 * list(names.values()).count(usual) <= len(names):
         return []
     in_fabric = [(info.fabric, names.get(info.node)) for info in infos]
-    odd = [c.node for c in infos
-           if names.get(c.node, usual) != usual and in_fabric.count((c.fabric, names[c.node])) == 1]
-    return [Finding("warning", f"node {node}", f"its Ethernet NIC is {names[node]}, most nodes' is {usual}: renamed? "
-                    f"{names[node]} is used", f"rename it to {usual}, or see that it is the right one (holmes probe)",
-                    node, names[node]) for node in odd]
+    odd = [
+        c.node for c in infos if names.get(c.node, usual) != usual and in_fabric.count((c.fabric, names[c.node])) == 1
+    ]
+    return [
+        Finding(
+            "warning",
+            f"node {node}",
+            f"its Ethernet NIC is {names[node]}, most nodes' is {usual}: renamed? {names[node]} is used",
+            f"rename it to {usual}, or see that it is the right one (holmes probe)",
+            node,
+            names[node],
+        )
+        for node in odd
+    ]
 
 
 def _kind(kind: str) -> str:
@@ -208,8 +247,9 @@ def unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport])
     return found
 
 
-def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos: Mapping[str, NodeInformation],
-             ) -> list[Finding]:
+def _of_kind(
+    kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos: Mapping[str, NodeInformation]
+) -> list[Finding]:
     found: list[Finding] = []
     left = dict(pairs)
     while left:
@@ -225,23 +265,45 @@ def _of_kind(kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos
         if len(parts) == 2 and min(len(p) for p in parts) > 1:
             nics = infos[parts[0][0]].nics[kind]
             fabrics = sorted({infos[n].fabric for p in parts for n in p})
-            hint = ("if they are two fabrics, give them different fabric_ features (holmes label); else connect their "
-                    "switches") if kind == "rdma" else (
-                        "connect their networks (routes, VLAN, firewall), or name the interface that the others reach: "
-                        "ethernet (docs/nics.md)")
-            found.append(Finding(
-                "error", f"fabric {', '.join(fabrics)}", f"nodes {compress(parts[0])} ({nics.text}) and "
-                f"{compress(parts[1])} ({infos[parts[1][0]].nics[kind].text}) do not reach each other over their "
-                f"{_kind(kind)} NICs", hint, parts[0][0], nics.interface))
+            hint = (
+                (
+                    "if they are two fabrics, give them different fabric_ features (holmes label); else connect their "
+                    "switches"
+                )
+                if kind == "rdma"
+                else (
+                    "connect their networks (routes, VLAN, firewall), or name the interface that the others reach: "
+                    "ethernet (docs/nics.md)"
+                )
+            )
+            found.append(
+                Finding(
+                    "error",
+                    f"fabric {', '.join(fabrics)}",
+                    f"nodes {compress(parts[0])} ({nics.text}) and "
+                    f"{compress(parts[1])} ({infos[parts[1][0]].nics[kind].text}) do not reach each other over their "
+                    f"{_kind(kind)} NICs",
+                    hint,
+                    parts[0][0],
+                    nics.interface,
+                )
+            )
             break
         mine = {pair: v for pair, v in left.items() if worst in pair}
         link, why = next(iter(mine.values()))
         others = [n for pair in mine for n in pair if n != worst]
         nic = infos[worst].nics[kind]
-        found.append(Finding(
-            "error", f"node {worst}", f"{_kind(kind)} NIC {nic.text} does not reach {compress(others)} "
-            f"(group {link.label}: {why})", f"see that {nic.interface} of {worst} is up and in the fabric its features "
-            "name: cable, subnet, firewall", worst, nic.interface))
+        found.append(
+            Finding(
+                "error",
+                f"node {worst}",
+                f"{_kind(kind)} NIC {nic.text} does not reach {compress(others)} (group {link.label}: {why})",
+                f"see that {nic.interface} of {worst} is up and in the fabric its features "
+                "name: cable, subnet, firewall",
+                worst,
+                nic.interface,
+            )
+        )
         left = {pair: v for pair, v in left.items() if worst not in pair}
     return found
 
@@ -262,11 +324,15 @@ def _parts(pairs: Iterable[frozenset[str]], nodes: Iterable[str]) -> list[list[s
 
 def _pair(link: NodeLink, why: str, infos: Mapping[str, NodeInformation]) -> Finding:
     a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
-    return Finding("error", f"nodes {link.sender} and {link.receiver}",
-                   f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_kind(link.kind)} "
-                   f"NICs, which group {link.label} needs ({why})",
-                   f"look for a firewall between them, and for {b.interface} of {link.receiver}: up, right cable and "
-                   "subnet", link.receiver, b.interface)
+    return Finding(
+        "error",
+        f"nodes {link.sender} and {link.receiver}",
+        f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_kind(link.kind)} "
+        f"NICs, which group {link.label} needs ({why})",
+        f"look for a firewall between them, and for {b.interface} of {link.receiver}: up, right cable and subnet",
+        link.receiver,
+        b.interface,
+    )
 
 
 def slow(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
@@ -315,27 +381,44 @@ def _rate(gbps: float) -> str:
 _SLOW_HINT = "see its link speed, shaping (tc) and cable (ethtool, ibstat), or lower the declared rate (holmes label)"
 
 
-def _own(node: str, links: Sequence[NodeLink], best: Mapping[NodeLink, float], level: Mapping[NodeLink, str],
-         infos: Mapping[str, NodeInformation]) -> Finding:
+def _own(
+    node: str,
+    links: Sequence[NodeLink],
+    best: Mapping[NodeLink, float],
+    level: Mapping[NodeLink, str],
+    infos: Mapping[str, NodeInformation],
+) -> Finding:
     worst = links[0]
     nic = infos[node].nics[worst.kind]
     sends = node == worst.sender
     other = worst.receiver if sends else worst.sender
     should = declared(infos, worst)
-    return Finding(max((level[x] for x in links), key=("warning", "error").index), f"node {node}",
-                   f"{_kind(worst.kind)} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
-                   f"{_rate(should)} ({best[worst] / should:.0%}; {'to' if sends else 'from'} {other}, group "
-                   f"{worst.label})", _SLOW_HINT, node, nic.interface)
+    return Finding(
+        max((level[x] for x in links), key=("warning", "error").index),
+        f"node {node}",
+        f"{_kind(worst.kind)} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
+        f"{_rate(should)} ({best[worst] / should:.0%}; {'to' if sends else 'from'} {other}, group "
+        f"{worst.label})",
+        _SLOW_HINT,
+        node,
+        nic.interface,
+    )
 
 
-def _between(link: NodeLink, best: Mapping[NodeLink, float], level: Mapping[NodeLink, str],
-             infos: Mapping[str, NodeInformation]) -> Finding:
+def _between(
+    link: NodeLink, best: Mapping[NodeLink, float], level: Mapping[NodeLink, str], infos: Mapping[str, NodeInformation]
+) -> Finding:
     a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
     should = declared(infos, link)
-    return Finding(level[link], f"nodes {link.sender} and {link.receiver}",
-                   f"{_kind(link.kind)} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
-                   f"{_rate(best[link])} of {_rate(should)} ({best[link] / should:.0%}; group {link.label})",
-                   _SLOW_HINT, link.sender, a.interface)
+    return Finding(
+        level[link],
+        f"nodes {link.sender} and {link.receiver}",
+        f"{_kind(link.kind)} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
+        f"{_rate(best[link])} of {_rate(should)} ({best[link] / should:.0%}; group {link.label})",
+        _SLOW_HINT,
+        link.sender,
+        a.interface,
+    )
 
 
 def skewed(reports: Iterable[LinkReport]) -> list[Finding]:
@@ -349,6 +432,13 @@ def skewed(reports: Iterable[LinkReport]) -> list[Finding]:
     for node, seen in sorted(offsets.items()):
         middle = sorted(seen)[len(seen) // 2]
         if abs(middle) > MOST_SKEW_S and 2 * len(seen) >= len(reports):
-            found.append(Finding("warning", f"node {node}", f"its clock is {middle:+.0f} s off the others'",
-                                 "start a time service there (chrony); munge refuses credentials at 300 s", node))
+            found.append(
+                Finding(
+                    "warning",
+                    f"node {node}",
+                    f"its clock is {middle:+.0f} s off the others'",
+                    "start a time service there (chrony); munge refuses credentials at 300 s",
+                    node,
+                )
+            )
     return found

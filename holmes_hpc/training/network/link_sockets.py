@@ -68,8 +68,11 @@ class LinkServer:
                     self._sockets[kind] = _bound(interface, address)
                     self._sockets[kind].listen(1024)
                 except OSError as e:
-                    raise NetworkError(f"cannot listen on {interface} {address}: {e.strerror}", where=f"node {node}",
-                                       hint=f"see that {interface} is up and has that address") from e
+                    raise NetworkError(
+                        f"cannot listen on {interface} {address}: {e.strerror}",
+                        where=f"node {node}",
+                        hint=f"see that {interface} is up and has that address",
+                    ) from e
         except NetworkError:
             self.close()
             raise
@@ -149,8 +152,9 @@ def _read_line(connection: socket.socket) -> bytes:
     return text
 
 
-def reach(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str,
-          timeout_s: float = 3.0) -> dict[str, Reply]:
+def reach(
+    source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, timeout_s: float = 3.0
+) -> dict[str, Reply]:
     """Try all `targets` (node -> where its server listens) at once from `source` (interface, address).
 
     A reply's failure is empty where the peer answered with its own name; else it says why, in the system's words.
@@ -158,13 +162,14 @@ def reach(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str,
     replies: dict[str, Reply] = {}
     names = list(targets)
     for start in range(0, len(names), AT_ONCE):
-        part = {name: targets[name] for name in names[start:start + AT_ONCE]}
+        part = {name: targets[name] for name in names[start : start + AT_ONCE]}
         replies.update(_reach_some(source, part, token, timeout_s))
     return replies
 
 
-def _reach_some(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str,
-                timeout_s: float) -> dict[str, Reply]:
+def _reach_some(
+    source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, timeout_s: float
+) -> dict[str, Reply]:
     replies: dict[str, Reply] = {}
     texts: dict[str, bytes] = {}
     asked: dict[str, float] = {}

@@ -71,8 +71,11 @@ class NicLog:
 
     def add(self, step: int, counted: Counters) -> None:
         """One step's bytes of each NIC; those that carried nothing, and virtual ones, are left out."""
-        nics = {name: {"tx": tx, "rx": rx} for name, (tx, rx) in sorted(counted.items())
-                if (tx or rx) and role_of(name) != "virtual"}
+        nics = {
+            name: {"tx": tx, "rx": rx}
+            for name, (tx, rx) in sorted(counted.items())
+            if (tx or rx) and role_of(name) != "virtual"
+        }
         if not nics:
             return
         self._lines.append(to_json({"step": step, "attempt": self._attempt, "node": self._node, "nics": nics}))
@@ -112,8 +115,9 @@ def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
     return pairs
 
 
-def header_factors(plan: Plan, rank: int, traffic: Traffic, new_group: Any, gather: Any, cuda: bool = False,
-                   ) -> dict[str, float]:
+def header_factors(
+    plan: Plan, rank: int, traffic: Traffic, new_group: Any, gather: Any, cuda: bool = False
+) -> dict[str, float]:
     """Bytes on the wire (headers, acknowledgements) per byte of payload, for every NIC kind, measured by sending a
     known amount between two nodes. All ranks call it; `new_group(ranks, kind)` makes the pair's group, `gather(row)`
     gives every rank's row to all (and is what keeps the ranks in step).

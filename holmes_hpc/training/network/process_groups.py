@@ -100,15 +100,27 @@ class Groups:
             backend, options = GLOO, {"interface": interface}
         try:
             # never device_id=: torch would then split communicators, which refuses another network's name
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.world_size,
-                                    timeout=timedelta(seconds=self._nccl_timeout_s if self.cuda else self.timeout_s),
-                                    pg_options=options)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.plan.world_size,
+                timeout=timedelta(seconds=self._nccl_timeout_s if self.cuda else self.timeout_s),
+                pg_options=options,
+            )
         except Exception as e:
             raise transports.as_network_error(e, "world", everyone, transport, self.node.node, interface) from e
         self._note("world", everyone, transport, interface)
 
-    def new(self, ranks: Sequence[int], kind: str, *, transport: Transport | None = None, gloo: bool = False,
-            urgent: bool = False) -> Any:
+    def new(
+        self,
+        ranks: Sequence[int],
+        kind: str,
+        *,
+        transport: Transport | None = None,
+        gloo: bool = False,
+        urgent: bool = False,
+    ) -> Any:
         """A new group; all ranks call it in the same order. `transport`: one of the plan's entries; else the plan is
         asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA. `urgent`: see
         :func:`nccl_options`."""
@@ -117,11 +129,21 @@ class Groups:
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
         try:
             if self.cuda and not gloo:
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._nccl_timeout_s), backend="nccl",
-                                       pg_options=nccl_options(transport, self.plan.site, urgent), group_desc=kind)
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=self._nccl_timeout_s),
+                    backend="nccl",
+                    pg_options=nccl_options(transport, self.plan.site, urgent),
+                    group_desc=kind,
+                )
             else:
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=GLOO,
-                                       pg_options={"interface": interface}, group_desc=kind)
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=self.timeout_s),
+                    backend=GLOO,
+                    pg_options={"interface": interface},
+                    group_desc=kind,
+                )
         except Exception as e:
             raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
         if member:
@@ -139,12 +161,24 @@ class Groups:
 
     def _note(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
         if len(ranks) > 1:
-            self.made.append({"kind": kind, "ranks": list(ranks), "transport": str(transport),
-                              "interface": interface or network_name(transport, self.plan.site)})
+            self.made.append(
+                {
+                    "kind": kind,
+                    "ranks": list(ranks),
+                    "transport": str(transport),
+                    "interface": interface or network_name(transport, self.plan.site),
+                }
+            )
 
-    def create_group(self, ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None,
-                     pg_options: Any = None, use_local_synchronization: bool = False,
-                     group_desc: str | None = None) -> Any:
+    def create_group(
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+    ) -> Any:
         """Stands in for Megatron-Core's ``parallel_state.create_group``, the one place where it makes groups.
 
         On a CPU groups of equal ranks are one group: each would open a connection per pair of ranks, and Megatron's
@@ -176,17 +210,22 @@ class Groups:
             if isinstance(p, Widths):
                 with unequal_groups.stage_by_stage(p, self.rank) as sizes:
                     parallel_state.initialize_model_parallel(
-                        **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True)
+                        **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True
+                    )
                 for group in self.plan.transports():
                     if group.kind == "embd":
                         made = self.new(group.ranks, "embedding", transport=group.transport)
                         self.tied = made if self.rank in group.ranks else None
             else:
                 parallel_state.initialize_model_parallel(
-                    tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
+                    tensor_model_parallel_size=p.tp,
+                    pipeline_model_parallel_size=p.pp,
                     virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
-                    num_distributed_optimizer_instances=p.optimizer_instances, order=p.order,
-                    distributed_timeout_minutes=minutes, create_gloo_process_groups=True)
+                    num_distributed_optimizer_instances=p.optimizer_instances,
+                    order=p.order,
+                    distributed_timeout_minutes=minutes,
+                    create_gloo_process_groups=True,
+                )
         finally:
             parallel_state.create_group = original
         return time.perf_counter() - began
@@ -220,6 +259,9 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Seq
     for other, (node, uuid) in enumerate(zip(nodes, store.multi_get(keys), strict=True)):
         first = owners.setdefault((node.node, uuid.decode()), other)
         if first != other:
-            raise PlanError(f"ranks {first} and {other} have the same GPU", where=f"node {node.node}",
-                            hint="start no more tasks on a node than it has GPUs: --ntasks-per-node and "
-                                 "--gpus-per-node equal (--gpus-per-task hides the others' GPUs, and may cost NVLink)")
+            raise PlanError(
+                f"ranks {first} and {other} have the same GPU",
+                where=f"node {node.node}",
+                hint="start no more tasks on a node than it has GPUs: --ntasks-per-node and "
+                "--gpus-per-node equal (--gpus-per-task hides the others' GPUs, and may cost NVLink)",
+            )

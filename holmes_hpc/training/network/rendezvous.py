@@ -60,12 +60,22 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
         door = Door(address)
         gate = admission.Gate(address, secret, door)
         relay = admission.Relay(address, gate.port, secret, door.port)  # the store is a client of itself, at its port
-        store = dist.TCPStore(relay.address, door.port, launch.world_size, is_master=True, wait_for_workers=False,
-                              timeout=timedelta(seconds=timeout_s), master_listen_fd=os.dup(door.socket.fileno()))
+        store = dist.TCPStore(
+            relay.address,
+            door.port,
+            launch.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=os.dup(door.socket.fileno()),
+        )
     except (OSError, RuntimeError) as e:
-        raise NetworkError(f"cannot serve on {address}: {_why(e)}", where=where,
-                           hint="give the node's Ethernet interface an address that the other nodes reach; the kernel "
-                                "must be Linux, with socket filters") from e
+        raise NetworkError(
+            f"cannot serve on {address}: {_why(e)}",
+            where=where,
+            hint="give the node's Ethernet interface an address that the other nodes reach; the kernel "
+            "must be Linux, with socket filters",
+        ) from e
     _held.extend((door, gate, relay))
     for old in run_dir.glob("rendezvous-*.json"):  # of starts that were killed: there is one at a time
         with contextlib.suppress(OSError):
@@ -94,14 +104,23 @@ def read_meeting(path: Path) -> Meeting | None:
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return Meeting(str(data["address"]), int(data["port"]), str(data["secret"]), int(data["attempt"]),
-                       str(data["host"]), int(data["pid"]), str(data["error"]), int(data["exit_code"]))
+        return Meeting(
+            str(data["address"]),
+            int(data["port"]),
+            str(data["secret"]),
+            int(data["attempt"]),
+            str(data["host"]),
+            int(data["pid"]),
+            str(data["error"]),
+            int(data["exit_code"]),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def join_store(run_dir: Path, launch: Launch, timeout_s: float, interface: str = "",
-               known: Callable[[int], None] = lambda _: None) -> tuple[dist.Store, int]:
+def join_store(
+    run_dir: Path, launch: Launch, timeout_s: float, interface: str = "", known: Callable[[int], None] = lambda _: None
+) -> tuple[dist.Store, int]:
     """The other ranks: the store that rank 0 published, and the number of this attempt. `interface`: for messages;
     `known`: is told the number where rank 0 has failed.
 
@@ -130,12 +149,18 @@ def join_store(run_dir: Path, launch: Launch, timeout_s: float, interface: str =
         time.sleep(POLL_S)
     where = f"rank {launch.rank} on {launch.node}"
     if meeting is None:
-        raise NetworkError(f"rank 0 did not publish {path} within {timeout_s:.0f} s", where=where,
-                           hint="look at the log of rank 0; the run directory must be on a file system all nodes share")
+        raise NetworkError(
+            f"rank 0 did not publish {path} within {timeout_s:.0f} s",
+            where=where,
+            hint="look at the log of rank 0; the run directory must be on a file system all nodes share",
+        )
     over = f" over {interface}" if interface else ""
-    raise NetworkError(f"rank 0's store at {meeting.address}:{meeting.port} on {meeting.host} cannot be reached{over} "
-                       f"within {min(REACH_S, timeout_s):.0f} s ({problem})", where=where,
-                       hint="check the Ethernet interfaces of both nodes, their subnet and firewalls between them")
+    raise NetworkError(
+        f"rank 0's store at {meeting.address}:{meeting.port} on {meeting.host} cannot be reached{over} "
+        f"within {min(REACH_S, timeout_s):.0f} s ({problem})",
+        where=where,
+        hint="check the Ethernet interfaces of both nodes, their subnet and firewalls between them",
+    )
 
 
 def launcher_store(launch: Launch, timeout_s: float) -> dist.Store:
@@ -147,17 +172,27 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.Store:
         # of one machine: not on all interfaces; else the name may mean another address to the other nodes
         listener = listening(launch.address, launch.port) if own and launch.one_host else None
         if launch.rank == 0 and listener is None:
-            say(f"warning: the ranks meet in torchrun's store ({launch.address}:{launch.port}), which asks for no "
+            say(
+                f"warning: the ranks meet in torchrun's store ({launch.address}:{launch.port}), which asks for no "
                 "secret: whoever reaches it can change or end this run; start the ranks with srun where others share "
-                "the network (docs/security.md)")
-        return dist.TCPStore(launch.address, launch.port, launch.world_size, is_master=own, wait_for_workers=False,
-                             timeout=timedelta(seconds=timeout_s),
-                             master_listen_fd=None if listener is None else listener.detach())
+                "the network (docs/security.md)"
+            )
+        return dist.TCPStore(
+            launch.address,
+            launch.port,
+            launch.world_size,
+            is_master=own,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
     except (OSError, RuntimeError) as e:
         what = "listen on" if own else "reach"
-        raise NetworkError(f"cannot {what} {launch.address}:{launch.port}: {_why(e)}",
-                           where=f"rank {launch.rank} on {launch.node}",
-                           hint="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs") from e
+        raise NetworkError(
+            f"cannot {what} {launch.address}:{launch.port}: {_why(e)}",
+            where=f"rank {launch.rank} on {launch.node}",
+            hint="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
+        ) from e
 
 
 def forget(run_dir: Path, launch: Launch) -> None:

@@ -48,11 +48,16 @@ class SlowLinks:
             slow = own > max(TIMES * before, TIMES * planned, LEAST_S)
             if slow and stage not in self._said:
                 self._said.add(stage)
-                found.append(Finding(
-                    "warning", self._names[stage],
-                    f"gradient synchronisation of stage {stage} takes {own:.3g} s a step, {before:.3g} s before, "
-                    f"{planned:.3g} s as planned", "a link there has become slow: see its speed, errors and cable "
-                    "(ethtool, ibstat), and who else uses it; `holmes resume` measures every link anew"))
+                found.append(
+                    Finding(
+                        "warning",
+                        self._names[stage],
+                        f"gradient synchronisation of stage {stage} takes {own:.3g} s a step, {before:.3g} s before, "
+                        f"{planned:.3g} s as planned",
+                        "a link there has become slow: see its speed, errors and cable "
+                        "(ethtool, ibstat), and who else uses it; `holmes resume` measures every link anew",
+                    )
+                )
             elif not slow:
                 self._said.discard(stage)
                 self._before[stage] = min(before, own)
@@ -76,9 +81,15 @@ def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, f
             expected[stage] = max(expected[stage], seconds)
     for ranks in stages:
         kinds = {g.transport.kind for g in groups.values() if set(g.ranks) <= set(ranks)}
-        nics = dict.fromkeys(nodes[r].interfaces[kind][0] for r in ranks for kind in ("rdma", "tcp")
-                             if kind in kinds and kind in nodes[r].interfaces)
+        nics = dict.fromkeys(
+            nodes[r].interfaces[kind][0]
+            for r in ranks
+            for kind in ("rdma", "tcp")
+            if kind in kinds and kind in nodes[r].interfaces
+        )
         hosts = list(dict.fromkeys(nodes[r].node for r in ranks))
-        names.append(f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}"
-                     + (f" (NIC {', '.join(nics)})" if nics else ""))
+        names.append(
+            f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}"
+            + (f" (NIC {', '.join(nics)})" if nics else "")
+        )
     return SlowLinks(stages, names, expected)

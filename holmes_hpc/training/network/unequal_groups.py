@@ -39,8 +39,11 @@ class _Ranks:
         grid = widths.grid()
         rows = [row for stage in grid for row in stage.tolist()]
         columns = [column for stage in grid for column in stage.T.tolist()]
-        self._inside = {**dict.fromkeys(("tp", "tp-cp", "tp-ep"), rows), **dict.fromkeys(("dp", "dp-cp"), columns),
-                        **dict.fromkeys(("tp-dp", "tp-dp-cp"), widths.stage_ranks)}
+        self._inside = {
+            **dict.fromkeys(("tp", "tp-cp", "tp-ep"), rows),
+            **dict.fromkeys(("dp", "dp-cp"), columns),
+            **dict.fromkeys(("tp-dp", "tp-dp-cp"), widths.stage_ranks),
+        }
         self._alone = [[rank] for rank in range(widths.world_size)]
 
     def get_ranks(self, token: str, *_: Any) -> list[list[int]]:

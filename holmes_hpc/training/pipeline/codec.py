@@ -80,8 +80,11 @@ class RowScaled:
 
 SAME: Codec = Same()
 _CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire
-    "same": (64, SAME), "bf16": (2, Cast(torch.bfloat16)), "fp16": (2, RowScaled(torch.float16)),
-    "fp8": (1, RowScaled(torch.float8_e4m3fn))}
+    "same": (64, SAME),
+    "bf16": (2, Cast(torch.bfloat16)),
+    "fp16": (2, RowScaled(torch.float16)),
+    "fp8": (1, RowScaled(torch.float8_e4m3fn)),
+}
 
 
 def codec(edge_dtype: str, model_dtype: torch.dtype) -> Codec:

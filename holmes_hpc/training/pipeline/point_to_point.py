@@ -102,8 +102,14 @@ class Channel:
             self._thread.shutdown()
             self._thread = None
 
-    def _start(self, operation: Callable[..., Any], wire: torch.Tensor, tensor: torch.Tensor, label: Any,
-               after: Callable[[], None] = lambda: None) -> Transfer:
+    def _start(
+        self,
+        operation: Callable[..., Any],
+        wire: torch.Tensor,
+        tensor: torch.Tensor,
+        label: Any,
+        after: Callable[[], None] = lambda: None,
+    ) -> Transfer:
         tag, self._count = self._count % (1 << 20), self._count + 1
         if self._through_host(wire):
             return self._start_staged(operation, wire, tensor, label, tag, after)
@@ -117,14 +123,22 @@ class Channel:
         def finish() -> None:
             wait()
             after()
+
         return Transfer(self, tensor, finish)
 
     def _through_host(self, wire: torch.Tensor) -> bool:
         """Gloo reads and writes host memory only."""
         return wire.is_cuda and not self._nccl
 
-    def _start_staged(self, operation: Callable[..., Any], wire: torch.Tensor, tensor: torch.Tensor, label: Any,
-                      tag: int, after: Callable[[], None]) -> Transfer:
+    def _start_staged(
+        self,
+        operation: Callable[..., Any],
+        wire: torch.Tensor,
+        tensor: torch.Tensor,
+        label: Any,
+        tag: int,
+        after: Callable[[], None],
+    ) -> Transfer:
         """Go through a pinned buffer, which is copied on a CUDA stream of its own, beside the computing."""
         staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
         side = torch.cuda.Stream(wire.device)
@@ -145,6 +159,7 @@ class Channel:
                 with torch.cuda.stream(side):
                     wire.copy_(staging, non_blocking=True)
             self._tell(operation, label, posted)
+
         wait = self._in_background(carry)
 
         def finish() -> None:
@@ -152,13 +167,17 @@ class Channel:
             if not sending:
                 torch.cuda.current_stream(wire.device).wait_stream(side)
             after()
+
         return Transfer(self, tensor, finish)
 
     def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
         stripes = wire.view(-1).tensor_split(len(self.connections))
         with _named(self.name):
-            return [operation(stripe, self.peer, group=connection, tag=tag)
-                    for stripe, connection in zip(stripes, self.connections, strict=True) if stripe.numel()]
+            return [
+                operation(stripe, self.peer, group=connection, tag=tag)
+                for stripe, connection in zip(stripes, self.connections, strict=True)
+                if stripe.numel()
+            ]
 
     def _in_background(self, task: Callable[[], None]) -> Callable[[], None]:
         if self._thread is None:
@@ -185,8 +204,9 @@ def _named(edge: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:  # DistBackendError is one
-        raise NetworkError(str(e).partition(". This is")[0], where=f"edge {edge}",
-                           hint="see the log of the rank at its other end") from e
+        raise NetworkError(
+            str(e).partition(". This is")[0], where=f"edge {edge}", hint="see the log of the rank at its other end"
+        ) from e
 
 
 def _wait_all(works: Iterable[Any]) -> None:
@@ -221,13 +241,17 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     close the ring. Tensors have the shape that the schedule names: sequences of varying length are refused.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device,
-                 ) -> None:
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device
+    ) -> None:
         P2PCommunicator.__init__(self, pp_group, config)
         Edges.__init__(self, channels, device)
         if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
-            raise ConfigError("sequences of varying length cannot go over edges of their own", where="model",
-                              hint="unset variable_seq_lengths")
+            raise ConfigError(
+                "sequences of varying length cannot go over edges of their own",
+                where="model",
+                hint="unset variable_seq_lengths",
+            )
         self.forward_in, self.forward_out = channels.get("forward_in"), channels.get("forward_out")
         self.backward_in, self.backward_out = channels.get("backward_in"), channels.get("backward_out")
 
@@ -239,13 +263,23 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     def stream(self, role: str, peer: int) -> Channel:
         """What goes in `role` between this stage and `peer`: there is one neighbour only."""
         if role not in self.channels:
-            raise ConfigError("virtual stages need an edge from the last stage to the first", where="plan.parallel",
-                              hint="make the model with as many chunks as the plan has virtual stages")
+            raise ConfigError(
+                "virtual stages need an edge from the last stage to the first",
+                where="plan.parallel",
+                hint="make the model with as many chunks as the plan has virtual stages",
+            )
         return self.channels[role]
 
-    def _communicate(self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None,
-                     recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
-                     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
         """What all of Megatron's methods come down to. Handles have its names: send_next, recv_prev and so on."""
         started: dict[str, Transfer] = {}
         received: dict[str, torch.Tensor] = {}
@@ -259,8 +293,9 @@ class EdgeCommunicator(P2PCommunicator, Edges):
                 there.settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept for ever
                 started[name] = there.send(tensor)
             elif not sends and (recv_prev if forward else recv_next):
-                received[name] = torch.empty(tensor_shape, dtype=self.config.pipeline_dtype, device=self.device,
-                                             requires_grad=True)
+                received[name] = torch.empty(
+                    tensor_shape, dtype=self.config.pipeline_dtype, device=self.device, requires_grad=True
+                )
                 started[name] = self._there(channel, name).receive(received[name])
         if wait_on_reqs:
             for transfer in started.values():
@@ -269,8 +304,11 @@ class EdgeCommunicator(P2PCommunicator, Edges):
 
     def _there(self, channel: Channel | None, name: str) -> Channel:
         if channel is None:
-            raise ConfigError(f"the schedule asks for {name}, and stage {self.pp_group.rank()} has no such edge",
-                              where="plan.schedule", hint="use the schedule that the plan's virtual_stages ask for")
+            raise ConfigError(
+                f"the schedule asks for {name}, and stage {self.pp_group.rank()} has no such edge",
+                where="plan.schedule",
+                hint="use the schedule that the plan's virtual_stages ask for",
+            )
         return channel
 
 
@@ -278,8 +316,16 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in str(dist.get_backend(group)).lower()
 
 
-def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any,
-          device: torch.device, channel: type[Channel] = Channel) -> EdgeCommunicator:
+def build(
+    plan: Plan,
+    new_group: NewGroup,
+    *,
+    rank: int,
+    pp_group: dist.ProcessGroup,
+    config: Any,
+    device: torch.device,
+    channel: type[Channel] = Channel,
+) -> EdgeCommunicator:
     """The communicator of this rank. All ranks of the job call it at the same time, as they do `new_group`.
 
     `new_group`: makes the process group of one edge on its transport (all ranks call it, in the same order, its two
@@ -297,16 +343,29 @@ def build(plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessG
     return EdgeCommunicator(pp_group, config, channels, device)
 
 
-def connect(plan: Plan, edge: GroupTransport, direction: str, source: int, target: int, new_group: NewGroup, rank: int,
-            config: Any, device: torch.device, channel: type[Channel] = Channel) -> Channel | None:
+def connect(
+    plan: Plan,
+    edge: GroupTransport,
+    direction: str,
+    source: int,
+    target: int,
+    new_group: NewGroup,
+    rank: int,
+    config: Any,
+    device: torch.device,
+    channel: type[Channel] = Channel,
+) -> Channel | None:
     """One direction of an edge, on its transport; None on ranks that are no end of it. All ranks call it."""
     tcp = edge.transport.kind == "tcp"
     connections = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
     if rank not in (source, target):
         return None
-    made = channel(f"{direction} {source}->{target}", [c for c in connections if c is not None],
-                   target if rank == source else source,
-                   codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME)
+    made = channel(
+        f"{direction} {source}->{target}",
+        [c for c in connections if c is not None],
+        target if rank == source else source,
+        codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME,
+    )
     _try(made, device, sends=rank == source)
     return made
 

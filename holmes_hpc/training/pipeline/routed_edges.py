@@ -71,8 +71,9 @@ class RoutedEdges(Edges):
         return self._streams[role, peer]
 
 
-def build_routed(plan: Plan, widths: Widths, new_group: NewGroup, *, rank: int, place: Any, config: Any,
-                 device: torch.device) -> RoutedEdges:
+def build_routed(
+    plan: Plan, widths: Widths, new_group: NewGroup, *, rank: int, place: Any, config: Any, device: torch.device
+) -> RoutedEdges:
     """The edges of this rank. All ranks of the job call it at the same time, as they do `new_group`."""
     order = plan.order
     assert isinstance(order, RoutedOrder)
@@ -84,15 +85,27 @@ def build_routed(plan: Plan, widths: Widths, new_group: NewGroup, *, rank: int, 
     return edges
 
 
-def _add(edges: RoutedEdges, edge: GroupTransport, plan: Plan, widths: Widths, order: RoutedOrder,
-         new_group: NewGroup, rank: int, part: int, config: Any) -> None:
+def _add(
+    edges: RoutedEdges,
+    edge: GroupTransport,
+    plan: Plan,
+    widths: Widths,
+    order: RoutedOrder,
+    new_group: NewGroup,
+    rank: int,
+    part: int,
+    config: Any,
+) -> None:
     for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
         channel = connect(plan, edge, direction, source, target, new_group, rank, config, edges.device)
         if channel is not None:
             own, other = (source, target) if rank == source else (target, source)
             peer_stage, peer, peer_part = widths.coordinates(other)
-            rows = shared_rows(plan.batch.sequence_length, (part, widths.tp_of(widths.coordinates(own)[0])),
-                               (peer_part, widths.tp_of(peer_stage)))
+            rows = shared_rows(
+                plan.batch.sequence_length,
+                (part, widths.tp_of(widths.coordinates(own)[0])),
+                (peer_part, widths.tp_of(peer_stage)),
+            )
             edges.add(f"{direction}_{'out' if rank == source else 'in'}", order.row(peer_stage, peer), channel, rows)
 
 

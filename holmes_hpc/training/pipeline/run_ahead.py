@@ -58,12 +58,26 @@ class TraceEvent(NamedTuple):
 Tracer = Callable[[TraceEvent], None]
 
 
-def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int,
-              seq_length: int, micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
-              collect_non_loss_data: bool = False, first_val_step: bool | None = None,
-              adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any, pg_collection: Any,
-              force_all_reduce: bool | None = False, in_flight: Sequence[int], routed: RoutedOrder | None = None,
-              tracer: Tracer | None = None) -> list[Any]:
+def run_ahead(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Any = None,
+    p2p_communicator: Any,
+    pg_collection: Any,
+    force_all_reduce: bool | None = False,
+    in_flight: Sequence[int],
+    routed: RoutedOrder | None = None,
+    tracer: Tracer | None = None,
+) -> list[Any]:
     """Megatron-Core's ``forward_backward_func`` with three arguments more: bind `in_flight` (the plan's, one number per
     stage), `routed` (the plan's order, where stages have unequal widths) and `tracer` with ``functools.partial``, and
     use it in its place. Returns losses on the last stage, else []. With `routed`, `num_microbatches` are those of the
@@ -83,8 +97,13 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
     report = TraceReporter(tracer, edges)
 
     shape = megatron.get_tensor_shapes(
-        seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config,
-        tp_group=pg_collection.tp, cp_group=pg_collection.cp)[0]
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=pg_collection.tp,
+        cp_group=pg_collection.cp,
+    )[0]
     new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=edges.device, requires_grad=True)
     inputs, output_grads = Inbox(edges, "forward_in", new), Inbox(edges, "backward_in", new)
     outputs, input_grads = Outbox(edges, "forward_out", order), Outbox(edges, "backward_out", order)
@@ -116,13 +135,23 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
             held[key] = input_tensor, None
             with report.span("forward", step, held):
                 output, count = megatron.forward_step(
-                    forward_step_func, data[step.chunk], models[step.chunk], num_microbatches, input_tensor, losses,
-                    config, cp_group_size=pg_collection.cp.size(), collect_non_loss_data=collect_non_loss_data,
+                    forward_step_func,
+                    data[step.chunk],
+                    models[step.chunk],
+                    num_microbatches,
+                    input_tensor,
+                    losses,
+                    config,
+                    cp_group_size=pg_collection.cp.size(),
+                    collect_non_loss_data=collect_non_loss_data,
                     checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(row)),
                     is_first_microbatch=megatron.check_first_val_step(
-                        first_val_step, forward_only, step.micro_batch == own[0]),
-                    current_microbatch=step.micro_batch, vp_stage=step.chunk if len(models) > 1 else None,
-                    is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1)
+                        first_val_step, forward_only, step.micro_batch == own[0]
+                    ),
+                    current_microbatch=step.micro_batch,
+                    vp_stage=step.chunk if len(models) > 1 else None,
+                    is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1,
+                )
             tokens += count
             leaving = output
             held[key] = input_tensor, output
@@ -141,8 +170,11 @@ def run_ahead(*, forward_step_func: Callable[..., Any], data_iterator: Any, mode
         if config.finalize_model_grads_func is not None:
             megatron.finish_embedding_wgrad_compute(config, embedding, stage == stages - 1, pg_collection.tp)
             config.finalize_model_grads_func(
-                models, tokens if config.calculate_per_token_loss else None, pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce)
+                models,
+                tokens if config.calculate_per_token_loss else None,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
     return losses
 
 
@@ -178,21 +210,30 @@ def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
     return None if partial_ones is None else step.micro_batch % depth >= partial_ones
 
 
-def _refuse_unsupported(config: Any, edges: Any, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int],
-                        ) -> None:
+def _refuse_unsupported(config: Any, edges: Any, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int]) -> None:
     if len(in_flight) != (stages := edges.pp_group.size()):
-        raise PlanError(f"in_flight is given for {len(in_flight)} stages of {stages}", where="plan.schedule",
-                        hint="give one number per stage")
+        raise PlanError(
+            f"in_flight is given for {len(in_flight)} stages of {stages}",
+            where="plan.schedule",
+            hint="give one number per stage",
+        )
     for name in ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "fine_grained_activation_offloading"):
         if getattr(config, name, False):
-            raise ConfigError(f"{name} does not go with the schedule that runs ahead", where="model",
-                              hint="unset it, or use plan.schedule=1f1b")
+            raise ConfigError(
+                f"{name} does not go with the schedule that runs ahead",
+                where="model",
+                hint="unset it, or use plan.schedule=1f1b",
+            )
     if edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigError("with CUDA_DEVICE_MAX_CONNECTIONS=1 a send that waits holds up all computing",
-                          where="environment", hint="unset it, or use plan.schedule=1f1b")
+        raise ConfigError(
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 a send that waits holds up all computing",
+            where="environment",
+            hint="unset it, or use plan.schedule=1f1b",
+        )
     if adjust_tensor_shapes_fn is not None:
-        raise ConfigError("tensor shapes cannot change between stages", where="plan.schedule",
-                          hint="use plan.schedule=1f1b")
+        raise ConfigError(
+            "tensor shapes cannot change between stages", where="plan.schedule", hint="use plan.schedule=1f1b"
+        )
 
 
 class Inbox:

@@ -34,8 +34,14 @@ def runs_ahead(plan: Plan) -> bool:
     return plan.schedule.kind == "ahead" and (plan.parallel.pp > 1 or isinstance(plan.parallel, Widths))
 
 
-def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, groups: ProcessGroupCollection, config: Any,
-                 device: torch.device) -> Any:
+def communicator(
+    plan: Plan,
+    new_group: point_to_point.NewGroup,
+    rank: int,
+    groups: ProcessGroupCollection,
+    config: Any,
+    device: torch.device,
+) -> Any:
     """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's
     where that is NCCL's, which carries both directions at once; None without a pipeline.
 
@@ -43,8 +49,9 @@ def communicator(plan: Plan, new_group: point_to_point.NewGroup, rank: int, grou
     (benchmarks/one_connection.py): over it plain Megatron-LM gets a connection a direction as well, so that it is not
     slower than it would be on GPUs."""
     if isinstance(plan.parallel, Widths):
-        return routed_edges.build_routed(plan, plan.parallel, new_group, rank=rank, place=groups.pp, config=config,
-                                         device=device)
+        return routed_edges.build_routed(
+            plan, plan.parallel, new_group, rank=rank, place=groups.pp, config=config, device=device
+        )
     if plan.parallel.pp == 1:
         return None
     if plan.transport_mode == "single" and plan.schedule.kind != "ahead" and point_to_point.is_nccl(groups.pp):

@@ -29,8 +29,9 @@ _mode: _CudaMeansCpu | None = None
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites the devices of every torch call on this thread."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
@@ -110,6 +111,7 @@ def _compiled_later(compiler: Callable[..., Any], function: Callable[..., Any], 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled()(*args, **kwargs)
+
     return call
 
 
@@ -122,14 +124,21 @@ def install() -> None:
     _mode.__enter__()
     stream = CpuStream()
     for name, value in {
-        "current_device": lambda: _CPU, "set_device": lambda device: None, "device_count": lambda: 1,
+        "current_device": lambda: _CPU,
+        "set_device": lambda device: None,
+        "device_count": lambda: 1,
         "is_available": lambda: False,  # a build for CUDA would count the device above, and start CUDA
-        "synchronize": lambda device=None: None, "empty_cache": lambda: None,
-        "Stream": CpuStream, "Event": CpuEvent, "stream": lambda s: s or stream,
-        "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "Stream": CpuStream,
+        "Event": CpuEvent,
+        "stream": lambda s: s or stream,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "manual_seed": torch.default_generator.manual_seed, "manual_seed_all": lambda seed: None,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": lambda seed: None,
     }.items():
         setattr(torch.cuda, name, value)
     _use_cpu_generator()

@@ -34,8 +34,14 @@ def streams(plan: Plan, rank: int) -> int:
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
     ring = 2 if p.pp == 2 and p.virtual_stages > 1 else 1  # the last stage's edge to the first: the same two ranks
-    return (1 + ring * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
-            + (p.tp_of(stage) > 1) + (p.dp_of(stage) > 1) + (2 if p.optimizer_instances > 1 else 0) + 3)
+    return (
+        1
+        + ring * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
+        + (p.tp_of(stage) > 1)
+        + (p.dp_of(stage) > 1)
+        + (2 if p.optimizer_instances > 1 else 0)
+        + 3
+    )
 
 
 def connect_queues(plan: Plan, rank: int, environ: MutableMapping[str, str]) -> str | None:

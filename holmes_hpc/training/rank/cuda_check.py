@@ -39,8 +39,9 @@ def gather() -> CudaFacts:
     wheel = torch.version.cuda
     driver = getattr(torch._C, "_cuda_getDriverVersion")() if wheel else 0  # noqa: B009 (CPU builds lack it)
     te, error = transformer_engine()
-    return CudaFacts(wheel, driver, torch.cuda.device_count() if wheel else 0, dist.is_nccl_available(), te, error,
-                     _wanted_te())
+    return CudaFacts(
+        wheel, driver, torch.cuda.device_count() if wheel else 0, dist.is_nccl_available(), te, error, _wanted_te()
+    )
 
 
 def has_transformer_engine() -> bool:
@@ -75,25 +76,36 @@ def _wanted_te() -> str:
 def problems(facts: CudaFacts) -> Iterator[HolmesError]:
     """What forbids to train on CUDA here, worst first; one line each."""
     if facts.wheel is None:
-        yield ConfigError("this torch is built for CPUs", where="torch",
-                          hint="install a CUDA build of torch, or use train.device=cpu")
+        yield ConfigError(
+            "this torch is built for CPUs", where="torch", hint="install a CUDA build of torch, or use train.device=cpu"
+        )
         return
     needed = int(facts.wheel.split(".")[0])
     if facts.driver and facts.driver // 1000 < needed:
         has = f"{facts.driver // 1000}.{facts.driver % 1000 // 10}"
-        yield ConfigError(f"the NVIDIA driver knows CUDA up to {has}, torch is built for {facts.wheel}", where="torch",
-                          hint=f"install a newer driver, or a torch built for CUDA {facts.driver // 1000}")
+        yield ConfigError(
+            f"the NVIDIA driver knows CUDA up to {has}, torch is built for {facts.wheel}",
+            where="torch",
+            hint=f"install a newer driver, or a torch built for CUDA {facts.driver // 1000}",
+        )
         return
     if not facts.devices:
         what = "no CUDA device" if facts.driver else "no CUDA device, nor an NVIDIA driver"
-        yield ConfigError(what, where="train.device", hint="ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or "
-                                                           "use train.device=cpu")
+        yield ConfigError(
+            what,
+            where="train.device",
+            hint="ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
+        )
     if not facts.nccl:
-        yield ConfigError("this torch has no NCCL", where="torch",
-                          hint="install a build of torch with NCCL (PyPI's for Linux has it)")
+        yield ConfigError(
+            "this torch has no NCCL", where="torch", hint="install a build of torch with NCCL (PyPI's for Linux has it)"
+        )
     if facts.te_error:
-        yield ConfigError(f"Transformer Engine {facts.te} cannot be imported: {facts.te_error}", where="torch",
-                          hint="install one built for this torch, or uninstall it: training works without")
+        yield ConfigError(
+            f"Transformer Engine {facts.te} cannot be imported: {facts.te_error}",
+            where="torch",
+            hint="install one built for this torch, or uninstall it: training works without",
+        )
 
 
 def remarks(facts: CudaFacts) -> Iterator[str]:
@@ -102,8 +114,10 @@ def remarks(facts: CudaFacts) -> Iterator[str]:
         from packaging.specifiers import SpecifierSet
 
         if not SpecifierSet(facts.te_wanted, prereleases=True).contains(facts.te):
-            yield (f"Transformer Engine {facts.te} is not of the versions that Megatron-Core was made for "
-                   f"({facts.te_wanted}): if a step fails in it, install one of those")
+            yield (
+                f"Transformer Engine {facts.te} is not of the versions that Megatron-Core was made for "
+                f"({facts.te_wanted}): if a step fails in it, install one of those"
+            )
 
 
 def fp8_problem(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int]) -> ConfigError | None:
@@ -114,21 +128,29 @@ def fp8_problem(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int]
     if not on_gpu:
         return ConfigError("fp8 needs a GPU", where=where, hint=hint)
     if not te:
-        return ConfigError("fp8 needs Transformer Engine, which is not installed", where=where,
-                           hint="pip install transformer-engine[pytorch], or " + hint)
+        return ConfigError(
+            "fp8 needs Transformer Engine, which is not installed",
+            where=where,
+            hint="pip install transformer-engine[pytorch], or " + hint,
+        )
     if capability < needed:
-        return ConfigError(f"this GPU has compute capability {'.'.join(map(str, capability))}, it needs "
-                           f"{'.'.join(map(str, needed))}", where=where, hint=hint)
+        return ConfigError(
+            f"this GPU has compute capability {'.'.join(map(str, capability))}, it needs {'.'.join(map(str, needed))}",
+            where=where,
+            hint=hint,
+        )
     return None
 
 
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
-    """Whether a GPU's memory is taken, or never was enough: bytes that are free, that it has, that the plan predicts.
-    """
+    """Whether a GPU's memory is taken, or never was enough: bytes free, bytes it has, bytes the plan predicts."""
     if free >= TAKEN * needed:
         return None
     said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}"
     if total < TAKEN * needed:
         return PlanError(said, where=where, hint="plan again for this kind of GPU (`holmes nodes` shows which it is)")
-    return PlanError(said, where=where, hint="another process holds its memory: end it (`nvidia-smi` shows it), or "
-                                             "have Slurm drain the node")
+    return PlanError(
+        said,
+        where=where,
+        hint="another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node",
+    )

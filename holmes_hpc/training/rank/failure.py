@@ -122,12 +122,22 @@ class RankExit:
 
     def _tell(self, error: BaseException, hung: bool = False) -> None:
         """Tell the other ranks, where no failure has been told yet, if the store answers soon."""
+
         def tell() -> None:
             with contextlib.suppress(Exception):
                 if not self._store.check([_FAILED]):
-                    self._store.set(_FAILED, json.dumps({
-                        "rank": self._launch.rank, "node": self._launch.node, "error": one_line(error)[:400],
-                        "code": error.exit_code if isinstance(error, HolmesError) else 1, "hung": hung}))
+                    self._store.set(
+                        _FAILED,
+                        json.dumps(
+                            {
+                                "rank": self._launch.rank,
+                                "node": self._launch.node,
+                                "error": one_line(error)[:400],
+                                "code": error.exit_code if isinstance(error, HolmesError) else 1,
+                                "hung": hung,
+                            }
+                        ),
+                    )
 
         if self._store is not None:
             teller = threading.Thread(target=tell, name="tell of the failure", daemon=True)
@@ -204,10 +214,12 @@ class RankExit:
         if not _TIMED_OUT.search(text):
             return None
         self._show(error)
-        return RunFailed(f"another rank gave no answer within train.net_timeout_s ({text[:200]})",
-                         where=f"rank {self.rank} on {self.node}",
-                         hint="every rank's log holds its stacks: the one that is not in a collective is the cause; "
-                              "was it only slow, raise train.net_timeout_s")
+        return RunFailed(
+            f"another rank gave no answer within train.net_timeout_s ({text[:200]})",
+            where=f"rank {self.rank} on {self.node}",
+            hint="every rank's log holds its stacks: the one that is not in a collective is the cause; "
+            "was it only slow, raise train.net_timeout_s",
+        )
 
     def _show(self, error: RuntimeError) -> None:
         traceback.print_exception(error)

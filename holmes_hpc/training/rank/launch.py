@@ -36,8 +36,11 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size or self.local_rank < 0:
-            raise PlanError(f"rank {self.rank} of {self.world_size} (local rank {self.local_rank})",
-                            where=f"{self.by} on {self.node}", hint="start the ranks with srun or torchrun")
+            raise PlanError(
+                f"rank {self.rank} of {self.world_size} (local rank {self.local_rank})",
+                where=f"{self.by} on {self.node}",
+                hint="start the ranks with srun or torchrun",
+            )
 
 
 def read(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
@@ -54,19 +57,35 @@ def _torchrun(environ: Mapping[str, str], host: str) -> Launch:
     size = _number(environ, "WORLD_SIZE")
     local = _number(environ, "LOCAL_RANK", "RANK")
     address = environ.get("MASTER_ADDR")
-    return Launch(_number(environ, "RANK"), size, local, "torchrun", host,
-                  f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
-                  f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-                  _number(environ, "LOCAL_WORLD_SIZE", "WORLD_SIZE") == size, (), address,
-                  _number(environ, "MASTER_PORT") if address else None)
+    return Launch(
+        _number(environ, "RANK"),
+        size,
+        local,
+        "torchrun",
+        host,
+        f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
+        f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        _number(environ, "LOCAL_WORLD_SIZE", "WORLD_SIZE") == size,
+        (),
+        address,
+        _number(environ, "MASTER_PORT") if address else None,
+    )
 
 
 def _slurm(environ: Mapping[str, str], host: str) -> Launch:
     node = environ.get("SLURMD_NODENAME") or host
     job = environ.get("SLURM_HET_JOB_ID") or environ.get("HOLMES_LEADER_JOB_ID") or environ.get("SLURM_JOB_ID", "0")
     key = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '0')}-{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return Launch(_number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_LOCALID"),
-                  "srun", node, key, _number(environ, "SLURM_NNODES", default=1) == 1, own_components(environ, node))
+    return Launch(
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_NTASKS"),
+        _number(environ, "SLURM_LOCALID"),
+        "srun",
+        node,
+        key,
+        _number(environ, "SLURM_NNODES", default=1) == 1,
+        own_components(environ, node),
+    )
 
 
 def own_components(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
@@ -77,15 +96,20 @@ def own_components(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
         return ()
     found = tuple(i for i in range(size) if node in expand(environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "")))
     if not found:
-        raise PlanError(f"node {node} is in none of the job's {size} components", where=f"task on {node}",
-                        hint="start all components as one step: srun --het-group=0,1,… from the batch script")
+        raise PlanError(
+            f"node {node} is in none of the job's {size} components",
+            where=f"task on {node}",
+            hint="start all components as one step: srun --het-group=0,1,… from the batch script",
+        )
     return found
 
 
 def job_nodes(environ: Mapping[str, str]) -> list[str]:
     """The nodes of this Slurm job, all components; empty where Slurm does not tell them."""
-    names = ["SLURM_JOB_NODELIST", *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}"
-                                     for i in range(_number(environ, "SLURM_HET_SIZE", default=1)))]
+    names = [
+        "SLURM_JOB_NODELIST",
+        *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(_number(environ, "SLURM_HET_SIZE", default=1))),
+    ]
     texts = [environ.get(name, "") for name in names]
     return list(dict.fromkeys(node for text in texts for node in expand(text)))
 
@@ -93,14 +117,20 @@ def job_nodes(environ: Mapping[str, str]) -> list[str]:
 def check(launch: Launch, plan: Plan) -> int:
     """The component that the plan gives this rank. PlanError when it does not run there, or there are too few ranks."""
     if launch.world_size != plan.world_size:
-        raise PlanError(f"{launch.world_size} ranks were started, the plan is for {plan.world_size}",
-                        where=f"{launch.by} on {launch.node}", hint=f"start {plan.world_size} ranks, or plan again")
+        raise PlanError(
+            f"{launch.world_size} ranks were started, the plan is for {plan.world_size}",
+            where=f"{launch.by} on {launch.node}",
+            hint=f"start {plan.world_size} ranks, or plan again",
+        )
     planned = plan.component_of(launch.rank)
     if launch.components and len(plan.components) > 1 and planned not in launch.components:
         own = " and ".join(str(c) for c in launch.components)
-        raise PlanError(f"rank {launch.rank} runs in component {own}, the plan puts it into component {planned} "
-                        f"(fabric {plan.components[planned].fabric})", where=f"node {launch.node}",
-                        hint="submit the components in the plan's order, with its nodes and tasks per node")
+        raise PlanError(
+            f"rank {launch.rank} runs in component {own}, the plan puts it into component {planned} "
+            f"(fabric {plan.components[planned].fabric})",
+            where=f"node {launch.node}",
+            hint="submit the components in the plan's order, with its nodes and tasks per node",
+        )
     return planned
 
 
@@ -111,8 +141,11 @@ def _number(environ: Mapping[str, str], *names: str, default: int | None = None)
             try:
                 return int(environ[name])
             except ValueError:
-                raise RunFailed(f"{name} is {environ[name]!r}", where="environment",
-                                hint="start the ranks with srun or torchrun, which set whole numbers") from None
+                raise RunFailed(
+                    f"{name} is {environ[name]!r}",
+                    where="environment",
+                    hint="start the ranks with srun or torchrun, which set whole numbers",
+                ) from None
     if default is None:
         raise RunFailed(f"{names[0]} is not set", where="environment", hint="start the ranks with srun or torchrun")
     return default

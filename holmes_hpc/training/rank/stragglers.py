@@ -20,8 +20,14 @@ class Stragglers:
     `stages`: their ranks; `nodes`: of every rank; `alike`: what the ranks of each stage compute with.
     """
 
-    def __init__(self, stages: Sequence[Sequence[int]], nodes: Sequence[str], work: Sequence[float] = (),
-                 alike: Sequence[Any] = (), every: int = 20) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Sequence[int]],
+        nodes: Sequence[str],
+        work: Sequence[float] = (),
+        alike: Sequence[Any] = (),
+        every: int = 20,
+    ) -> None:
         self._stages, self._nodes, self._work, self._alike, self._every = stages, nodes, work, alike, every
         self._seen: list[Sequence[float]] = []
 
@@ -44,16 +50,25 @@ class Stragglers:
         lines = []
         pace = [statistics.median_low([times[r] for r in self._stages[s]]) / work for s, work in enumerate(self._work)]
         for number, own in enumerate(pace):
-            middle = statistics.median_low([p for p, gpu in zip(pace, self._alike, strict=True)
-                                            if gpu == self._alike[number]])
+            middle = statistics.median_low(
+                [p for p, gpu in zip(pace, self._alike, strict=True) if gpu == self._alike[number]]
+            )
             if middle > 0 and own > SLOW_STAGE * middle:
-                lines.append(self._line(self._stages[number][0], times, own / middle,
-                                        f"for a layer of stage {number} as the other stages' nodes"))
+                lines.append(
+                    self._line(
+                        self._stages[number][0],
+                        times,
+                        own / middle,
+                        f"for a layer of stage {number} as the other stages' nodes",
+                    )
+                )
         return lines
 
     def _line(self, rank: int, times: Sequence[float], ratio: float, than: str) -> str:
-        return (f"warning: node {self._nodes[rank]}: rank {rank} computes {ratio:.2f} times as long {than} "
-                f"({times[rank] * 1000:.0f} ms a step); look for other processes, heat or a failing device there")
+        return (
+            f"warning: node {self._nodes[rank]}: rank {rank} computes {ratio:.2f} times as long {than} "
+            f"({times[rank] * 1000:.0f} ms a step); look for other processes, heat or a failing device there"
+        )
 
 
 def work_of_stages(plan: Plan, paced: Mapping[str, float] | None) -> tuple[list[float], list[Any]]:

@@ -47,8 +47,9 @@ class Watchdog:
     next; until it is, the limit is ten times as long, for set-up loads data and connects.
     """
 
-    def __init__(self, rank_exit: RankExit, limit_s: float, speaks: bool,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rank_exit: RankExit, limit_s: float, speaks: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._exit, self._limit_s, self._speaks, self._clock = rank_exit, limit_s, speaks, clock
         self._doing, self._since, self._said = "set-up", clock(), clock()
         self._factor = LONG
@@ -73,8 +74,11 @@ class Watchdog:
     def hung(self) -> str | None:
         """What has been going on for too long, None when nothing has."""
         elapsed = self._clock() - self._since
-        return f"{self._doing} takes longer than {self._limit_s * self._factor:.0f} s" \
-            if elapsed > self._limit_s * self._factor else None
+        return (
+            f"{self._doing} takes longer than {self._limit_s * self._factor:.0f} s"
+            if elapsed > self._limit_s * self._factor
+            else None
+        )
 
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):
@@ -85,10 +89,14 @@ class Watchdog:
             what = self.hung()
             if what is not None:
                 dump_stacks()
-                code = self._exit.failed(RunFailed(
-                    what, where=f"rank {self._exit.rank} on {self._exit.node}",
-                    hint="every rank's log holds its stacks: the one that is not in a collective is the cause"),
-                    hung=True)
+                code = self._exit.failed(
+                    RunFailed(
+                        what,
+                        where=f"rank {self._exit.rank} on {self._exit.node}",
+                        hint="every rank's log holds its stacks: the one that is not in a collective is the cause",
+                    ),
+                    hung=True,
+                )
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)

@@ -33,15 +33,24 @@ TWO = Site("two", (one_fabric(A100, "a", 2), one_fabric(H100, "h", 2)))
 
 def layer(batch: Batch, tp: int, seconds: tuple[float, float], parallel: bool = False) -> Measured:
     tokens = batch.micro_size * batch.sequence_length
-    return Measured("layer", MODEL.hidden, tokens, tp, layer_flops(MODEL, tokens, batch.sequence_length), *seconds,
-                    batch.sequence_length, parallel)
+    return Measured(
+        "layer",
+        MODEL.hidden,
+        tokens,
+        tp,
+        layer_flops(MODEL, tokens, batch.sequence_length),
+        *seconds,
+        batch.sequence_length,
+        parallel,
+    )
 
 
 def of_table(fabric: Fabric, batches: list[Batch], tp: int, factor: float = 1.0) -> MeasuredFabric:
     """As if the kernels' tables had been measured, `factor` times as long."""
     rows = [(b, Costs().layer_s(MODEL, b, tp, fabric)) for b in batches]
-    return MeasuredFabric(fabric.name, fabric.gpu.name, parts=tuple(
-        layer(b, tp, (factor * f, factor * s)) for b, (f, s) in rows))
+    return MeasuredFabric(
+        fabric.name, fabric.gpu.name, parts=tuple(layer(b, tp, (factor * f, factor * s)) for b, (f, s) in rows)
+    )
 
 
 # -- GPU kinds --------------------------------------------------------------------------------------------------------
@@ -50,8 +59,12 @@ def of_table(fabric: Fabric, batches: list[Batch], tp: int, factor: float = 1.0)
 def test_each_kind_of_gpu_has_its_own_times() -> None:
     """Layers are divided by what each was measured to take: 9 and 21 of 30, as 23 to 10 ms say; not 15 and 15."""
     batch = Batch(1024, 1, 2048)
-    mixed = Calibration((MeasuredFabric("a", A100.name, parts=(layer(batch, 1, (0.023, 0.046)),)),
-                         MeasuredFabric("h", H100.name, parts=(layer(batch, 1, (0.010, 0.020)),))))
+    mixed = Calibration(
+        (
+            MeasuredFabric("a", A100.name, parts=(layer(batch, 1, (0.023, 0.046)),)),
+            MeasuredFabric("h", H100.name, parts=(layer(batch, 1, (0.010, 0.020)),)),
+        )
+    )
     costs = Costs(mixed)
     assert costs.layer_s(MODEL, batch, 1, TWO.fabric("a")) == pytest.approx((0.023, 0.046))
     assert costs.layer_s(MODEL, batch, 1, TWO.fabric("h")) == pytest.approx((0.010, 0.020))
@@ -83,17 +96,27 @@ def test_another_fabric_with_the_same_gpus_takes_what_the_first_took_unless_it_w
 def test_a_part_that_a_fabric_does_not_hold_is_that_of_another_with_its_gpus() -> None:
     tokens = BATCH.micro_size * BATCH.sequence_length
     head = Measured("head", MODEL.hidden, tokens, 1, head_flops(MODEL, tokens), 0.1, 0.2, BATCH.sequence_length)
-    both = Calibration((MeasuredFabric("a", A100.name, parts=(layer(BATCH, 1, (0.02, 0.04)),)),
-                        MeasuredFabric("b", A100.name, parts=(head,)), MeasuredFabric("h", H100.name)))
+    both = Calibration(
+        (
+            MeasuredFabric("a", A100.name, parts=(layer(BATCH, 1, (0.02, 0.04)),)),
+            MeasuredFabric("b", A100.name, parts=(head,)),
+            MeasuredFabric("h", H100.name),
+        )
+    )
     assert Costs(both).head_s(MODEL, BATCH, 1, one_fabric(A100, "a")) == pytest.approx((0.1, 0.2))
     h100 = one_fabric(H100, "h")
     assert Costs(both).head_s(MODEL, BATCH, 1, h100) == Costs().head_s(MODEL, BATCH, 1, h100)
 
 
 def test_links_are_those_of_the_fabric() -> None:
-    known = Costs(Calibration((
-        MeasuredFabric("a", A100.name, links={"ib": Link(1e-5, 0.5), "local": Link(1e-6, 0.4)}),
-        MeasuredFabric("h", H100.name, links={"ib": Link(1e-5, 0.8), "ib.all_gather": Link(1e-5, 0.7)}))))
+    known = Costs(
+        Calibration(
+            (
+                MeasuredFabric("a", A100.name, links={"ib": Link(1e-5, 0.5), "local": Link(1e-6, 0.4)}),
+                MeasuredFabric("h", H100.name, links={"ib": Link(1e-5, 0.8), "ib.all_gather": Link(1e-5, 0.7)}),
+            )
+        )
+    )
     plan = given_plan(MODEL, BATCH, TWO, PlanOptions(tp=2, pp=2, dp=8), known)
     layout = Layout.of(plan, known)
     inside = {c.fabric: layout.reduction(0, c.stages[0]) for c in layout.components}
@@ -106,17 +129,36 @@ def test_links_are_those_of_the_fabric() -> None:
 
 
 def test_an_earlier_release_measured_all_gpus_together() -> None:
-    old = Calibration.from_dict({"device": "NVIDIA A100-SXM4-80GB", "dtype": "bf16", "links": {
-        "ib": {"latency_s": 1e-5, "efficiency": 0.5}}, "optimizer_s": 1e-12, "pass_s": 1e-3, "step_s": 0.01, "parts": [{
-            "part": "layer", "hidden": MODEL.hidden, "tokens": 8192, "tp": 1, "flops": layer_flops(MODEL, 8192, 2048),
-            "forward_s": 0.02, "backward_s": 0.04}]})
+    old = Calibration.from_dict(
+        {
+            "device": "NVIDIA A100-SXM4-80GB",
+            "dtype": "bf16",
+            "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.5}},
+            "optimizer_s": 1e-12,
+            "pass_s": 1e-3,
+            "step_s": 0.01,
+            "parts": [
+                {
+                    "part": "layer",
+                    "hidden": MODEL.hidden,
+                    "tokens": 8192,
+                    "tp": 1,
+                    "flops": layer_flops(MODEL, 8192, 2048),
+                    "forward_s": 0.02,
+                    "backward_s": 0.04,
+                }
+            ],
+        }
+    )
     costs = Costs(old)
     assert costs.layer_s(MODEL, BATCH, 1, TWO.fabric("a")) == pytest.approx((0.02, 0.04))
     assert costs.layer_s(MODEL, BATCH, 1, TWO.fabric("h")) == Costs().layer_s(MODEL, BATCH, 1, TWO.fabric("h"))
     plan = given_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), costs)
     assert any("does not tell a100-80gb and h100-80gb apart" in a for a in plan.assumptions)
-    assert not any("apart" in a for a in given_plan(
-        MODEL, BATCH, two_clusters(), PlanOptions(tp=1, pp=2, dp=32), costs).assumptions)
+    assert not any(
+        "apart" in a
+        for a in given_plan(MODEL, BATCH, two_clusters(), PlanOptions(tp=1, pp=2, dp=32), costs).assumptions
+    )
 
 
 # -- tensor parallel and shapes ---------------------------------------------------------------------------------------
@@ -146,7 +188,8 @@ def test_a_measured_link_inside_the_nodes_carries_the_collectives() -> None:
     fabric, rows = one_fabric(A100), of_table(one_fabric(A100), [BATCH], 1)
     slow = replace(rows, links={"local": Link(1e-6, 0.01)})
     assert sum(Costs(Calibration((slow,))).layer_s(MODEL, BATCH, 8, fabric)) > 3 * sum(
-        Costs(Calibration((rows,))).layer_s(MODEL, BATCH, 8, fabric))
+        Costs(Calibration((rows,))).layer_s(MODEL, BATCH, 8, fabric)
+    )
 
 
 def test_a_plan_says_that_its_tp_was_not_measured() -> None:
@@ -157,15 +200,19 @@ def test_a_plan_says_that_its_tp_was_not_measured() -> None:
     assert [a for a in two if "layers at TP 2 reckoned from TP 1" in a] and not [a for a in one if "reckoned" in a]
 
 
-@given(st.lists(st.tuples(st.integers(1, 16), st.floats(0.5, 2)), min_size=1, max_size=5, unique_by=lambda r: r[0]),
-       st.integers(1, 32))
+@given(
+    st.lists(st.tuples(st.integers(1, 16), st.floats(0.5, 2)), min_size=1, max_size=5, unique_by=lambda r: r[0]),
+    st.integers(1, 32),
+)
 def test_between_measurements_lies_what_they_were(rows: list[tuple[int, float]], at: int) -> None:
     """At a point its value; between two of them no value beyond both; outside, the nearest one's."""
     points = [((float(x), 7.0), y) for x, y in rows]
     found = interpolated(points, (float(at), 3.0))
     known = dict(rows)
-    below, above = max((x for x in known if x <= at), default=min(known)), min((x for x in known if x >= at),
-                                                                              default=max(known))
+    below, above = (
+        max((x for x in known if x <= at), default=min(known)),
+        min((x for x in known if x >= at), default=max(known)),
+    )
     ends = sorted((known[below], known[above]))
     assert ends[0] - 1e-12 <= found <= ends[1] + 1e-12
     if at in known:
@@ -184,8 +231,9 @@ def test_a_shape_between_two_that_were_measured_is_between_them() -> None:
 
     assert [over_table(b) for b in (one, two, four, eight)] == pytest.approx([1, 1.5, 2, 2])
     shorter = replace(BATCH, micro_size=4, sequence_length=512)
-    with_short = Costs(Calibration((MeasuredFabric("ib-a", A100.name, parts=(
-        *rows, *of_table(fabric, [shorter], 1, 4.0).parts)),)))
+    with_short = Costs(
+        Calibration((MeasuredFabric("ib-a", A100.name, parts=(*rows, *of_table(fabric, [shorter], 1, 4.0).parts)),))
+    )
     middle = replace(BATCH, micro_size=4, sequence_length=1024)
     ratio = sum(with_short.layer_s(MODEL, middle, 1, fabric)) / sum(Costs().layer_s(MODEL, middle, 1, fabric))
     assert 2 < ratio < 4
@@ -249,8 +297,9 @@ def test_links_between_fabrics_that_a_site_has_not_are_let_be() -> None:
 
 
 def test_what_the_software_does_is_that_of_the_gpus() -> None:
-    unfused = replace(TWO, fabrics=(TWO.fabrics[0], one_fabric(replace(H100, attention="unfused", fused_norm=False),
-                                                               "h", 2)))
+    unfused = replace(
+        TWO, fabrics=(TWO.fabrics[0], one_fabric(replace(H100, attention="unfused", fused_norm=False), "h", 2))
+    )
     options, plain = PlanOptions(tp=1, pp=2, dp=16, fabric_order=("a", "h")), Costs()
     fused, loose = (given_plan(MODEL, BATCH, site, options, plain) for site in (TWO, unfused))
     assert plain.layer_s(MODEL, BATCH, 1, unfused.fabric("h")) > plain.layer_s(MODEL, BATCH, 1, TWO.fabric("h"))

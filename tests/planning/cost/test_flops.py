@@ -14,19 +14,41 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.cost import flops as counts
 
 
-@pytest.mark.parametrize(("name", "billions"), [
-    ("llama2_7b", 6.738), ("llama2_70b", 68.977), ("llama3_8b", 8.030), ("llama3_70b", 70.554), ("gpt_small", 0.1244),
-    ("llama3_1_8b", 8.030), ("llama3_1_70b", 70.554), ("llama3_1_405b", 405.853), ("llama3_2_1b", 1.2358),
-    ("llama3_2_3b", 3.2127), ("mistral_7b", 7.248), ("qwen2_5_0_5b", 0.4940), ("qwen2_5_7b", 7.6156),
-    ("qwen2_5_14b", 14.770), ("qwen2_5_32b", 32.764), ("qwen2_5_72b", 72.706), ("qwen3_0_6b", 0.5960),
-    ("qwen3_1_7b", 1.7206), ("qwen3_4b", 4.0225), ("qwen3_8b", 8.1907), ("qwen3_14b", 14.768), ("qwen3_32b", 32.762)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama2_7b", 6.738),
+        ("llama2_70b", 68.977),
+        ("llama3_8b", 8.030),
+        ("llama3_70b", 70.554),
+        ("gpt_small", 0.1244),
+        ("llama3_1_8b", 8.030),
+        ("llama3_1_70b", 70.554),
+        ("llama3_1_405b", 405.853),
+        ("llama3_2_1b", 1.2358),
+        ("llama3_2_3b", 3.2127),
+        ("mistral_7b", 7.248),
+        ("qwen2_5_0_5b", 0.4940),
+        ("qwen2_5_7b", 7.6156),
+        ("qwen2_5_14b", 14.770),
+        ("qwen2_5_32b", 32.764),
+        ("qwen2_5_72b", 72.706),
+        ("qwen3_0_6b", 0.5960),
+        ("qwen3_1_7b", 1.7206),
+        ("qwen3_4b", 4.0225),
+        ("qwen3_8b", 8.1907),
+        ("qwen3_14b", 14.768),
+        ("qwen3_32b", 32.762),
+    ],
+)
 def test_parameters_are_those_published(name: str, billions: float) -> None:
     """Hugging Face's counts of the released checkpoints (vocabularies unpadded there, hence 0.2%)."""
     assert counts.parameters(named(name)) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("gpt_3_6b", 3.6), ("gpt_7_5b", 7.5), ("gpt_39b", 39.1),
-                                                ("gpt3_175b", 175)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt_3_6b", 3.6), ("gpt_7_5b", 7.5), ("gpt_39b", 39.1), ("gpt3_175b", 175)]
+)
 def test_parameters_of_papers_models(name: str, billions: float) -> None:
     model = named(name)
     untied = model.padded_vocab(1) * model.hidden  # the papers count the embedding once
@@ -34,8 +56,9 @@ def test_parameters_of_papers_models(name: str, billions: float) -> None:
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelSpec:
-    return ModelSpec("gpt", layers, hidden, heads, vocab, ffn=4 * hidden, kv_heads=heads, swiglu=False,
-                     vocab_multiple=1)
+    return ModelSpec(
+        "gpt", layers, hidden, heads, vocab, ffn=4 * hidden, kv_heads=heads, swiglu=False, vocab_multiple=1
+    )
 
 
 @given(st.integers(1, 128), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100000), st.integers(1, 64))

@@ -86,8 +86,13 @@ def test_tensor_parallel_is_never_free() -> None:
 
 def test_what_is_not_fused_takes_longer() -> None:
     fused = layer()
-    for software in (Software(attention="flash1"), Software(attention="softmax"), Software(attention="unfused"),
-                     Software(fused_norm=False), Software(fused_elementwise=False)):
+    for software in (
+        Software(attention="flash1"),
+        Software(attention="softmax"),
+        Software(attention="unfused"),
+        Software(fused_norm=False),
+        Software(fused_elementwise=False),
+    ):
         assert sum(layer(Costs(software=software))) > 1.02 * sum(fused)
     full = Costs(software=Software(gathered_logits=True))
     assert sum(full.head_s(MODEL, BATCH, 8, ON)) > 1.5 * sum(Costs().head_s(MODEL, BATCH, 8, ON))

@@ -55,8 +55,11 @@ def slowest(found: Iterable[Transport]) -> Transport:
 
 def written(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> Transport:
     """The slowest transport that the plan gives to groups of `kind` inside `fabrics`."""
-    return slowest(g.transport for g in plan.transports() if g.kind == kind and g.stages == stages
-                   and {plan.places[r].fabric for r in g.ranks} <= fabrics)
+    return slowest(
+        g.transport
+        for g in plan.transports()
+        if g.kind == kind and g.stages == stages and {plan.places[r].fabric for r in g.ranks} <= fabrics
+    )
 
 
 @pytest.mark.integration
@@ -98,18 +101,30 @@ def test_a_variant_costs_what_a_layout_made_anew_does() -> None:
     """What a variant takes over of another layout is nothing that its own schedule, recomputation or virtual stages
     change: pipelines across fabrics and inside nodes, hierarchical ones."""
     site = Site("three", (*two_clusters(2).fabrics, replace(one_fabric(H100, "h", 2), ethernet_gbps=5.0)))
-    for options in (PlanOptions(tp=2, pp=12, dp=2), PlanOptions(tp=1, pp=3, dp=16),
-                    PlanOptions(tp=2, pp=4, dp=6, strategy="hierarchical-dp")):
+    for options in (
+        PlanOptions(tp=2, pp=12, dp=2),
+        PlanOptions(tp=1, pp=3, dp=16),
+        PlanOptions(tp=2, pp=4, dp=6, strategy="hierarchical-dp"),
+    ):
         plan = given_plan(named("gpt_3_6b"), Batch(48, 1, 1024), site, options, Costs())
         layout = Layout.of(plan, Costs())
         timing(layout, layer_array(plan))
         memory(layout, layer_array(plan))
-        for recompute, chunks, kind, size in (("full", 1, "ahead", 10**7), ("selective", 2, "interleaved", 10**6),
-                                              ("none", 2, "ahead", 10**9)):
+        for recompute, chunks, kind, size in (
+            ("full", 1, "ahead", 10**7),
+            ("selective", 2, "interleaved", 10**6),
+            ("none", 2, "ahead", 10**9),
+        ):
             depths = in_flight(options.pp or 1, layout.order.micro_batches, chunks)
             made = layout.varied(Schedule(kind, depths), size, recompute, chunks)
-            new = replace(layout, schedule=Schedule(kind, depths), bucket_bytes=size, recompute=recompute,
-                          parallel=replace(layout.parallel, virtual_stages=chunks), common={})
+            new = replace(
+                layout,
+                schedule=Schedule(kind, depths),
+                bucket_bytes=size,
+                recompute=recompute,
+                parallel=replace(layout.parallel, virtual_stages=chunks),
+                common={},
+            )
             assert made == new
             layers = uniform(new)
             assert step_s(made, layers)[0] == step_s(new, layers)[0]

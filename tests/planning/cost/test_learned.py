@@ -29,10 +29,17 @@ from holmes_hpc.records.run import RunDirectory
 pytestmark = pytest.mark.integration
 
 MODEL, BATCH = named("gpt_3_6b"), Batch(128, 2, 2048)
-SITE = Site("two", tuple(replace(one_fabric(gpu, name, 2), ethernet_gbps=5, rdma_gbps=100)
-                         for name, gpu in (("a", A100), ("h", H100))))
-LAYOUTS = (PlanOptions(tp=1, pp=2, dp=16, schedule="1f1b"), PlanOptions(tp=2, pp=1, dp=8, nodes={"a": 2}),
-           PlanOptions(tp=1, pp=1, dp=16, nodes={"h": 2}))
+SITE = Site(
+    "two",
+    tuple(
+        replace(one_fabric(gpu, name, 2), ethernet_gbps=5, rdma_gbps=100) for name, gpu in (("a", A100), ("h", H100))
+    ),
+)
+LAYOUTS = (
+    PlanOptions(tp=1, pp=2, dp=16, schedule="1f1b"),
+    PlanOptions(tp=2, pp=1, dp=8, nodes={"a": 2}),
+    PlanOptions(tp=1, pp=1, dp=16, nodes={"h": 2}),
+)
 PLANS = [given_plan(MODEL, BATCH, SITE, options, Costs()) for options in LAYOUTS]
 
 
@@ -57,8 +64,13 @@ def test_runs_made_with_known_factors_give_them_back(a100: float, h100: float, e
 
 
 def test_what_runs_do_not_show_stays_as_it_was() -> None:
-    alone = given_plan(MODEL, BATCH, Site("fast", (replace(one_fabric(A100, "a", 2), rdma_gbps=3200),)),
-                       PlanOptions(tp=1, pp=1, dp=16), Costs())
+    alone = given_plan(
+        MODEL,
+        BATCH,
+        Site("fast", (replace(one_fabric(A100, "a", 2), rdma_gbps=3200),)),
+        PlanOptions(tp=1, pp=1, dp=16),
+        Costs(),
+    )
     found = learn([simulated(alone, Corrections({A100.name: 1.3}))])
     assert found.corrections.compute == {A100.name: pytest.approx(1.3, rel=0.01)}
     assert "ib" in found.hidden and not found.corrections.rates
@@ -88,8 +100,14 @@ def recorded(root: Path, plan: Plan, true: Corrections, steps: int = 8) -> RunDi
     record.update_run(attempts=[{"attempt": 1, "plan_id": plan.id}])
     for step in range(steps):
         slow = 5.0 if step < 2 else 1.0
-        record.append_metrics({"step": step, "attempt": 1, "step_time_s": slow * run.step_s,
-                               "breakdown": [{"compute_s": slow * s} for s in run.compute_s]})
+        record.append_metrics(
+            {
+                "step": step,
+                "attempt": 1,
+                "step_time_s": slow * run.step_s,
+                "breakdown": [{"compute_s": slow * s} for s in run.compute_s],
+            }
+        )
     return record
 
 
@@ -101,8 +119,10 @@ def test_run_records_are_learned_from(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "broken", plan_text="3", config=load([]).to_dict())
     found, others = request.learned(load([]), str(tmp_path))
     assert found.runs == 3 and sorted(o.split(":")[0] for o in others) == ["broken", "short"]
-    assert found.corrections.compute == {A100.name: pytest.approx(1.4, rel=0.02),
-                                         H100.name: pytest.approx(0.8, rel=0.02)}
+    assert found.corrections.compute == {
+        A100.name: pytest.approx(1.4, rel=0.02),
+        H100.name: pytest.approx(0.8, rel=0.02),
+    }
     assert found.corrections.rates["ethernet"] == pytest.approx(0.6, rel=0.05)
     assert found.before > 0.05 > found.after
 

@@ -28,8 +28,9 @@ from holmes_hpc.planning.spec.plan import Plan
 TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
 
 
-def plan(site: Site = small_testbed(), model: ModelSpec = TINY, batch: Batch = BATCH, costs: Costs = Costs(),
-         **options: Any) -> Plan:
+def plan(
+    site: Site = small_testbed(), model: ModelSpec = TINY, batch: Batch = BATCH, costs: Costs = Costs(), **options: Any
+) -> Plan:
     return given_plan(model, batch, site, PlanOptions(**options), costs)
 
 
@@ -85,7 +86,8 @@ def test_plain_megatron_sends_all_by_ethernet() -> None:
     assert holmes.predicted is not None and single.predicted is not None
     assert set(single.predicted.nic_bytes_per_step) == {"ethernet"}
     assert sum(single.predicted.nic_bytes_per_step.values()) == pytest.approx(
-        sum(holmes.predicted.nic_bytes_per_step.values()))
+        sum(holmes.predicted.nic_bytes_per_step.values())
+    )
     assert single.predicted.step_time_s > 1.4 * holmes.predicted.step_time_s
 
 
@@ -109,11 +111,20 @@ def test_parts_of_the_step_sum_up_to_it() -> None:
 
 def test_measured_layers_and_links_go_before_published_ones() -> None:
     tokens = 2 * 64
-    measured = Calibration((MeasuredFabric(
-        parts=(Measured("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
-               Measured("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
-               Measured("embedding", 256, tokens, 1, tokens * 256.0, 0.0, 0.0)),
-        links={"ethernet": Link(0.5, 1.0)}, optimizer_s=0.0),), step_s=0.25)
+    measured = Calibration(
+        (
+            MeasuredFabric(
+                parts=(
+                    Measured("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
+                    Measured("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
+                    Measured("embedding", 256, tokens, 1, tokens * 256.0, 0.0, 0.0),
+                ),
+                links={"ethernet": Link(0.5, 1.0)},
+                optimizer_s=0.0,
+            ),
+        ),
+        step_s=0.25,
+    )
     alone = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=Costs(measured))
     assert alone.predicted is not None
     assert alone.predicted.step_time_s == pytest.approx(8 * 8 * 0.4 + 0.25)
@@ -125,17 +136,20 @@ def test_measured_layers_and_links_go_before_published_ones() -> None:
 
 def paced(**more: Any) -> Calibration:
     """Measured with layers of 10 ms."""
-    return Calibration((MeasuredFabric(parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more),),
-                       pace_layer_ms=10)
+    return Calibration(
+        (MeasuredFabric(parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more),), pace_layer_ms=10
+    )
 
 
 def test_a_paced_calibration_is_for_that_pace_alone() -> None:
     fabric, twice = small_testbed().fabrics[0], Batch(16, 4, 64)
     assert Costs(paced(), 10).layer_s(TINY, twice, 1, fabric) == (0.011, 0.022)  # waiting does not grow with the layer
     assert Costs(paced(), 10).layer_s(TINY, twice, 1, fabric, recompute="full") == (0.011, 0.033)
-    for calibration, pace, said in ((paced(), None, "measured with layers paced to 10 ms, used for layers not paced"),
-                                    (paced(), 20, "used for layers paced to 20 ms"),
-                                    (replace(paced(), pace_layer_ms=None), 10, "measured with layers not paced")):
+    for calibration, pace, said in (
+        (paced(), None, "measured with layers paced to 10 ms, used for layers not paced"),
+        (paced(), 20, "used for layers paced to 20 ms"),
+        (replace(paced(), pace_layer_ms=None), 10, "measured with layers not paced"),
+    ):
         with pytest.raises(ConfigError, match=said):
             Costs(calibration, pace)
 
@@ -166,15 +180,21 @@ def test_collectives_and_passes_cost_what_was_measured_of_them() -> None:
     assert gather.predicted.breakdown["param_sync_s"] > base.predicted.breakdown["param_sync_s"]
     assert gather.predicted.breakdown["compute_s"] == base.predicted.breakdown["compute_s"]
     assert slow.predicted.breakdown["compute_s"] == pytest.approx(
-        base.predicted.breakdown["compute_s"] + 2 * base.micro_batches * 0.002)
+        base.predicted.breakdown["compute_s"] + 2 * base.micro_batches * 0.002
+    )
 
 
 def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
     """Hierarchical, two stages of two chunks on the two GPUs of a node: the way back from the last stage to the first
     stays in the node too."""
     gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
-    made = best_plan(TINY, BATCH, gpus, PlanOptions(
-        strategy="hierarchical-dp", tp=1, pp=2, dp=4, virtual_stages=2, nodes={"ib-a": 2, "roce-a": 2}), Costs())
+    made = best_plan(
+        TINY,
+        BATCH,
+        gpus,
+        PlanOptions(strategy="hierarchical-dp", tp=1, pp=2, dp=4, virtual_stages=2, nodes={"ib-a": 2, "roce-a": 2}),
+        Costs(),
+    )
     layout = Layout.of(made, Costs())
     assert {layout.edge(replica, s).kind for replica in range(2) for s in range(2)} == {"local"}
     edges = [g for g in made.transports() if g.kind == "edge"]
@@ -184,8 +204,14 @@ def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
 def test_instances_reduce_beside_computing_on_gpus_only() -> None:
     """Megatron-Core does it by CUDA streams; on CPUs all of it follows the last backward pass."""
     site = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
-    options = {"strategy": "hierarchical-dp", "tp": 1, "pp": 2, "dp": 4, "virtual_stages": 2,
-               "nodes": {"ib-a": 2, "roce-a": 2}}
+    options = {
+        "strategy": "hierarchical-dp",
+        "tp": 1,
+        "pp": 2,
+        "dp": 4,
+        "virtual_stages": 2,
+        "nodes": {"ib-a": 2, "roce-a": 2},
+    }
     cpu = plan(site, **options)
     there = timing(Layout.of(cpu, Costs()), layer_array(cpu)).replicas[0]
     assert (there.tail == there.reduce).all() and (there.tail[:, :, 0] > 0).all() and not there.tail[:, :, 1:].any()
@@ -219,8 +245,15 @@ def test_a_calibration_with_a_typing_error_says_so() -> None:
 def test_faster_ethernet_never_slows_a_pipeline_over_it() -> None:
     times = []
     for gbps in (5, 10, 25, 100, 400):
-        made = plan(two_clusters(2, gbps), named("gpt_3_6b"), Batch(768, 4, 2048), tp=1, pp=2, dp=16,
-                    nodes={"ib-a": 2, "roce-a": 2})
+        made = plan(
+            two_clusters(2, gbps),
+            named("gpt_3_6b"),
+            Batch(768, 4, 2048),
+            tp=1,
+            pp=2,
+            dp=16,
+            nodes={"ib-a": 2, "roce-a": 2},
+        )
         assert made.predicted is not None
         times.append(made.predicted.step_time_s)
     assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[-1]
@@ -279,8 +312,10 @@ def test_weights_gradients_and_optimizer_take_what_megatron_gives_them() -> None
     size = counts.parameters(made.model)
     assert (part.weights + part.gradients)[0, 0] == pytest.approx(6 * size)
     assert part.optimizer[0, 0] == pytest.approx(12 / 8 * size)
-    whole = memory(Layout.of(replace(made, parallel=replace(made.parallel, distributed_optimizer=False)), Costs()),
-                   layer_array(made))
+    whole = memory(
+        Layout.of(replace(made, parallel=replace(made.parallel, distributed_optimizer=False)), Costs()),
+        layer_array(made),
+    )
     assert whole.optimizer[0, 0] == pytest.approx(12 * size)
 
 
@@ -294,8 +329,10 @@ def test_stages_hold_what_is_in_flight() -> None:
 
 def test_sequence_parallel_and_recomputation_save_memory() -> None:
     model, tokens = named("gpt3_175b"), 2048
-    sizes = [layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False, False)[0]
-             for parallel, recompute in ((False, "none"), (True, "none"), (True, "selective"), (True, "full"))]
+    sizes = [
+        layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False, False)[0]
+        for parallel, recompute in ((False, "none"), (True, "none"), (True, "selective"), (True, "full"))
+    ]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[3] == tokens * 12288 * 2 / 8
 
@@ -314,9 +351,17 @@ def test_sharded_parameters_are_shared_out_and_travel_with_every_pass() -> None:
 
 def test_unfused_modules_and_gathered_logits_take_more_memory() -> None:
     made = plan(gpu_site(80), named("llama2_7b"), Batch(64, 2, 2048), tp=2, pp=1, dp=4)
-    sizes = [memory(Layout.of(made, Costs(software=Software(**more))), layer_array(made)).total()[0, 0]
-             for more in ({}, {"fused_norm": False}, {"fused_elementwise": False}, {"attention": "softmax"},
-                          {"attention": "unfused"}, {"gathered_logits": True})]
+    sizes = [
+        memory(Layout.of(made, Costs(software=Software(**more))), layer_array(made)).total()[0, 0]
+        for more in (
+            {},
+            {"fused_norm": False},
+            {"fused_elementwise": False},
+            {"attention": "softmax"},
+            {"attention": "unfused"},
+            {"gathered_logits": True},
+        )
+    ]
     assert min(sizes[1:]) > sizes[0] and sizes[4] > sizes[3]
 
 
@@ -338,16 +383,26 @@ def test_weights_that_fit_on_no_gpu_name_what_is_short() -> None:
 def test_recomputation_by_part_lies_between_none_and_all() -> None:
     """Of selective recomputation the parts, of full the layers: each more costs time and saves memory; what nothing is
     known of is refused."""
+
     def figures(recompute: str, **said: object) -> tuple[float, float, float]:
         costs = Costs(software=Software(attention="softmax", **said))  # type: ignore[arg-type]
         made = plan(gpu_site(80), named("gpt_7_5b"), Batch(32, 2, 2048), tp=2, pp=2, dp=2, recompute=recompute)
         found = predict(made, costs)
         return found.step_time_s, max(found.memory_bytes_per_gpu), found.hardware_tflops_per_gpu * found.step_time_s
 
-    rising = [figures("none"), figures("selective"), figures("selective", recompute_parts=("scores", "norms")),
-              figures("selective", recompute_parts=("scores", "norms", "ffn"))]
-    blocks = [figures("none"), figures("full", recompute_layers=0), figures("full", recompute_layers=5),
-              figures("full", recompute_layers=17), figures("full")]
+    rising = [
+        figures("none"),
+        figures("selective"),
+        figures("selective", recompute_parts=("scores", "norms")),
+        figures("selective", recompute_parts=("scores", "norms", "ffn")),
+    ]
+    blocks = [
+        figures("none"),
+        figures("full", recompute_layers=0),
+        figures("full", recompute_layers=5),
+        figures("full", recompute_layers=17),
+        figures("full"),
+    ]
     assert blocks[0] == pytest.approx(blocks[1], rel=0.02) and blocks[0][0] == pytest.approx(blocks[1][0])
     for one, more in (*pairwise(rising), *pairwise(blocks[1:])):
         assert more[0] > one[0] and more[1] < one[1] and more[2] >= one[2]

@@ -37,8 +37,12 @@ layer,1,2,2048,0.008,0.016,,h100-80gb,
 
 def sailors(layers: int = MODEL.layers) -> dict[str, object]:
     def parts(each: float) -> dict[str, list[float]]:
-        return {"0": [0.001, 1e-6, 5e-4], **{str(i + 1): [each, 2 * each, 1e-3] for i in range(layers)},
-                str(layers + 1): [0.004, 0.006, 5e-4]}
+        return {
+            "0": [0.001, 1e-6, 5e-4],
+            **{str(i + 1): [each, 2 * each, 1e-3] for i in range(layers)},
+            str(layers + 1): [0.004, 0.006, 5e-4],
+        }
+
     return {"2": {"1": parts(0.02), "4": parts(0.007)}, "4": {"1": parts(0.038)}}
 
 
@@ -67,16 +71,19 @@ def test_a_smaller_micro_batch_takes_no_longer_than_a_larger_one() -> None:
     assert found == pytest.approx((0.019, 0.020))
 
 
-@pytest.mark.parametrize(("old", "new", "says"), [
-    ("hidden\n", "widht\n", "unknown column 'widht'"),
-    ("part,tp,", "part,", "no column tp"),
-    ("layer,1,1,2048", "layr,1,1,2048", "line 2: part is 'layr'; use layer, embedding, head"),
-    ("0.010,0.020", "fast,0.020", "line 2: forward_s is 'fast'; use a number"),
-    ("0.010,0.020", "-1,0.020", "line 2: forward_s is -1.0; use a number from 0"),
-    ("0.010,0.020", "0.010", "line 2: another number of values than columns"),
-    ("0.010,0.020", ",0.020", "line 2: a value is missing"),
-    (",3072\nlayer,1,2", ",1024\nlayer,1,2", "it is of a model of width 1024, gpt_3_6b is 3072 wide"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("hidden\n", "widht\n", "unknown column 'widht'"),
+        ("part,tp,", "part,", "no column tp"),
+        ("layer,1,1,2048", "layr,1,1,2048", "line 2: part is 'layr'; use layer, embedding, head"),
+        ("0.010,0.020", "fast,0.020", "line 2: forward_s is 'fast'; use a number"),
+        ("0.010,0.020", "-1,0.020", "line 2: forward_s is -1.0; use a number from 0"),
+        ("0.010,0.020", "0.010", "line 2: another number of values than columns"),
+        ("0.010,0.020", ",0.020", "line 2: a value is missing"),
+        (",3072\nlayer,1,2", ",1024\nlayer,1,2", "it is of a model of width 1024, gpt_3_6b is 3072 wide"),
+    ],
+)
 def test_a_wrong_csv_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
     path = tmp_path / "layers.csv"
     path.write_text(CSV.replace(old, new, 1))
@@ -85,11 +92,16 @@ def test_a_wrong_csv_is_named(tmp_path: Path, old: str, new: str, says: str) -> 
     assert says in str(refused.value) and str(refused.value).startswith(f"{path}: profile") and refused.value.hint
 
 
-@pytest.mark.parametrize(("data", "says"), [
-    (sailors(12), "it is of a model of 12 layers, gpt_3_6b has 30"),
-    ({"1": 3}, "not Sailor's profile"), ({"1": {"1": {"0": [1, 2]}}}, "not Sailor's profile"),
-    ({"1": {"1": {"0": "x"}}}, "not Sailor's profile"), ({"1": {}}, "no rows"),
-])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (sailors(12), "it is of a model of 12 layers, gpt_3_6b has 30"),
+        ({"1": 3}, "not Sailor's profile"),
+        ({"1": {"1": {"0": [1, 2]}}}, "not Sailor's profile"),
+        ({"1": {"1": {"0": "x"}}}, "not Sailor's profile"),
+        ({"1": {}}, "no rows"),
+    ],
+)
 def test_another_profile_is_refused(tmp_path: Path, data: object, says: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(data))

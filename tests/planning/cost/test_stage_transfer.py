@@ -29,10 +29,25 @@ pytestmark = pytest.mark.integration
 COSTS = Costs(pace_layer_ms=10)
 
 
-def plan(schedule: str = "ahead", layers: tuple[int, int] | None = (4, 4), site: Site = small_testbed(),
-         batch: Batch = Batch(64, 2, 256), **more: object) -> Plan:
-    options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, virtual_stages=1,
-                          layers_per_stage=layers, recompute="none", schedule=schedule, **more)  # type: ignore[arg-type]
+def plan(
+    schedule: str = "ahead",
+    layers: tuple[int, int] | None = (4, 4),
+    site: Site = small_testbed(),
+    batch: Batch = Batch(64, 2, 256),
+    **more: object,
+) -> Plan:
+    options = PlanOptions(
+        strategy="pipeline",
+        nodes={"ib-a": 2, "roce-a": 2},
+        tp=1,
+        pp=2,
+        dp=2,
+        virtual_stages=1,
+        layers_per_stage=layers,
+        recompute="none",
+        schedule=schedule,
+        **more,
+    )  # type: ignore[arg-type]
     return best_plan(named("gpt_tiny"), batch, site, options, COSTS)
 
 

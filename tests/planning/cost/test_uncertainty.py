@@ -45,8 +45,13 @@ def test_a_kind_without_a_table_says_so() -> None:
 
 
 def test_cpus_and_paced_layers_have_none() -> None:
-    tiny = given_plan(named("gpt_tiny"), Batch(16, 2, 64), small_testbed(),
-                      PlanOptions(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}), Costs())
+    tiny = given_plan(
+        named("gpt_tiny"),
+        Batch(16, 2, 64),
+        small_testbed(),
+        PlanOptions(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}),
+        Costs(),
+    )
     assert tiny.predicted is not None and tiny.predicted.interval_s is None
     assert Plan.from_dict(plan(A100).to_dict()) == plan(A100)
 

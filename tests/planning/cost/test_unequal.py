@@ -32,8 +32,9 @@ def test_equal_widths_are_predicted_as_a_grid() -> None:
 
 def test_three_and_five_nodes_do_what_four_and_four_do() -> None:
     slow = Costs(pace_layer_ms=100.0)  # beside which gradients take little
-    equal = predict(spawn.plan(pp=2, dp=4, schedule="ahead", layers=[[12], [12]], model=MODEL, batch=BATCH,
-                               in_flight=[4, 2]), slow)
+    equal = predict(
+        spawn.plan(pp=2, dp=4, schedule="ahead", layers=[[12], [12]], model=MODEL, batch=BATCH, in_flight=[4, 2]), slow
+    )
     unequal = predict(spawn.unequal((1, 3), (1, 5), layers=[9, 15], model=MODEL, batch=BATCH, in_flight=[5, 2]), slow)
     assert unequal.samples_per_s > 0.93 * equal.samples_per_s
     assert sum(unequal.breakdown.values()) == pytest.approx(unequal.step_time_s)

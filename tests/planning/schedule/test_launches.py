@@ -48,8 +48,9 @@ def test_no_order_of_launches_can_lock_up_a_gpu(order: Order) -> None:
 @given(orders("ahead"), st.booleans())
 def test_every_pass_and_both_ends_of_every_transfer_are_launched_once(order: Order, forward_only: bool) -> None:
     rows = launching.in_line(order, forward_only)
-    transfers = {order.transfer_from(s, p) for s in range(order.stages)
-                 for p in launching.passes(order, s, forward_only)} - {None}
+    transfers = {
+        order.transfer_from(s, p) for s in range(order.stages) for p in launching.passes(order, s, forward_only)
+    } - {None}
     for stage, row in enumerate(rows):
         assert [p for p in row if isinstance(p, Pass)] == launching.passes(order, stage, forward_only)
     posts = [p for row in rows for p in row if isinstance(p, Post)]
@@ -93,8 +94,10 @@ def before(order: Order) -> Launches:
     found: Launches = []
     for stage in range(order.stages):
         steps = order.passes(stage)
-        coming = {way: deque(t for p in steps if p.forward is way and (t := order.transfer_to(stage, p)) is not None)
-                  for way in (True, False)}
+        coming = {
+            way: deque(t for p in steps if p.forward is way and (t := order.transfer_to(stage, p)) is not None)
+            for way in (True, False)
+        }
         row: list[Launch] = [Post(False, coming[way].popleft()) for way in (True, False) if coming[way]]
         for step in steps:
             if order.transfer_to(stage, step) is not None and coming[step.forward]:
@@ -122,7 +125,7 @@ def test_two_stages_that_both_send_first_are_refused() -> None:
     down, up = Post(True, StageTransfer(0, 1, Pass(True, 1, 0))), Post(False, StageTransfer(1, 0, Pass(False, 0, 0)))
     at = rows[0].index(down)
     assert rows[0][at + 1] == up
-    rows[0][at:at + 2] = [up, down]  # receives first, as Megatron-Core's edges did here
+    rows[0][at : at + 2] = [up, down]  # receives first, as Megatron-Core's edges did here
     with pytest.raises(PlanError, match="stage 0 would wait for ever for micro-batch 0"):
         check_line(order, rows)
 

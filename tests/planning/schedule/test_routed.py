@@ -16,8 +16,9 @@ from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, ends
 
 
 def in_turn(replicas: tuple[int, ...], micro_batches: int, in_flight: tuple[int, ...] = ()) -> RoutedOrder:
-    return RoutedOrder(tuple(tuple(k % dp for k in range(micro_batches)) for dp in replicas),
-                       in_flight or least_in_flight(replicas))
+    return RoutedOrder(
+        tuple(tuple(k % dp for k in range(micro_batches)) for dp in replicas), in_flight or least_in_flight(replicas)
+    )
 
 
 REPLICAS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -47,7 +48,8 @@ def test_equal_widths_launch_what_a_grid_does(dp: int, stages: int, each: int, m
             for replica in range(dp):
                 row = found[routed.row(stage, replica)]
                 assert [_in_grid(launch, dp, routed) for launch in row if isinstance(launch, Pass)] == [
-                    launch for launch in expected[stage] if isinstance(launch, Pass)]
+                    launch for launch in expected[stage] if isinstance(launch, Pass)
+                ]
                 if of is windowed:
                     assert [_in_grid(launch, dp, routed) for launch in row] == expected[stage]
 

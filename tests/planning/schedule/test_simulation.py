@@ -15,14 +15,23 @@ from holmes_hpc.planning.schedule.orders import Exchange, Order, Pass, in_flight
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
 
 
-def durations(stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0,
-              ) -> Durations:
+def durations(
+    stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0
+) -> Durations:
     """Equal stages; a pass of a stage takes forward + backward whatever its chunks."""
     shape = (1, stages, chunks)
     transfers = np.full((1, stages), transfer)
     nothing = np.zeros(shape)
-    return Durations(np.full(shape, forward / chunks), np.full(shape, backward / chunks), transfers, transfers,
-                     transfers, nothing, nothing, nothing)
+    return Durations(
+        np.full(shape, forward / chunks),
+        np.full(shape, backward / chunks),
+        transfers,
+        transfers,
+        transfers,
+        nothing,
+        nothing,
+        nothing,
+    )
 
 
 def seconds(order: Order, d: Durations) -> float:
@@ -31,8 +40,9 @@ def seconds(order: Order, d: Durations) -> float:
 
 def ahead(stages: int, micro_batches: int, extra: int = 0) -> Order:
     """One more in flight than the stage below, and `extra` for every transfer."""
-    return Order("ahead", stages, micro_batches,
-                 in_flight=tuple((1 + extra) * (stages - s - 1) + 1 for s in range(stages)))
+    return Order(
+        "ahead", stages, micro_batches, in_flight=tuple((1 + extra) * (stages - s - 1) + 1 for s in range(stages))
+    )
 
 
 @given(st.integers(1, 8), st.integers(1, 24))
@@ -103,8 +113,9 @@ def cases(draw: st.DrawFn) -> tuple[Order, Durations]:
 def test_every_stage_does_every_pass_once_in_megatrons_order(order: Order) -> None:
     for stage in range(order.stages):
         done = order.passes(stage)
-        everything = {Pass(f, m, c) for f in (True, False) for m in range(order.micro_batches)
-                      for c in range(order.chunks)}
+        everything = {
+            Pass(f, m, c) for f in (True, False) for m in range(order.micro_batches) for c in range(order.chunks)
+        }
         assert len(done) == len(everything) and set(done) == everything
         for way in (True, False):  # micro-batches of a chunk in order, so that gradients sum up in the same order
             for chunk in range(order.chunks):
@@ -173,8 +184,12 @@ def test_bound_is_below_the_simulation(case: tuple[Order, Durations], nics: int)
 
 @pytest.mark.integration
 @settings(deadline=None, max_examples=10)
-@given(st.sampled_from((2, 3, 5, 8)), st.sampled_from((0.05, 0.3, 0.9)), st.sampled_from((0.0, 0.01, 0.05, 0.5)),
-       st.integers(0, 1000))
+@given(
+    st.sampled_from((2, 3, 5, 8)),
+    st.sampled_from((0.05, 0.3, 0.9)),
+    st.sampled_from((0.0, 0.01, 0.05, 0.5)),
+    st.integers(0, 1000),
+)
 def test_extending_by_the_period_is_right(stages: int, transfer: float, spread: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     passes = 2000

@@ -28,9 +28,16 @@ GPUS = (Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600), Gpu("a
 @st.composite
 def fabrics(draw: st.DrawFn, index: int) -> Fabric:
     nic = draw(st.sampled_from(list(NicType)))
-    return Fabric(f"f{index}", nic, "p", draw(st.integers(1, 2)), draw(st.sampled_from((1, 2))),
-                  draw(st.sampled_from((1.0, 10.0, 100.0))), draw(st.sampled_from(GPUS)),
-                  rdma_gbps=draw(st.sampled_from((50.0, 200.0, 800.0))) if nic.rdma else None)
+    return Fabric(
+        f"f{index}",
+        nic,
+        "p",
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from((1, 2))),
+        draw(st.sampled_from((1.0, 10.0, 100.0))),
+        draw(st.sampled_from(GPUS)),
+        rdma_gbps=draw(st.sampled_from((50.0, 200.0, 800.0))) if nic.rdma else None,
+    )
 
 
 @st.composite
@@ -41,8 +48,17 @@ def sites(draw: st.DrawFn) -> Site:
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
     hidden = draw(st.sampled_from((512, 2048, 6144)))
-    return ModelSpec("small", draw(st.integers(1, 5)), hidden, 8, draw(st.sampled_from((1000, 50000))), 4 * hidden, 8,
-                     tied=draw(st.booleans()), max_positions=4096)
+    return ModelSpec(
+        "small",
+        draw(st.integers(1, 5)),
+        hidden,
+        8,
+        draw(st.sampled_from((1000, 50000))),
+        4 * hidden,
+        8,
+        tied=draw(st.booleans()),
+        max_positions=4096,
+    )
 
 
 @settings(max_examples=12)
@@ -55,9 +71,13 @@ def test_no_plan_is_1_percent_better(model: ModelSpec, site: Site, micro_batches
 def test_one_layer_on_two_infiniband_fabrics(gpu: Gpu) -> None:
     """DP over one node of each fabric, hierarchically: 9.7% slower was what filled the larger fabric first."""
     near_the_optimum(
-        ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096), Batch(8, 2, 2048),
-        Site("small", tuple(Fabric(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0)
-                            for nodes in (1, 2))))
+        ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096),
+        Batch(8, 2, 2048),
+        Site(
+            "small",
+            tuple(Fabric(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0) for nodes in (1, 2)),
+        ),
+    )
 
 
 def test_pipelines_inside_the_nodes_of_one_fabric() -> None:
@@ -74,9 +94,13 @@ def test_pipelines_inside_the_nodes_of_one_fabric() -> None:
 
 def test_layouts_that_share_what_they_have_in_common_cost_what_each_does_alone() -> None:
     """A search works out what goes by fabrics alone once for all of its placements."""
-    site = Site("three", tuple(Fabric(f"f{i}", nic, "p", nodes, 4, 10.0, GPUS[i], rdma_gbps=200.0 if nic.rdma else None)
-                               for i, (nic, nodes) in enumerate(((NicType.IB, 2), (NicType.ROCE, 3),
-                                                                 (NicType.ETHERNET, 2)))))
+    site = Site(
+        "three",
+        tuple(
+            Fabric(f"f{i}", nic, "p", nodes, 4, 10.0, GPUS[i], rdma_gbps=200.0 if nic.rdma else None)
+            for i, (nic, nodes) in enumerate(((NicType.IB, 2), (NicType.ROCE, 3), (NicType.ETHERNET, 2)))
+        ),
+    )
     model = ModelSpec("small", 12, 2048, 16, 50000, 8192, 16, tied=True, max_positions=4096)
     batch = Batch(96, 1, 2048)
     space = Space(model, batch, site, PlanOptions(), Costs())

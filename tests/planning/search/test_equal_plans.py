@@ -28,8 +28,15 @@ def text(nodes: int) -> str:
 @pytest.mark.integration
 def test_plans_of_equal_inputs_are_equal_bytes() -> None:
     program = "import sys; sys.path.insert(0, sys.argv[1]); from test_equal_plans import text; print(text(1), end='')"
-    elsewhere = [subprocess.run(
-        [sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))], check=True, capture_output=True,
-        text=True, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": SUPPORT}).stdout for seed in ("1", "2")]
+    elsewhere = [
+        subprocess.run(
+            [sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": SUPPORT},
+        ).stdout
+        for seed in ("1", "2")
+    ]
     text(2)
     assert elsewhere[0] == elsewhere[1] == text(1)

@@ -33,10 +33,14 @@ def refused(at: Site, batch: Batch = BATCH, **told: Any) -> PlanError:
     return error.value
 
 
-@pytest.mark.parametrize(("told", "keys"), [
-    ({"tp": 1, "dp": 8, "pp": 1}, "plan.pp"), ({"max_memory_gib": 4.0}, "plan.max_memory_gib"),
-    ({"tp": 1, "pp": 1, "recompute": "none"}, "plan.pp"),
-])
+@pytest.mark.parametrize(
+    ("told", "keys"),
+    [
+        ({"tp": 1, "dp": 8, "pp": 1}, "plan.pp"),
+        ({"max_memory_gib": 4.0}, "plan.max_memory_gib"),
+        ({"tp": 1, "pp": 1, "recompute": "none"}, "plan.pp"),
+    ],
+)
 def test_what_the_user_forbids_is_not_the_sites_fault(told: dict[str, Any], keys: str) -> None:
     """The key is named, and without it there is a plan."""
     at = site(memory_gib=40)

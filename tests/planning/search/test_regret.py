@@ -26,15 +26,22 @@ def step_s(model: str, batch: Batch, site: Site, **options: object) -> float:
 
 def site(ethernet_gbps: float, *fabrics: tuple[str, int, float | None, Gpu]) -> Site:
     """(NIC type, nodes of 8 GPUs, RDMA rate, GPU) of each fabric."""
-    return Site("site", tuple(Fabric(f"{nic}-{i}", NicType(nic), f"p{i}", nodes, 8, ethernet_gbps, gpu, rdma_gbps=gbps)
-                              for i, (nic, nodes, gbps, gpu) in enumerate(fabrics)))
+    return Site(
+        "site",
+        tuple(
+            Fabric(f"{nic}-{i}", NicType(nic), f"p{i}", nodes, 8, ethernet_gbps, gpu, rdma_gbps=gbps)
+            for i, (nic, nodes, gbps, gpu) in enumerate(fabrics)
+        ),
+    )
 
 
 def test_stages_that_share_a_node_do_not_share_its_nic_with_themselves() -> None:
     """The best fabric alone was left aside, 17.7% faster: two stages a node, of which one edge only leaves it."""
     model, batch, at = planner_regret.drawn(83)
-    free, one = (search(model, batch, at, PlanOptions(**told), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
-                 for told in ({}, {"strategy": "one-fabric"}))
+    free, one = (
+        search(model, batch, at, PlanOptions(**told), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
+        for told in ({}, {"strategy": "one-fabric"})
+    )
     assert free <= 1.005 * one
 
 
@@ -42,8 +49,10 @@ def test_stages_that_run_far_ahead_count_in_what_is_dropped() -> None:
     """Of two fabrics over Ethernet, the layers of the best plan lie on the first stages, which compute while the others
     gather their parameters: with balanced layers it looked 16% longer than it is, and was dropped."""
     model, batch, at = planner_regret.drawn(51)
-    free, told = (search(model, batch, at, PlanOptions(**wanted), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
-                  for wanted in ({}, {"tp": 4, "pp": 10, "dp": 8}))
+    free, told = (
+        search(model, batch, at, PlanOptions(**wanted), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
+        for wanted in ({}, {"tp": 4, "pp": 10, "dp": 8})
+    )
     assert free <= 1.005 * told
 
 
@@ -53,14 +62,22 @@ def test_no_told_plan_is_half_a_percent_faster(seed: int) -> None:
     assert found["told"] >= 3 and found["regret"] <= 0.005, found
 
 
-@pytest.mark.parametrize(("ethernet_gbps", "model", "batch", "fabrics"), [
-    (1, "gpt_3_6b", Batch(768, 4, 2048), (("ib", 4, 200.0, A100), ("roce", 4, 200.0, A100))),
-    (2.5, "llama2_7b", Batch(1024, 1, 4096), (("ib", 8, 200.0, A100), ("roce", 8, 200.0, A100))),
-    (10, "llama2_7b", Batch(1024, 1, 4096), (("ib", 12, 800.0, A100), ("roce", 8, 200.0, A100),
-                                             ("ethernet", 5, None, H100))),
-])
-def test_a_slow_ethernet_is_left_alone(ethernet_gbps: float, model: str, batch: Batch,
-                                       fabrics: tuple[tuple[str, int, float | None, Gpu], ...]) -> None:
+@pytest.mark.parametrize(
+    ("ethernet_gbps", "model", "batch", "fabrics"),
+    [
+        (1, "gpt_3_6b", Batch(768, 4, 2048), (("ib", 4, 200.0, A100), ("roce", 4, 200.0, A100))),
+        (2.5, "llama2_7b", Batch(1024, 1, 4096), (("ib", 8, 200.0, A100), ("roce", 8, 200.0, A100))),
+        (
+            10,
+            "llama2_7b",
+            Batch(1024, 1, 4096),
+            (("ib", 12, 800.0, A100), ("roce", 8, 200.0, A100), ("ethernet", 5, None, H100)),
+        ),
+    ],
+)
+def test_a_slow_ethernet_is_left_alone(
+    ethernet_gbps: float, model: str, batch: Batch, fabrics: tuple[tuple[str, int, float | None, Gpu], ...]
+) -> None:
     """A pipeline over it was up to 36 times slower than the best fabric alone."""
     at = site(ethernet_gbps, *fabrics)
     assert step_s(model, batch, at) <= 1.005 * step_s(model, batch, at, strategy="one-fabric")
@@ -70,8 +87,10 @@ def test_what_is_made_better_may_come_from_behind() -> None:
     """A pipeline over three fabrics, 7% behind before its fabrics were put in order, won by 2%: free micro-batch sizes
     gave a slower plan than the batch's own."""
     model, batch, at = planner_regret.drawn(15)
-    own, free = (search(model, batch, at, PlanOptions(tp=1, search_micro_size=any_size), Costs(), Clock())[0].seconds
-                 for any_size in (False, True))
+    own, free = (
+        search(model, batch, at, PlanOptions(tp=1, search_micro_size=any_size), Costs(), Clock())[0].seconds
+        for any_size in (False, True)
+    )
     assert free <= own * (1 + 1e-9)
 
 
@@ -89,7 +108,7 @@ def test_estimates_are_hardly_too_long(seed: int) -> None:
     model, batch, at = planner_regret.drawn(seed)
     placements = Space(model, batch, at, PlanOptions(), Costs()).placements()
     evaluator = Evaluator(model, batch, at, PlanOptions(), Costs())
-    ways = [way for placement in placements[::max(1, len(placements) // 20)] for way in evaluator.ways(placement)]
+    ways = [way for placement in placements[:: max(1, len(placements) // 20)] for way in evaluator.ways(placement)]
     assert len(ways) >= 10
     for way in ways:
         chunks = way.layout.parallel.virtual_stages

@@ -14,8 +14,13 @@ from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.widths import Widths
 
 SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
-UNEVEN = Site("site", tuple(Fabric(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_unequal.A100, rdma_gbps=200)
-                            for nic, nodes in ((NicType.IB, 2), (NicType.ROCE, 3))))
+UNEVEN = Site(
+    "site",
+    tuple(
+        Fabric(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_unequal.A100, rdma_gbps=200)
+        for nic, nodes in ((NicType.IB, 2), (NicType.ROCE, 3))
+    ),
+)
 
 
 def test_no_listed_plan_is_a_percent_faster() -> None:

@@ -41,8 +41,9 @@ def test_connections_of_an_edge_are_what_was_asked_for(tmp_path: Path) -> None:
         PlanOptions(edge_connections=0)
 
 
-@pytest.mark.parametrize(("said", "names"), [({"edge_dtype": "fp8"}, "edge_dtype=fp8"),
-                                             ({"edge_connections": 2}, "edge_connections=2")])
+@pytest.mark.parametrize(
+    ("said", "names"), [({"edge_dtype": "fp8"}, "edge_dtype=fp8"), ({"edge_connections": 2}, "edge_connections=2")]
+)
 def test_what_megatrons_own_exchange_would_ignore_is_refused(plan: Plan, said: dict[str, Any], names: str) -> None:
     single = replace(plan, transport_mode="single", predicted=None)
     assert single.schedule.kind == "1f1b"
@@ -73,8 +74,13 @@ def test_plain_megatron_has_one_transport_for_all(plan: Plan) -> None:
 @pytest.mark.parametrize("mode", ["holmes", "single"])
 def test_control_traffic_has_an_entry_of_its_own(plan: Plan, mode: str) -> None:
     """What GPU ranks exchange from host memory goes by TCP, also where all of them share RDMA; and it says so."""
-    one = given_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2),
-                     PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}, transport=mode), Costs())
+    one = given_plan(
+        named("gpt_3_6b"),
+        Batch(768, 4, 2048),
+        two_clusters(2),
+        PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}, transport=mode),
+        Costs(),
+    )
     for made in (one, replace(plan, transport_mode=mode)):
         of_all = {g.kind: g.transport for g in made.transports() if len(g.ranks) == made.world_size}
         assert of_all["control"] == TCP == made.transport_of(range(made.world_size), host_memory=True)
@@ -96,11 +102,17 @@ def test_a_plan_without_the_control_entry_is_read(plan: Plan, tmp_path: Path) ->
 
 
 RECORDS = Path(__file__).parents[3] / "analysis/records"
-IDS = {"demo-three": "ada276cbb822", "demo-two": "9673c1f26b5b", "s-holmes": "9673c1f26b5b", "s-single": "70e2eae4f7b4",
-       "traced": "4058b59221d8", "evaluation/paper-like-ethernet-4-holmes-0": "985c78d02fb9",
-       "evaluation/paper-like-hybrid-4-holmes-0": "bb67812e6a38",
-       "evaluation/paper-like-hybrid-4-megatron-lm-overlap-0": "ca8ad195b1cb",
-       "evaluation/paper-like-roce-4-holmes-0": "070a4185eb44"}
+IDS = {
+    "demo-three": "ada276cbb822",
+    "demo-two": "9673c1f26b5b",
+    "s-holmes": "9673c1f26b5b",
+    "s-single": "70e2eae4f7b4",
+    "traced": "4058b59221d8",
+    "evaluation/paper-like-ethernet-4-holmes-0": "985c78d02fb9",
+    "evaluation/paper-like-hybrid-4-holmes-0": "bb67812e6a38",
+    "evaluation/paper-like-hybrid-4-megatron-lm-overlap-0": "ca8ad195b1cb",
+    "evaluation/paper-like-roce-4-holmes-0": "070a4185eb44",
+}
 
 
 @pytest.mark.parametrize(("name", "id"), IDS.items())
@@ -118,28 +130,39 @@ def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
     assert replace(plan, bucket_bytes=1).id != plan.id
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda d: d.update(layres=3), "unknown key 'layres'"),
-    (lambda d: d["components"][0].update(nodes=1), "components hold"),
-    (lambda d: d["components"][0].update(nodes=99), "the site has 2"),
-    (lambda d: d["stages"][0].update(layers=16, chunks=[16]), "31 layers, the model has 30"),
-    (lambda d: d["parallel"].update(dp=7), "needs 28"),
-    (lambda d: d["batch"].update(global_size=100), "not a multiple"),
-    (lambda d: d["batch"].update(sequence_length=4096), "above the model's 2048"),
-    (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "rdma over ib"),
-    (lambda d: d["transports"].pop(), "not those of its groups"),
-    (lambda d: d.update(version=99), "version 99"),
-    (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
-    (lambda d: d.pop("model"), "model is missing"),
-    (lambda d: d["components"][0].update(stages=[1]), "its ranks hold stages 0, it says 1"),
-    (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is there twice"),
-    (lambda d: d["stages"][0].update(fabric="roce-a"), "stage 0 is said to be on roce-a"),
-    (lambda d: (d["parallel"].update(sequence_parallel=True), d["batch"].update(sequence_length=1023)),
-     "TP 2 does not divide a sequence of 1023"),
-    (lambda d: (d["parallel"].update(virtual_stages=2), d["schedule"].update(kind="interleaved"),
-                d["batch"].update(global_size=96), [s.update(chunks=[8, 7]) for s in d["stages"]]),
-     "3 micro-batches cannot be dealt out"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(layres=3), "unknown key 'layres'"),
+        (lambda d: d["components"][0].update(nodes=1), "components hold"),
+        (lambda d: d["components"][0].update(nodes=99), "the site has 2"),
+        (lambda d: d["stages"][0].update(layers=16, chunks=[16]), "31 layers, the model has 30"),
+        (lambda d: d["parallel"].update(dp=7), "needs 28"),
+        (lambda d: d["batch"].update(global_size=100), "not a multiple"),
+        (lambda d: d["batch"].update(sequence_length=4096), "above the model's 2048"),
+        (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "rdma over ib"),
+        (lambda d: d["transports"].pop(), "not those of its groups"),
+        (lambda d: d.update(version=99), "version 99"),
+        (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
+        (lambda d: d.pop("model"), "model is missing"),
+        (lambda d: d["components"][0].update(stages=[1]), "its ranks hold stages 0, it says 1"),
+        (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is there twice"),
+        (lambda d: d["stages"][0].update(fabric="roce-a"), "stage 0 is said to be on roce-a"),
+        (
+            lambda d: (d["parallel"].update(sequence_parallel=True), d["batch"].update(sequence_length=1023)),
+            "TP 2 does not divide a sequence of 1023",
+        ),
+        (
+            lambda d: (
+                d["parallel"].update(virtual_stages=2),
+                d["schedule"].update(kind="interleaved"),
+                d["batch"].update(global_size=96),
+                [s.update(chunks=[8, 7]) for s in d["stages"]],
+            ),
+            "3 micro-batches cannot be dealt out",
+        ),
+    ],
+)
 def test_a_broken_plan_is_one_line(plan: Plan, change: Any, says: str, tmp_path: Path) -> None:
     data = plan.to_dict()
     change(data)
@@ -160,8 +183,9 @@ def test_a_data_parallel_group_over_two_fabrics_is_refused(plan: Plan) -> None:
 
 def test_hierarchical_data_parallel_may_span_but_its_instances_not() -> None:
     site = two_clusters(2)
-    made = best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(strategy="hierarchical-dp", tp=1),
-                     Costs())
+    made = best_plan(
+        named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(strategy="hierarchical-dp", tp=1), Costs()
+    )
     spans = {g.kind: g.transport.kind for g in made.transports() if g.transport.kind != "local"}
     assert spans["inter_dp"] == "tcp" and spans["intra_dp"] == "rdma" and spans["dp"] == "tcp"
     assert made.parallel.optimizer_instances >= 2
@@ -174,11 +198,18 @@ def test_schedules_are_checked() -> None:
         Schedule("ahead", (1, 0))
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    ({"dp": 3, "optimizer_instances": 2}, "cannot be cut"), ({"cp": 2}, "not supported"), ({"tp": 0}, "tp is 0"),
-    ({"virtual_stages": 2}, "need a pipeline"), ({"sequence_parallel": True}, "needs tp"),
-    ({"order": "pp"}, "rank order"),
-    ({"dp": 2, "optimizer_instances": 2, "distributed_optimizer": False}, "distributed optimizer")])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"dp": 3, "optimizer_instances": 2}, "cannot be cut"),
+        ({"cp": 2}, "not supported"),
+        ({"tp": 0}, "tp is 0"),
+        ({"virtual_stages": 2}, "need a pipeline"),
+        ({"sequence_parallel": True}, "needs tp"),
+        ({"order": "pp"}, "rank order"),
+        ({"dp": 2, "optimizer_instances": 2, "distributed_optimizer": False}, "distributed optimizer"),
+    ],
+)
 def test_parallel_sizes_are_checked(values: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Parallel(**values)
@@ -206,8 +237,9 @@ def test_ethernet_only_nodes_use_tcp_inside(plan: Plan) -> None:
 @pytest.mark.integration
 def test_sequence_parallel_only_where_it_divides() -> None:
     def planned(length: int, **options: Any) -> Plan:
-        return best_plan(named("gpt_3_6b"), Batch(768, 4, length), two_clusters(2), PlanOptions(tp=4, **options),
-                         Costs())
+        return best_plan(
+            named("gpt_3_6b"), Batch(768, 4, length), two_clusters(2), PlanOptions(tp=4, **options), Costs()
+        )
 
     assert planned(1024).parallel.sequence_parallel and not planned(1022).parallel.sequence_parallel
     with pytest.raises(PlanError, match="TP 4 does not divide a sequence of 1022"):
@@ -233,9 +265,13 @@ def test_recomputation_is_looked_at_also_where_less_would_do() -> None:
 def test_the_papers_rule_looks_past_virtual_stages_it_has_no_layers_for() -> None:
     site = two_clusters(2)
     slow = replace(site.fabrics[1], gpu=replace(site.fabrics[1].gpu, name="slow", peak_tflops=30.0))
-    made = best_plan(replace(named("gpt_3_6b"), layers=12), Batch(768, 1, 2048),
-                     replace(site, fabrics=(site.fabrics[0], slow)),
-                     PlanOptions(tp=2, pp=4, partition="proportional", recompute="full"), Costs())
+    made = best_plan(
+        replace(named("gpt_3_6b"), layers=12),
+        Batch(768, 1, 2048),
+        replace(site, fabrics=(site.fabrics[0], slow)),
+        PlanOptions(tp=2, pp=4, partition="proportional", recompute="full"),
+        Costs(),
+    )
     assert sum(s.layers for s in made.stages) == 12
 
 

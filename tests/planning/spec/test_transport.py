@@ -22,29 +22,35 @@ def places(text: str) -> list[Place]:
     return [Place(*word.split("/")) for word in text.split()]
 
 
-@pytest.mark.parametrize(("members", "transport"), [
-    ("ib-a/1", LOCAL),
-    ("ib-a/1 ib-a/1", LOCAL),
-    ("eth-a/1 eth-a/1", LOCAL),
-    ("ib-a/1 ib-a/2", IB),
-    ("ib-a/1 ib-a/1 ib-a/2", IB),
-    ("roce-a/1 roce-a/2", ROCE),
-    ("eth-a/1 eth-a/2", TCP),
-    ("ib-a/1 ib-b/1", TCP),  # two InfiniBand fabrics without a link
-    ("ib-a/1 roce-a/1", TCP),
-    ("ib-a/1 ib-a/2 eth-a/1", TCP),
-    ("ib-a/1 ib-b/2", TCP),
-])
+@pytest.mark.parametrize(
+    ("members", "transport"),
+    [
+        ("ib-a/1", LOCAL),
+        ("ib-a/1 ib-a/1", LOCAL),
+        ("eth-a/1 eth-a/1", LOCAL),
+        ("ib-a/1 ib-a/2", IB),
+        ("ib-a/1 ib-a/1 ib-a/2", IB),
+        ("roce-a/1 roce-a/2", ROCE),
+        ("eth-a/1 eth-a/2", TCP),
+        ("ib-a/1 ib-b/1", TCP),  # two InfiniBand fabrics without a link
+        ("ib-a/1 roce-a/1", TCP),
+        ("ib-a/1 ib-a/2 eth-a/1", TCP),
+        ("ib-a/1 ib-b/2", TCP),
+    ],
+)
 def test_table(members: str, transport: Transport) -> None:
     assert EACH.of_members(places(members)) == transport
 
 
-@pytest.mark.parametrize(("members", "job", "transport"), [
-    ("ib-a/1 ib-a/1", ["ib-a", "roce-a"], LOCAL),  # what stays on a node needs no network
-    ("ib-a/1 ib-a/2", ["ib-a", "roce-a"], TCP),
-    ("ib-a/1 ib-a/2", ["ib-a"], IB),
-    ("eth-a/1 eth-a/2", ["eth-a"], TCP),
-])
+@pytest.mark.parametrize(
+    ("members", "job", "transport"),
+    [
+        ("ib-a/1 ib-a/1", ["ib-a", "roce-a"], LOCAL),  # what stays on a node needs no network
+        ("ib-a/1 ib-a/2", ["ib-a", "roce-a"], TCP),
+        ("ib-a/1 ib-a/2", ["ib-a"], IB),
+        ("eth-a/1 eth-a/2", ["eth-a"], TCP),
+    ],
+)
 def test_plain_megatron_has_what_the_whole_job_shares(members: str, job: list[str], transport: Transport) -> None:
     rule = TransportRule(SITE, "single", frozenset(job), False)
     assert rule.of_members(places(members)) == transport
@@ -52,38 +58,54 @@ def test_plain_megatron_has_what_the_whole_job_shares(members: str, job: list[st
 
 
 @pytest.mark.parametrize("mode", ["holmes", "single"])
-@pytest.mark.parametrize(("members", "transport"), [
-    ("ib-a/1 ib-a/1", LOCAL), ("ib-a/1 ib-a/2", TCP), ("roce-a/1 roce-a/2", TCP), ("eth-a/1 eth-a/2", TCP)])
+@pytest.mark.parametrize(
+    ("members", "transport"),
+    [("ib-a/1 ib-a/1", LOCAL), ("ib-a/1 ib-a/2", TCP), ("roce-a/1 roce-a/2", TCP), ("eth-a/1 eth-a/2", TCP)],
+)
 def test_host_memory_beside_gpus_never_has_rdma(members: str, transport: Transport, mode: str) -> None:
     found = places(members)
     rule = TransportRule(SITE, mode, frozenset([found[0].fabric]), False)
     assert rule.of_members(found, host_memory=True) == transport
 
 
-@pytest.mark.parametrize(("members", "forced", "says"), [
-    ("ib-a/1 roce-a/2", IB, ["node 1", "node 2", "ib-a", "roce-a"]),
-    ("ib-a/1 ib-b/2", IB, ["node 1", "node 2"]),
-    ("eth-a/1 eth-a/2", Transport("rdma", NicType.IB, "eth-a"), ["node 1", "node 2"]),
-    ("roce-a/1 roce-a/2", Transport("rdma", NicType.IB, "roce-a"), ["node 1", "node 2"]),
-    ("ib-a/1 ib-a/2", LOCAL, ["node 1", "node 2"]),
-    ("ib-a/1 ib-a/3", Transport("rdma", NicType.IB, "ib-b"), ["node 1", "node 3"]),
-])
+@pytest.mark.parametrize(
+    ("members", "forced", "says"),
+    [
+        ("ib-a/1 roce-a/2", IB, ["node 1", "node 2", "ib-a", "roce-a"]),
+        ("ib-a/1 ib-b/2", IB, ["node 1", "node 2"]),
+        ("eth-a/1 eth-a/2", Transport("rdma", NicType.IB, "eth-a"), ["node 1", "node 2"]),
+        ("roce-a/1 roce-a/2", Transport("rdma", NicType.IB, "roce-a"), ["node 1", "node 2"]),
+        ("ib-a/1 ib-a/2", LOCAL, ["node 1", "node 2"]),
+        ("ib-a/1 ib-a/3", Transport("rdma", NicType.IB, "ib-b"), ["node 1", "node 3"]),
+    ],
+)
 def test_an_impossible_one_is_refused_by_name(members: str, forced: Transport, says: list[str]) -> None:
     with pytest.raises(PlanError) as error:
         refuse_unshared(SITE, "dp 0,1", places(members), forced)
     assert all(s in str(error.value) for s in [*says, "group dp 0,1"])
 
 
-@pytest.mark.parametrize(("kind", "nic", "name"), [
-    ("rdma", None, "a"), ("rdma", NicType.ETHERNET, "a"), ("tcp", None, None), ("rdma", NicType.IB, None),
-    ("local", NicType.IB, None), ("udp", None, None)])
+@pytest.mark.parametrize(
+    ("kind", "nic", "name"),
+    [
+        ("rdma", None, "a"),
+        ("rdma", NicType.ETHERNET, "a"),
+        ("tcp", None, None),
+        ("rdma", NicType.IB, None),
+        ("local", NicType.IB, None),
+        ("udp", None, None),
+    ],
+)
 def test_transports_that_do_not_exist(kind: str, nic: NicType | None, name: str | None) -> None:
     with pytest.raises(PlanError, match="does not exist"):
         Transport(kind, nic, name)
 
 
-groups = st.lists(st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics]), st.sampled_from(["1", "2", "3"])),
-                  min_size=1, max_size=8)
+groups = st.lists(
+    st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics]), st.sampled_from(["1", "2", "3"])),
+    min_size=1,
+    max_size=8,
+)
 
 
 @given(groups)

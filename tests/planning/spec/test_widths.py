@@ -33,23 +33,25 @@ def test_equal_widths_are_a_grid_and_written_as_version_1() -> None:
 
 
 def test_a_plan_of_equal_widths_is_written_as_before_there_were_others() -> None:
-    plans = (spawn.plan(pp=2, dp=2),
-             spawn.plan(tp=2, pp=2, schedule="ahead", in_flight=[3, 1], pace_layer_ms=10.0))
+    plans = (spawn.plan(pp=2, dp=2), spawn.plan(tp=2, pp=2, schedule="ahead", in_flight=[3, 1], pace_layer_ms=10.0))
     written = [(p.id, hashlib.sha256(p.to_yaml().encode()).hexdigest()[:16]) for p in plans]
     assert written == [("61433d06b607", "d3c1d8b43804d81f"), ("5aef77fecb10", "5bd896542a93abad")]  # by 2cf097f
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "TP across nodes": ({"stages": {0: {"tp": 2, "dp": 1}}, "parallel": {"sequence_parallel": True}},
-                        "TP 2 does not divide 1 GPUs of a node"),
+    "TP across nodes": (
+        {"stages": {0: {"tp": 2, "dp": 1}}, "parallel": {"sequence_parallel": True}},
+        "TP 2 does not divide 1 GPUs of a node",
+    ),
     "half a node": ({"stages": {0: {"nodes": 1}}}, "stage 0: TP 1 x DP 2 on 1 nodes of 1 ranks"),
-    "more replicas than micro-batches": ({"batch": {"global_size": 1, "micro_size": 1, "sequence_length": 16}},
-                                         "stage 0 has 2 replicas for 1 micro-batches a step"),
+    "more replicas than micro-batches": (
+        {"batch": {"global_size": 1, "micro_size": 1, "sequence_length": 16}},
+        "stage 0 has 2 replicas for 1 micro-batches a step",
+    ),
     "a replica without any": ({"routing": {"weights": [[100, 1], [1]]}}, "stage 0: replica 1 gets none of 8"),
     "weights of other replicas": ({"routing": {"weights": [[1, 2, 3], [1]]}}, "3 weights for DP 2"),
     "no weight": ({"routing": {"weights": [[0, 1], [1]]}}, "weights is (0, 1)"),
-    "Megatron's schedule": ({"schedule": {"kind": "1f1b", "in_flight": [2, 1]}},
-                            "1f1b with stages of unequal widths"),
+    "Megatron's schedule": ({"schedule": {"kind": "1f1b", "in_flight": [2, 1]}}, "1f1b with stages of unequal widths"),
     "one size for all": ({"parallel": {"tp": 1}}, "tp"),
     "plain Megatron": ({"transport_mode": "single"}, "transport_mode single with stages of unequal widths"),
     "too few in flight": ({"schedule": {"kind": "ahead", "in_flight": [1, 3]}}, "would wait for ever"),
@@ -99,8 +101,10 @@ def test_every_part_of_a_sequence_crosses_once(source: int, target: int) -> None
     for a, b in pieces(source, target):
         assert source == target or set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source))
     if source != target:
-        crossed = sum(len(set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source)))
-                      for a, b in pieces(source, target))
+        crossed = sum(
+            len(set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source)))
+            for a, b in pieces(source, target)
+        )
         assert crossed == whole
 
 
@@ -112,4 +116,14 @@ def test_groups_of_stages_that_form_no_grid() -> None:
     assert [r for k, r in found if k == "embd"] == [(0, 1, 5, 6)]
     # micro-batches 0 to 3 go to replicas 0 1 0 1 and 0 1 2 0
     assert [r for k, r in found if k == "edge"] == [
-        (0, 2), (0, 4), (1, 2), (1, 3), (2, 5), (2, 6), (3, 5), (3, 6), (4, 5), (4, 6)]
+        (0, 2),
+        (0, 4),
+        (1, 2),
+        (1, 3),
+        (2, 5),
+        (2, 6),
+        (3, 5),
+        (3, 6),
+        (4, 5),
+        (4, 6),
+    ]

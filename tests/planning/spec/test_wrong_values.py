@@ -23,17 +23,49 @@ from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan
 
 WRONG = ("3", -1, 2.5, None, [], ["x"], {"x": 1}, [[1]], 10**30)
-OLDER = {"device": "cpu", "pace_layer_ms": 10.0, "dtype": "fp32", "optimizer_s": 1e-9, "pass_s": 0.0, "step_s": 0.0,
-         "parts": [{"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01,
-                    "backward_s": 0.02}],
-         "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}}, "made": "2026"}
+OLDER = {
+    "device": "cpu",
+    "pace_layer_ms": 10.0,
+    "dtype": "fp32",
+    "optimizer_s": 1e-9,
+    "pass_s": 0.0,
+    "step_s": 0.0,
+    "parts": [
+        {"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01, "backward_s": 0.02}
+    ],
+    "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}},
+    "made": "2026",
+}
 CALIBRATION = {
-    "fabrics": [{"fabric": "ib-a", "gpu": "cpu", "device": "cpu", "optimizer_s": 1e-9, "pass_s": 0.0,
-                 "parts": [{"part": "layer", "hidden": 64, "tokens": 128, "tp": 1, "flops": 1e6, "forward_s": 0.01,
-                            "backward_s": 0.02, "sequence": 64, "sequence_parallel": False}],
-                 "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}}}],
+    "fabrics": [
+        {
+            "fabric": "ib-a",
+            "gpu": "cpu",
+            "device": "cpu",
+            "optimizer_s": 1e-9,
+            "pass_s": 0.0,
+            "parts": [
+                {
+                    "part": "layer",
+                    "hidden": 64,
+                    "tokens": 128,
+                    "tp": 1,
+                    "flops": 1e6,
+                    "forward_s": 0.01,
+                    "backward_s": 0.02,
+                    "sequence": 64,
+                    "sequence_parallel": False,
+                }
+            ],
+            "links": {"ib": {"latency_s": 1e-5, "efficiency": 0.9}},
+        }
+    ],
     "between": [{"between": ["ib-a", "roce-a"], "gbps": 9.5, "delay_ms": 2.0}],
-    "pace_layer_ms": 10.0, "step_s": 0.0, "dtype": "fp32", "made": "2026"}
+    "pace_layer_ms": 10.0,
+    "step_s": 0.0,
+    "dtype": "fp32",
+    "made": "2026",
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +106,30 @@ def test_no_value_of_a_plan_is_more_than_one_line(plan: dict[str, Any]) -> None:
     assert refused > 600
 
 
-@pytest.mark.parametrize(("at", "value", "says"), [
-    (("components", 0, "nodes"), "two", "component ib-a: nodes is 'two'; use a whole number from 1"),
-    (("components", 1), 3, "components[1]: is 3, not keys with values"),
-    (("batch", "micro_size"), 2.5, "batch.micro_size is 2.5; use a whole number from 1 (sequences)"),
-    (("parallel", "tp"), True, "parallel: tp is True; use a whole number from 1"),
-    (("parallel", "ttp"), 1, "parallel: unknown key 'ttp'; did you mean 'tp'?"),
-    (("schedule", "kind"), "1fb1", "schedule: kind is '1fb1'; use 1f1b, interleaved, ahead (did you mean '1f1b'?)"),
-    (("stages", 0, "chunks"), "13", "chunks is '13'; use a list of whole numbers from 0"),
-    (("recompute",), "ful", "recompute is 'ful'; use none, selective, full (did you mean 'full'?)"),
-    (("bucket_bytes",), 0, "bucket_bytes is 0; use a whole number from 1 (bytes)"),
-    (("site", "fabrics", 0, "nic"), "infiniband", "nic is 'infiniband'; use ib, roce, ethernet"),
-    (("site", "fabrics", 0, "gpu", "memory_gib"), "80", "memory_gib is '80'; use a number above 0 (GiB)"),
-    (("predicted", "step_time_s"), "fast", "predicted: step_time_s is 'fast'; use a number"),
-    (("predicted", "nic_bytes_per_step"), {"ib-a": "many"}, "predicted: nic_bytes_per_step is {'ib-a': 'many'}"),
-    (("transports", 3, "ranks"), [0, 99], "transports[3]: ranks is 0,99; the plan has 16 ranks, from 0"),
-    (("transports", 3, "nic"), "eth", "transports[3]: nic is 'eth'; use ib, roce, ethernet"),
-    (("version",), "3", "plan version 3, this release reads 1 and 2"),
-])
-def test_a_wrong_value_of_a_plan_is_named(plan: dict[str, Any], at: tuple[Any, ...], value: Any, says: str,
-                                          tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (("components", 0, "nodes"), "two", "component ib-a: nodes is 'two'; use a whole number from 1"),
+        (("components", 1), 3, "components[1]: is 3, not keys with values"),
+        (("batch", "micro_size"), 2.5, "batch.micro_size is 2.5; use a whole number from 1 (sequences)"),
+        (("parallel", "tp"), True, "parallel: tp is True; use a whole number from 1"),
+        (("parallel", "ttp"), 1, "parallel: unknown key 'ttp'; did you mean 'tp'?"),
+        (("schedule", "kind"), "1fb1", "schedule: kind is '1fb1'; use 1f1b, interleaved, ahead (did you mean '1f1b'?)"),
+        (("stages", 0, "chunks"), "13", "chunks is '13'; use a list of whole numbers from 0"),
+        (("recompute",), "ful", "recompute is 'ful'; use none, selective, full (did you mean 'full'?)"),
+        (("bucket_bytes",), 0, "bucket_bytes is 0; use a whole number from 1 (bytes)"),
+        (("site", "fabrics", 0, "nic"), "infiniband", "nic is 'infiniband'; use ib, roce, ethernet"),
+        (("site", "fabrics", 0, "gpu", "memory_gib"), "80", "memory_gib is '80'; use a number above 0 (GiB)"),
+        (("predicted", "step_time_s"), "fast", "predicted: step_time_s is 'fast'; use a number"),
+        (("predicted", "nic_bytes_per_step"), {"ib-a": "many"}, "predicted: nic_bytes_per_step is {'ib-a': 'many'}"),
+        (("transports", 3, "ranks"), [0, 99], "transports[3]: ranks is 0,99; the plan has 16 ranks, from 0"),
+        (("transports", 3, "nic"), "eth", "transports[3]: nic is 'eth'; use ib, roce, ethernet"),
+        (("version",), "3", "plan version 3, this release reads 1 and 2"),
+    ],
+)
+def test_a_wrong_value_of_a_plan_is_named(
+    plan: dict[str, Any], at: tuple[Any, ...], value: Any, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(changed(plan, at, value)), encoding="utf-8")
     with pytest.raises(HolmesError) as refused:
@@ -101,15 +137,20 @@ def test_a_wrong_value_of_a_plan_is_named(plan: dict[str, Any], at: tuple[Any, .
     assert says in str(refused.value) and str(refused.value).startswith(f"{path}: ") and refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize("missing", ["edge_connections", "bucket_bytes", "unused", "alternatives", "transports",
-                                     "assumptions", "predicted", "version"])
+@pytest.mark.parametrize(
+    "missing",
+    ["edge_connections", "bucket_bytes", "unused", "alternatives", "transports", "assumptions", "predicted", "version"],
+)
 def test_what_an_older_version_did_not_write_has_its_default(plan: dict[str, Any], missing: str) -> None:
     older = {k: v for k, v in plan.items() if k != missing}
     read, whole = Plan.from_dict(older), Plan.from_dict(plan)
     assert read.parallel == whole.parallel
     said = [a for a in read.assumptions if a.startswith("an older plan")]
-    assert said == ([f"an older plan, without {missing}: taken as by default"]
-                    if missing in ("edge_connections", "bucket_bytes") else [])
+    assert said == (
+        [f"an older plan, without {missing}: taken as by default"]
+        if missing in ("edge_connections", "bucket_bytes")
+        else []
+    )
     assert Plan.from_dict(read.to_dict()).assumptions == read.assumptions  # not said again
 
 
@@ -141,29 +182,48 @@ def test_a_calibration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     assert whole["links"] == OLDER["links"] and whole["device"] == "cpu" and not whole["fabric"]
 
 
-@pytest.mark.parametrize(("at", "value", "says"), [
-    (("parts", 0, "part"), "layr", "parts[0]: part is 'layr'; use layer, embedding, head (did you mean 'layer"),
-    (("parts", 0, "forward_s"), "1", "calibration.parts[0]: forward_s is '1'; use a number from 0, up to 10000 (s)"),
-    (("parts", 0, "flops"), 0, "calibration.parts[0]: flops is 0; use a number above 0"),
-    (("parts", 0, "tokns"), 1, "calibration.parts[0]: unknown key 'tokns'; did you mean 'tokens'?"),
-    (("parts",), "none", "calibration: parts is 'none'; use a list of values"),
-    (("parts",), ["layer"], "calibration.parts[0]: is 'layer', not keys with values"),
-    (("links", "ib", "efficiency"), 0, "calibration.links.ib: efficiency is 0; use a number above 0"),
-    (("links", "ib"), 3, "calibration.links.ib: is 3, not keys with values"),
-    (("links", "infiniband"), {"latency_s": 0, "efficiency": 1}, "calibration.links: unknown link 'infiniband'"),
-    (("optimizer_s",), "slow", "calibration: optimizer_s is 'slow'; use a number from 0, up to 1 (s), or null"),
-    (("dtype",), "bf61", "calibration: dtype is 'bf61'; use fp32, bf16, fp16 (did you mean 'bf16'?), or null"),
-    (("device",), 3, "calibration: device is 3; use text"),
-    (("pas_s",), 1, "calibration: unknown key 'pas_s'; did you mean 'pass_s'?"),
-    (("fabrics", 0, "parts", 0, "part"), "layr", "calibration.fabrics[0].parts[0]: part is 'layr'; use layer"),
-    (("fabrics", 0, "parts", 0, "tokens"), 100, "fabrics[0].parts[0]: 100 tokens are no whole number of sequences of"),
-    (("fabrics", 0, "parts", 0, "forward_s"), 1e9, "forward_s is 1000000000.0; use a number from 0, up to 10000 (s)"),
-    (("fabrics", 0, "links", "ib", "efficiency"), -1, "fabrics[0].links.ib: efficiency is -1; use a number above 0"),
-    (("fabrics", 0, "gpo"), "h100", "calibration.fabrics[0]: unknown key 'gpo'; did you mean 'gpu'?"),
-    (("fabrics",), 3, "calibration: fabrics is 3; use a list"),
-    (("between", 0, "gbps"), -9, "gbps is -9; use a number above 0 (Gb/s), or null"),
-    (("betwen",), [], "calibration: unknown key 'betwen'; did you mean 'between'?"),
-])
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (("parts", 0, "part"), "layr", "parts[0]: part is 'layr'; use layer, embedding, head (did you mean 'layer"),
+        (
+            ("parts", 0, "forward_s"),
+            "1",
+            "calibration.parts[0]: forward_s is '1'; use a number from 0, up to 10000 (s)",
+        ),
+        (("parts", 0, "flops"), 0, "calibration.parts[0]: flops is 0; use a number above 0"),
+        (("parts", 0, "tokns"), 1, "calibration.parts[0]: unknown key 'tokns'; did you mean 'tokens'?"),
+        (("parts",), "none", "calibration: parts is 'none'; use a list of values"),
+        (("parts",), ["layer"], "calibration.parts[0]: is 'layer', not keys with values"),
+        (("links", "ib", "efficiency"), 0, "calibration.links.ib: efficiency is 0; use a number above 0"),
+        (("links", "ib"), 3, "calibration.links.ib: is 3, not keys with values"),
+        (("links", "infiniband"), {"latency_s": 0, "efficiency": 1}, "calibration.links: unknown link 'infiniband'"),
+        (("optimizer_s",), "slow", "calibration: optimizer_s is 'slow'; use a number from 0, up to 1 (s), or null"),
+        (("dtype",), "bf61", "calibration: dtype is 'bf61'; use fp32, bf16, fp16 (did you mean 'bf16'?), or null"),
+        (("device",), 3, "calibration: device is 3; use text"),
+        (("pas_s",), 1, "calibration: unknown key 'pas_s'; did you mean 'pass_s'?"),
+        (("fabrics", 0, "parts", 0, "part"), "layr", "calibration.fabrics[0].parts[0]: part is 'layr'; use layer"),
+        (
+            ("fabrics", 0, "parts", 0, "tokens"),
+            100,
+            "fabrics[0].parts[0]: 100 tokens are no whole number of sequences of",
+        ),
+        (
+            ("fabrics", 0, "parts", 0, "forward_s"),
+            1e9,
+            "forward_s is 1000000000.0; use a number from 0, up to 10000 (s)",
+        ),
+        (
+            ("fabrics", 0, "links", "ib", "efficiency"),
+            -1,
+            "fabrics[0].links.ib: efficiency is -1; use a number above 0",
+        ),
+        (("fabrics", 0, "gpo"), "h100", "calibration.fabrics[0]: unknown key 'gpo'; did you mean 'gpu'?"),
+        (("fabrics",), 3, "calibration: fabrics is 3; use a list"),
+        (("between", 0, "gbps"), -9, "gbps is -9; use a number above 0 (Gb/s), or null"),
+        (("betwen",), [], "calibration: unknown key 'betwen'; did you mean 'between'?"),
+    ],
+)
 def test_a_wrong_value_of_a_calibration_is_named(at: tuple[Any, ...], value: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(HolmesError) as refused:
         costs(changed(CALIBRATION if at[0] in ("fabrics", "between", "betwen") else OLDER, at, value), tmp_path)

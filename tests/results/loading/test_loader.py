@@ -44,8 +44,16 @@ def tree(tmp_path: Path) -> Path:
 def test_every_run_has_its_row_in_order(tree: Path) -> None:
     runs = load_runs(tree)
     assert list(runs["run"]) == ["one", *(f"sweep/{i}" for i in (0, 1, 2, 10, 11, 12, 13))]
-    assert list(runs["state"]) == ["completed", "completed", "failed", "unfinished", "timeout", "not-started",
-                                   "not-started", "unreadable"]
+    assert list(runs["state"]) == [
+        "completed",
+        "completed",
+        "failed",
+        "unfinished",
+        "timeout",
+        "not-started",
+        "not-started",
+        "unreadable",
+    ]
     assert runs.loc[2, "error"] == "rank 3: connection lost" and runs.loc[2, "failed_node"] == "roce-a1"
     assert "version 99" in runs.loc[7, "error"] and runs.loc[6, "overrides"] == '["train.steps=0"]'
 
@@ -55,8 +63,9 @@ def test_columns_are_the_documented_ones(tree: Path) -> None:
     assert {name: str(kind) for name, kind in runs.dtypes.items()} == {n: k for n, (k, _) in RUN_COLUMNS.items()}
     known = {name: str(kind) for name, kind in steps.dtypes.items() if name in STEP_COLUMNS}
     assert known == {n: k for n, (k, _) in STEP_COLUMNS.items()}
-    assert {c for c in steps if c not in STEP_COLUMNS} == {f"{d}_bytes_{k}" for d in ("tx", "rx")
-                                                          for k in ("ethernet", "ib-a", "ib-b", "roce-a")}
+    assert {c for c in steps if c not in STEP_COLUMNS} == {
+        f"{d}_bytes_{k}" for d in ("tx", "rx") for k in ("ethernet", "ib-a", "ib-b", "roce-a")
+    }
 
 
 def test_figures_are_those_of_the_steps_after_the_warm_up(tmp_path: Path) -> None:
@@ -87,8 +96,12 @@ def test_plans_and_configurations_are_columns(tree: Path) -> None:
 
 def test_steps_have_their_runs(tree: Path) -> None:
     steps = load_steps(tree)
-    assert steps.groupby("run", observed=True).size().to_dict() == {"one": 10, "sweep/0": 20, "sweep/1": 20,
-                                                                    "sweep/2": 20}
+    assert steps.groupby("run", observed=True).size().to_dict() == {
+        "one": 10,
+        "sweep/0": 20,
+        "sweep/1": 20,
+        "sweep/2": 20,
+    }
     only = load_steps(tree, columns=["loss"], runs=["sweep/1"])
     assert list(only) == ["run", "step", "loss"] and set(only["run"]) == {"sweep/1"}
     assert list(only["loss"]) == [m["loss"] for m in RunDirectory(tree / "sweep" / "1").metrics()]
@@ -155,6 +168,7 @@ def test_runs_that_are_gone_are_gone_and_files_do_not_pile_up(tmp_path: Path) ->
         load_runs(tmp_path)
     assert len(list((tmp_path / loader.CACHE).glob("runs-*"))) <= 25
     import shutil
+
     shutil.rmtree(tmp_path / "5")
     assert "5" not in set(load_runs(tmp_path)["run"]) and "5" not in set(load_steps(tmp_path)["run"])
 
@@ -183,6 +197,7 @@ def test_half_lines_attempts_and_odd_lines(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=5)
     plan = make_plan({"ib-a": 2, "roce-a": 2})
     import random
+
     run.append_metrics({**make_line(plan, 4, 9.0, random.Random(0), attempt=2), "loss": 0.5})
     with open(run.metrics_path, "a") as file:
         file.write('{"step": 5, "time')
@@ -217,9 +232,14 @@ def resumed(path: Path, plan_id: str) -> RunDirectory:
     """Twelve steps of a second, then ten of two seconds, in an attempt of another job under plan `plan_id`."""
     run = make_run(path, steps=12, spread=0.0)
     first, line = run.read_run(), run.metrics()[-1]
-    run.update_run(attempts=[{**first["attempts"][0], "plan_id": first["plan_id"]},
-                             {"attempt": 2, "started": "2025-01-01T13:00:07+00:00", "plan_id": plan_id}],
-                   plan_id=plan_id, slurm={"job_id": 77, "submitted": "2025-01-01T13:00:00+00:00"})
+    run.update_run(
+        attempts=[
+            {**first["attempts"][0], "plan_id": first["plan_id"]},
+            {"attempt": 2, "started": "2025-01-01T13:00:07+00:00", "plan_id": plan_id},
+        ],
+        plan_id=plan_id,
+        slurm={"job_id": 77, "submitted": "2025-01-01T13:00:00+00:00"},
+    )
     for step in range(12, 22):
         run.append_metrics({**line, "step": step, "attempt": 2, "step_time_s": 2.0})
     return run
@@ -306,18 +326,32 @@ def test_what_is_damaged_is_said_and_the_rest_still_there(tmp_path: Path) -> Non
     run.result_path.write_text("{")
     row = load_runs(run.path).iloc[0]
     assert (row["steps"], row["state"]) == (5, "unfinished")
-    assert row["error"] == ("metrics.jsonl: 2 lines cannot be read; plan.yaml cannot be read; "
-                            "result.json cannot be read")
+    assert row["error"] == (
+        "metrics.jsonl: 2 lines cannot be read; plan.yaml cannot be read; result.json cannot be read"
+    )
     assert load_runs(make_run(tmp_path / "b").path)["error"].isna().all()
 
 
 values = st.one_of(st.none(), st.floats(-1e6, 1e6), st.integers(0, 10**12))
 pairs = st.dictionaries(st.sampled_from(["tx", "rx"]), st.integers(0, 10**12), max_size=2)
-lines = st.lists(st.fixed_dictionaries({"step": st.integers(0, 6)}, optional={
-    "attempt": st.integers(1, 3), "loss": values, "step_time_s": values, "time": values, "odd": st.text(max_size=3),
-    "breakdown": st.lists(st.fixed_dictionaries({"compute_s": values}, optional={"optimizer_s": values}), max_size=3),
-    "nic_bytes": st.dictionaries(st.sampled_from(["ib-a", "ethernet", "x.y"]), pairs, max_size=3),
-    "peak_memory_bytes": st.just([3, 7, 5])}), max_size=12)
+lines = st.lists(
+    st.fixed_dictionaries(
+        {"step": st.integers(0, 6)},
+        optional={
+            "attempt": st.integers(1, 3),
+            "loss": values,
+            "step_time_s": values,
+            "time": values,
+            "odd": st.text(max_size=3),
+            "breakdown": st.lists(
+                st.fixed_dictionaries({"compute_s": values}, optional={"optimizer_s": values}), max_size=3
+            ),
+            "nic_bytes": st.dictionaries(st.sampled_from(["ib-a", "ethernet", "x.y"]), pairs, max_size=3),
+            "peak_memory_bytes": st.just([3, 7, 5]),
+        },
+    ),
+    max_size=12,
+)
 
 
 def test_the_peak_is_the_most_of_any_rank_in_any_step_that_counts(tmp_path: Path) -> None:
@@ -325,8 +359,12 @@ def test_the_peak_is_the_most_of_any_rank_in_any_step_that_counts(tmp_path: Path
     for step, attempt, peaks in ((0, 1, [1, 2]), (1, 1, [9, 4]), (1, 2, [5, 6]), (2, 2, [7, 8])):
         run.append_metrics({"step": step, "attempt": attempt, "peak_memory_bytes": peaks})
     assert read_steps(run).peak == 8  # of what counts
-    run.metrics_path.write_text("".join(json.dumps({"step": step, "attempt": step, "peak_memory_bytes": peaks}) + "\n"
-                                        for step, peaks in ((1, [9, 4]), (2, [7, 8]))))
+    run.metrics_path.write_text(
+        "".join(
+            json.dumps({"step": step, "attempt": step, "peak_memory_bytes": peaks}) + "\n"
+            for step, peaks in ((1, [9, 4]), (2, [7, 8]))
+        )
+    )
     assert read_steps(run).peak == 9
 
 
@@ -340,8 +378,9 @@ def test_a_nic_kind_that_comes_later_is_not_lost(tmp_path: Path) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # how long it takes is the machine's business
 @given(lines)
-def test_the_arrays_are_what_the_records_own_reader_reads(tmp_path_factory: pytest.TempPathFactory,
-                                                          entries: list[dict[str, Any]]) -> None:
+def test_the_arrays_are_what_the_records_own_reader_reads(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[dict[str, Any]]
+) -> None:
     run = RunDirectory(tmp_path_factory.mktemp("lines"))
     for entry in entries:
         run.append_metrics(entry)
@@ -356,8 +395,13 @@ def test_the_arrays_are_what_the_records_own_reader_reads(tmp_path_factory: pyte
         same(found.scalars[name], [line.get(name) for line in wanted])
     for name in {name for line in wanted for name in line.get("nic_bytes", ())}:
         for way, values in (("tx", found.tx[name]), ("rx", found.rx[name])):
-            same(values, [line["nic_bytes"].get(name, {"tx": 0, "rx": 0}).get(way) if "nic_bytes" in line else None
-                          for line in wanted])
+            same(
+                values,
+                [
+                    line["nic_bytes"].get(name, {"tx": 0, "rx": 0}).get(way) if "nic_bytes" in line else None
+                    for line in wanted
+                ],
+            )
     assert found.breakdown.shape[1] == max((len(line.get("breakdown", ())) for line in wanted), default=0)
     for stage in range(found.breakdown.shape[1]):
         stages = [dict(enumerate(line.get("breakdown", ()))).get(stage, {}) for line in wanted]
@@ -379,8 +423,7 @@ def test_every_column_is_in_the_documentation() -> None:
             assert f"| `{name}` | {kind} | {what} |" in text
 
 
-def test_runs_of_several_files_come_in_order_each_with_its_own(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_several_files_come_in_order_each_with_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "RUNS_PER_PAIR", 5)
     for i in range(12):
         make_run(tmp_path / str(i), {"ib-a": 4} if i % 2 else {"roce-a": 4}, steps=3 + i, seed=i)

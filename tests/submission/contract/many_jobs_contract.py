@@ -1,6 +1,6 @@
 """Many jobs of one process on a real Slurm: throttled ones whose client is gone, and 300 that are watched.
 
-    make submission-contract
+make submission-contract
 """
 
 from __future__ import annotations
@@ -60,9 +60,14 @@ def test_eight_jobs_two_at_a_time_without_their_client(folder: Path, parts: list
 
 def _times(ids: set[str]) -> list[tuple[int, int]]:
     """(start, end) of every component, in epoch seconds, once the database has all of them."""
+
     def read() -> list[tuple[int, int]]:
-        rows = subprocess.run(["sacct", "-X", "-n", "-P", "-o", "Start,End", "-j", ",".join(ids)], capture_output=True,
-                              text=True, env={**os.environ, "SLURM_TIME_FORMAT": "%s"}).stdout.split()
+        rows = subprocess.run(
+            ["sacct", "-X", "-n", "-P", "-o", "Start,End", "-j", ",".join(ids)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        ).stdout.split()
         found = [row.split("|") for row in rows]
         return [(int(a), int(b)) for a, b in found] if all(b.isdigit() for _, b in found) else []
 
@@ -71,8 +76,9 @@ def _times(ids: set[str]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("parts", [ONE, TWO], ids=["an array", "heterogeneous jobs"])
-def test_many_jobs_in_one_query_a_poll(folder: Path, parts: list[dict[str, Any]],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_jobs_in_one_query_a_poll(
+    folder: Path, parts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = submitit.AutoExecutor(folder / "log", cluster="slurmhet")
     made.update_parameters(timeout_min=30, slurmhet_components=parts)
     began = time.monotonic()
@@ -80,8 +86,21 @@ def test_many_jobs_in_one_query_a_poll(folder: Path, parts: list[dict[str, Any]]
     submitted = time.monotonic() - began
     manifest = open_manifest(folder, time.time())
     for num, job in enumerate(jobs):
-        manifest.jobs.append(SweepJob(num, (f"x={num}",), str(num), "plain", "slurm", job.job_id, "log", len(parts),
-                                      "submitit", time.time(), components=len(parts)))
+        manifest.jobs.append(
+            SweepJob(
+                num,
+                (f"x={num}",),
+                str(num),
+                "plain",
+                "slurm",
+                job.job_id,
+                "log",
+                len(parts),
+                "submitit",
+                time.time(),
+                components=len(parts),
+            )
+        )
     manifest.put(manifest.jobs.pop())
     queries: list[str] = []
 
@@ -102,9 +121,11 @@ def test_many_jobs_in_one_query_a_poll(folder: Path, parts: list[dict[str, Any]]
         if all(job.done() for job in jobs):
             break
         time.sleep(2)
-    print(f"{JOBS} jobs of {len(parts)} components: submitted in {submitted:.0f} s, ended after "
-          f"{time.monotonic() - began:.0f} s; {polls} polls, at most {most} queries in one, "
-          f"at most {drawn:.2f} s until the table is drawn")
+    print(
+        f"{JOBS} jobs of {len(parts)} components: submitted in {submitted:.0f} s, ended after "
+        f"{time.monotonic() - began:.0f} s; {polls} polls, at most {most} queries in one, "
+        f"at most {drawn:.2f} s until the table is drawn"
+    )
     assert [job.results() for job in jobs] == [[6 * x] * len(parts) for x in range(JOBS)]
     until(lambda: {job.slurm_state().state for job in jobs} == {"COMPLETED"})
     assert most <= 1 and f"{JOBS} jobs" in screen.file.getvalue()  # type: ignore[attr-defined]

@@ -51,11 +51,22 @@ class Kind:
         return made
 
 
-KINDS = [Kind("slurm", "slurm", 1, {"slurm_partition": "ib"}),
-         Kind("slurm, two tasks", "slurm", 2, {"slurm_partition": "ib", "tasks_per_node": 2}),
-         Kind("slurmhet, one component", "slurmhet", 1, {"slurm_partition": "ib"}),
-         Kind("slurmhet, two components", "slurmhet", 2, {"slurmhet_components": [
-             {"partition": "ib", "constraint": "nic_ib"}, {"partition": "roce", "constraint": "nic_roce"}]})]
+KINDS = [
+    Kind("slurm", "slurm", 1, {"slurm_partition": "ib"}),
+    Kind("slurm, two tasks", "slurm", 2, {"slurm_partition": "ib", "tasks_per_node": 2}),
+    Kind("slurmhet, one component", "slurmhet", 1, {"slurm_partition": "ib"}),
+    Kind(
+        "slurmhet, two components",
+        "slurmhet",
+        2,
+        {
+            "slurmhet_components": [
+                {"partition": "ib", "constraint": "nic_ib"},
+                {"partition": "roce", "constraint": "nic_roce"},
+            ]
+        },
+    ),
+]
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
@@ -81,6 +92,7 @@ def dies() -> None:
 
 
 # --- core -------------------------------------------------------------------------------------------------------------
+
 
 def test_a_job_from_submission_to_result(kind: Kind, tmp_path: Path) -> None:
     job = kind.executor(tmp_path / "%j").submit(three_times, x=4)
@@ -179,6 +191,7 @@ def test_the_environment_of_a_task(kind: Kind, tmp_path: Path) -> None:
 
 # --- auto -------------------------------------------------------------------------------------------------------------
 
+
 def test_parameters_that_do_not_exist(kind: Kind, tmp_path: Path) -> None:
     made = kind.executor(tmp_path)
     with pytest.raises(NameError):
@@ -216,6 +229,7 @@ def test_folders_with_hard_names(kind: Kind, tmp_path: Path, name: str) -> None:
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
+
 def test_jobs_as_they_end(kind: Kind, tmp_path: Path) -> None:
     jobs = kind.executor(tmp_path).map_array(naps, [20, 0.1, 0.1])
     ended = [job for job in as_completed(jobs, poll_frequency=0.5)]
@@ -237,8 +251,11 @@ def test_functions_of_the_helpers(kind: Kind, tmp_path: Path) -> None:
     several.add(three_times, 5)
     much = "for i in range(2000): print('-' * 1024)\nprint('all of it')"
     made = kind.executor(tmp_path)
-    jobs = [made.submit(several), made.submit(CommandFunction([sys.executable, "-c", much])),
-            made.submit(CommandFunction([sys.executable, "-c", "raise SystemExit('too bad')"]))]
+    jobs = [
+        made.submit(several),
+        made.submit(CommandFunction([sys.executable, "-c", much])),
+        made.submit(CommandFunction([sys.executable, "-c", "raise SystemExit('too bad')"])),
+    ]
     assert jobs[0].results() == [[12, 15]] * kind.tasks
     assert all("all of it" in text for text in jobs[1].results())
     with pytest.raises(utils.FailedJobError, match="too bad"):
@@ -277,6 +294,7 @@ def test_what_torch_is_told(kind: Kind, tmp_path: Path) -> None:
 
 # --- async ------------------------------------------------------------------------------------------------------------
 
+
 def test_awaited_jobs(kind: Kind, tmp_path: Path) -> None:
     async def wait(job: core.Job[Any]) -> tuple[list[Any], list[Any]]:
         every = await job.awaitable().results(poll_interval=0.5)
@@ -291,6 +309,7 @@ def test_awaited_jobs(kind: Kind, tmp_path: Path) -> None:
 
 
 # --- what differs, each with its reason in docs/submission.md ---------------------------------------------------------
+
 
 def _differs(name: str, seen: dict[str, Any], slurm: Any, ours: Any) -> None:
     for kind, found in seen.items():

@@ -1,6 +1,6 @@
 """Eight ways to wait, made on a real Slurm: each reason is told within 10 s, and still after 90 s.
 
-    make submission-contract
+make submission-contract
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ def test_eight_ways_to_wait(limits: None, folder: Path) -> None:
     until(lambda: alone.slurm_state().state == "RUNNING")
     began = {}
     for reason, words in (
-            ("Resources", {"partition": "eth", "exclusive": True}),
-            ("Priority", {"partition": "eth", "exclusive": True}),
-            ("JobHeldAdmin", {"begin": "now+1hour"}), ("QOSMaxJobsPerUserLimit", {"qos": "one"}),
-            ("AssocGrpCpuLimit", {"account": "tight", "cpus_per_task": 2}),
-            ("launch failed requeued held", {"partition": "roce"}),
-            ("Dependency", {"dependency": f"afterany:{full.job_id}"}), ("BeginTime", {"begin": "now+1hour"})):
+        ("Resources", {"partition": "eth", "exclusive": True}),
+        ("Priority", {"partition": "eth", "exclusive": True}),
+        ("JobHeldAdmin", {"begin": "now+1hour"}),
+        ("QOSMaxJobsPerUserLimit", {"qos": "one"}),
+        ("AssocGrpCpuLimit", {"account": "tight", "cpus_per_task": 2}),
+        ("launch failed requeued held", {"partition": "roce"}),
+        ("Dependency", {"dependency": f"afterany:{full.job_id}"}),
+        ("BeginTime", {"begin": "now+1hour"}),
+    ):
         began[reason] = waiting(folder, **{"partition": "ib", **words}), time.monotonic()  # type: ignore[arg-type]
     slurm("scontrol", "hold", began["JobHeldAdmin"][0].job_id)
     told: dict[str, float] = {}

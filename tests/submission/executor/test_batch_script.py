@@ -69,21 +69,50 @@ def test_command_words_come_back_unchanged(arguments: list[str]) -> None:
 
 
 SAY = "echo $status-$signalled"
-NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch pwned;", "line\ntouch pwned", "ünï ☃",
-         "*", "-n", "\\", "a\\'b", "!x", "$HOME", "#SBATCH --x", "\n#SBATCH --array=1-9", "%j%t"]
+NASTY = [
+    "a b",
+    "it's",
+    'say "x"',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "; touch pwned;",
+    "line\ntouch pwned",
+    "ünï ☃",
+    "*",
+    "-n",
+    "\\",
+    "a\\'b",
+    "!x",
+    "$HOME",
+    "#SBATCH --x",
+    "\n#SBATCH --array=1-9",
+    "%j%t",
+]
 
 
 @pytest.mark.integration
 def test_bash_runs_the_script_with_every_argument_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != CMD ]; do shift; done; shift\n"
-                                   "for a in \"$@\"; do printf '%s\\0' \"$a\"; done > \"$OUT\"\n")
+    (tmp_path / "srun").write_text(
+        '#!/bin/sh\nwhile [ "$1" != CMD ]; do shift; done; shift\n'
+        'for a in "$@"; do printf \'%s\\0\' "$a"; done > "$OUT"\n'
+    )
     (tmp_path / "srun").chmod(0o755)
-    job = JobRequest((IB, ETH), name="x y", rank_output=str(tmp_path / "a b%j $(touch pwned) %t.out"),
-                     directories=(str(tmp_path / "d 'e'"),), exit_record=str(tmp_path / "exit %j"))
+    job = JobRequest(
+        (IB, ETH),
+        name="x y",
+        rank_output=str(tmp_path / "a b%j $(touch pwned) %t.out"),
+        directories=(str(tmp_path / "d 'e'"),),
+        exit_record=str(tmp_path / "exit %j"),
+    )
     script = tmp_path / "job.sh"
     script.write_text(script_text(job, words(["CMD", *NASTY])), encoding="utf-8")
-    done = subprocess.run(["bash", str(script)], cwd=tmp_path, capture_output=True, text=True,
-                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), "SLURM_JOB_ID": "7"})
+    done = subprocess.run(
+        ["bash", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), "SLURM_JOB_ID": "7"},
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out").read_bytes().decode().split("\0")[:-1] == NASTY
     assert not list(tmp_path.rglob("pwned"))
@@ -96,8 +125,12 @@ def test_exit_status_and_record_are_the_steps(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
     text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[SAY])
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True,
-                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    done = subprocess.run(
+        ["bash", "-c", text],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"},
+    )
     assert done.returncode == 3 and done.stdout == "3-\n"
     assert (tmp_path / "9_exit").read_text().split()[0::2] == ["3", "-"]
 
@@ -107,8 +140,12 @@ def test_a_signal_is_noticed_and_the_step_still_awaited(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nkill -TERM $PPID; sleep 0.3; exit 5\n")
     (tmp_path / "srun").chmod(0o755)
     text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[SAY])
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True,
-                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    done = subprocess.run(
+        ["bash", "-c", text],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"},
+    )
     assert (done.returncode, done.stdout) == (5, "5-TERM\n")
 
 
@@ -137,14 +174,21 @@ def test_srun_never_sees_an_output_pattern() -> None:
 
 @pytest.mark.integration
 def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != sh ]; do shift; done\n"
-                                   "for r in 0 1; do SLURM_PROCID=$r \"$@\"; done\n")
+    (tmp_path / "srun").write_text(
+        '#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nfor r in 0 1; do SLURM_PROCID=$r "$@"; done\n'
+    )
     (tmp_path / "srun").chmod(0o755)
-    job = JobRequest((IB, ETH), rank_output=str(tmp_path / "%j it's $(touch pwned) %t.out"),
-                     rank_error=str(tmp_path / "%t.err"))
-    text = script_text(job, words(["sh", "-c", "echo \"out $0\"; echo err >&2", "a  b"]))
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True,
-                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    job = JobRequest(
+        (IB, ETH), rank_output=str(tmp_path / "%j it's $(touch pwned) %t.out"), rank_error=str(tmp_path / "%t.err")
+    )
+    text = script_text(job, words(["sh", "-c", 'echo "out $0"; echo err >&2', "a  b"]))
+    done = subprocess.run(
+        ["bash", "-c", text],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"},
+    )
     assert done.returncode == 0, done.stderr
     for rank in "01":
         assert (tmp_path / f"9 it's $(touch pwned) {rank}.out").read_text() == "out a  b\n"
@@ -152,11 +196,13 @@ def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("minutes, signal", [(60, "USR2@90"), (3, "USR2@90"), (2, "USR2@30"), (1, None),
-                                             ("1-00:00:00", "USR2@90")])
+@pytest.mark.parametrize(
+    "minutes, signal", [(60, "USR2@90"), (3, "USR2@90"), (2, "USR2@30"), (1, None), ("1-00:00:00", "USR2@90")]
+)
 def test_the_warning_signal_leaves_short_jobs_time_to_start(minutes: int | str, signal: str | None) -> None:
     assert dict(JobRequest((IB,), timeout_min=minutes).options()).get("signal") == signal or (
-        signal is None and "--signal" not in script_text(JobRequest((IB,), timeout_min=minutes), "true"))
+        signal is None and "--signal" not in script_text(JobRequest((IB,), timeout_min=minutes), "true")
+    )
 
 
 def test_a_delay_that_was_asked_for_is_kept() -> None:
@@ -179,15 +225,27 @@ def test_different_cpus_per_task_are_said_per_group() -> None:
 
 
 def test_what_tasks_are_started_with_may_differ_by_component() -> None:
-    a = component({"partition": "arm", "container": "arm.sqsh", "mounts": ["/data:/data", "/b c:/b"],
-                   "environment": {"X": "a b", "Y": 1}, "srun_args": ["--mpi=none"]})
+    a = component(
+        {
+            "partition": "arm",
+            "container": "arm.sqsh",
+            "mounts": ["/data:/data", "/b c:/b"],
+            "environment": {"X": "a b", "Y": 1},
+            "srun_args": ["--mpi=none"],
+        }
+    )
     b = component({"partition": "x86", "container": "", "setup": ["module load gcc", "echo 'it''s'"]})
     c = component({"partition": "gpu"})
     job = JobRequest((a, b, c), container="all.sif", srun_args=("--label",))
     lines = script_text(job, ["ARM", "X86", "GPU"]).replace(" \\\n  ", " ")
     first, second, third = lines.split("\nsrun ")[1].split("&\nstep=")[0].split(" : ")
-    for word in ("--het-group=0", "--container-image=arm.sqsh", "--container-mounts='/data:/data,/b c:/b'",
-                 "--label --mpi=none", "env 'X=a b' Y=1 ARM"):
+    for word in (
+        "--het-group=0",
+        "--container-image=arm.sqsh",
+        "--container-mounts='/data:/data,/b c:/b'",
+        "--label --mpi=none",
+        "env 'X=a b' Y=1 ARM",
+    ):
         assert word in first, word
     assert "--het-group=1" in second and "container" not in second and second.rstrip().endswith(" X86")
     assert "bash -c" in second and "\nmodule load gcc\n" in second and "--mpi" not in second
@@ -197,13 +255,18 @@ def test_what_tasks_are_started_with_may_differ_by_component() -> None:
 
 @pytest.mark.integration
 def test_setup_and_variables_of_a_component_reach_its_tasks(tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text("#!/bin/sh\nwhile [ \"$1\" != bash ]; do shift; done\nSLURM_PROCID=0 \"$@\"\n")
+    (tmp_path / "srun").write_text('#!/bin/sh\nwhile [ "$1" != bash ]; do shift; done\nSLURM_PROCID=0 "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    part = component({"environment": {"X": "$(touch pwned) 'a'"}, "setup": ["tool() { echo \"tool $1\"; }", "tool b"]})
+    part = component({"environment": {"X": "$(touch pwned) 'a'"}, "setup": ['tool() { echo "tool $1"; }', "tool b"]})
     job = JobRequest((part,), rank_output=str(tmp_path / "%t.out"))
     text = script_text(job, words(["sh", "-c", 'echo "$X" "$0"', "c"]))
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True,
-                          env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"})
+    done = subprocess.run(
+        ["bash", "-c", text],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"},
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "0.out").read_text() == "tool b\n$(touch pwned) 'a' c\n" and not (tmp_path / "pwned").exists()
 
@@ -211,16 +274,27 @@ def test_setup_and_variables_of_a_component_reach_its_tasks(tmp_path: Path) -> N
 @pytest.mark.integration
 def test_without_srun_the_task_writes_into_its_files_too(tmp_path: Path) -> None:
     job = JobRequest((ComponentRequest(),), use_srun=False, rank_output=str(tmp_path / "%j_%t.out"))
-    done = subprocess.run(["bash", "-c", script_text(job, words(["echo", "here"]))], capture_output=True, text=True,
-                          env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "9", "SLURM_PROCID": "0"})
+    done = subprocess.run(
+        ["bash", "-c", script_text(job, words(["echo", "here"]))],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "9", "SLURM_PROCID": "0"},
+    )
     assert (done.returncode, done.stdout) == (0, "") and (tmp_path / "9_0.out").read_text() == "here\n"
 
 
-@pytest.mark.parametrize("bad, words_of_error", [
-    ({"nodes": 0}, "component 0: nodes is 0"), ({"partitoin": "x"}, "did you mean 'partition'"),
-    ({"additional": {"foo bar": 1}}, "no sbatch option"), ({"partition": "a\nb"}, "control character"),
-    ({"nodes": True}, "nodes is True"), ({"setup": "module load x"}, "setup is a text"),
-    ({"environment": {"a b": 1}}, "no name of a variable")])
+@pytest.mark.parametrize(
+    "bad, words_of_error",
+    [
+        ({"nodes": 0}, "component 0: nodes is 0"),
+        ({"partitoin": "x"}, "did you mean 'partition'"),
+        ({"additional": {"foo bar": 1}}, "no sbatch option"),
+        ({"partition": "a\nb"}, "control character"),
+        ({"nodes": True}, "nodes is True"),
+        ({"setup": "module load x"}, "setup is a text"),
+        ({"environment": {"a b": 1}}, "no name of a variable"),
+    ],
+)
 def test_impossible_components_are_refused(bad: dict[str, object], words_of_error: str) -> None:
     with pytest.raises(SubmissionError, match=words_of_error):
         components([bad])
@@ -231,12 +305,19 @@ def test_component_reads_submitits_names() -> None:
     assert made.arguments() == ["--nodes=1", "--ntasks-per-node=3", "--mem=1536MB", "--switches=1"]
 
 
-@pytest.mark.parametrize("arguments, match", [
-    ({"dependency": "singleton", "components": (IB, ETH)}, "wait for itself"),
-    ({"dependency": "afterany:1 --x"}, "dependency"),
-    ({"additional": (("array", "1-3"),), "components": (IB, ETH)}, "cannot be an array"),
-    ({"setup": "module load x"}, "must be a list"), ({"use_srun": False}, "more than one task"),
-    ({"timeout_min": 0}, "timeout_min"), ({"components": ()}, "no component"), ({"output": "a\\b"}, "backslash")])
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        ({"dependency": "singleton", "components": (IB, ETH)}, "wait for itself"),
+        ({"dependency": "afterany:1 --x"}, "dependency"),
+        ({"additional": (("array", "1-3"),), "components": (IB, ETH)}, "cannot be an array"),
+        ({"setup": "module load x"}, "must be a list"),
+        ({"use_srun": False}, "more than one task"),
+        ({"timeout_min": 0}, "timeout_min"),
+        ({"components": ()}, "no component"),
+        ({"output": "a\\b"}, "backslash"),
+    ],
+)
 def test_impossible_jobs_are_refused(arguments: dict[str, object], match: str) -> None:
     with pytest.raises(SubmissionError, match=match):
         directives(JobRequest(**{"components": (IB,), **arguments}))  # type: ignore[arg-type]
@@ -244,10 +325,15 @@ def test_impossible_jobs_are_refused(arguments: dict[str, object], match: str) -
 
 @pytest.mark.integration
 def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
-    job = JobRequest((IB, ETH), directories=("/a b",), exit_record="/a b/%j_exit", step_errors="/a b/srun.txt",
-                     environment=(("X", "y z"),))
+    job = JobRequest(
+        (IB, ETH),
+        directories=("/a b",),
+        exit_record="/a b/%j_exit",
+        step_errors="/a b/srun.txt",
+        environment=(("X", "y z"),),
+    )
     path = tmp_path / "job.sh"
-    path.write_text(script_text(job, words(["python", "a b"]), finish=["echo \"$status\" \"$signalled\""]))
+    path.write_text(script_text(job, words(["python", "a b"]), finish=['echo "$status" "$signalled"']))
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -255,12 +341,22 @@ def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [("", 0), ("1", 0), ("2", 1)])
 def test_a_job_that_was_requeued_too_often_does_not_start(tmp_path: Path, restarts: str, code: int) -> None:
-    job = JobRequest((ComponentRequest(),), use_srun=False, exit_record=str(tmp_path / "exit"), max_requeues=1,
-                     rank_output=str(tmp_path / "out"))
+    job = JobRequest(
+        (ComponentRequest(),),
+        use_srun=False,
+        exit_record=str(tmp_path / "exit"),
+        max_requeues=1,
+        rank_output=str(tmp_path / "out"),
+    )
     script = tmp_path / "job.sh"
     script.write_text(script_text(job, words(["touch", str(tmp_path / "ran")])))
-    done = subprocess.run(["bash", script], env={**os.environ, "SLURM_RESTART_COUNT": restarts}, text=True,
-                          capture_output=True, check=False)
+    done = subprocess.run(
+        ["bash", script],
+        env={**os.environ, "SLURM_RESTART_COUNT": restarts},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == code and (tmp_path / "ran").exists() is (code == 0), done.stderr
     assert (tmp_path / "exit").read_text().split()[0] == str(code)
     assert ("requeued 2 times, max_requeues is 1" in done.stderr) is (code == 1)

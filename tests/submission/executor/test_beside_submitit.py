@@ -17,18 +17,47 @@ from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 # Ours states nodes and tasks in every component, has its outputs and a token in the comment, and no wckey of its own.
 ON_PURPOSE = {"output", "error", "wckey", "nodes", "ntasks-per-node", "comment"}
 GENERIC: dict[str, tuple[Any, Any]] = {
-    "name": ("a", "b"), "timeout_min": (7, 8), "mem_gb": (3, 4.5), "nodes": (2, 3), "cpus_per_task": (2, 3),
-    "gpus_per_node": (1, 2), "tasks_per_node": (2, 3)}
+    "name": ("a", "b"),
+    "timeout_min": (7, 8),
+    "mem_gb": (3, 4.5),
+    "nodes": (2, 3),
+    "cpus_per_task": (2, 3),
+    "gpus_per_node": (1, 2),
+    "tasks_per_node": (2, 3),
+}
 SPECIFIC: dict[str, tuple[Any, Any]] = {
-    "job_name": ("c", "d"), "time": (9, 10), "mem": ("9GB", "10GB"), "ntasks_per_node": (4, 5), "num_gpus": (3, 4),
-    "partition": ("p", "q"), "cpus_per_gpu": (1, 2), "gpus_per_task": (1, 2), "qos": ("x", "y"),
-    "mem_per_gpu": ("1G", "2G"), "mem_per_cpu": ("1G", "2G"), "signal_delay_s": (30, 40), "constraint": ("f", "g"),
-    "exclude": ("n1", "n2"), "account": ("me", "you"), "gres": ("gpu:1", "gpu:2"), "mail_type": ("END", "ALL"),
-    "mail_user": ("a@b", "c@d"), "nodelist": ("n3", "n4"), "dependency": ("afterok:1", "afterok:2"),
-    "exclusive": (True, "user"), "wckey": ("w", "v"), "additional_parameters": ({"nice": 3}, {"switches": 1}),
-    "comment": ("hello", "there")}
-PAIRS = [("name", "job_name"), ("timeout_min", "time"), ("mem_gb", "mem"), ("tasks_per_node", "ntasks_per_node"),
-         ("gpus_per_node", "num_gpus")]
+    "job_name": ("c", "d"),
+    "time": (9, 10),
+    "mem": ("9GB", "10GB"),
+    "ntasks_per_node": (4, 5),
+    "num_gpus": (3, 4),
+    "partition": ("p", "q"),
+    "cpus_per_gpu": (1, 2),
+    "gpus_per_task": (1, 2),
+    "qos": ("x", "y"),
+    "mem_per_gpu": ("1G", "2G"),
+    "mem_per_cpu": ("1G", "2G"),
+    "signal_delay_s": (30, 40),
+    "constraint": ("f", "g"),
+    "exclude": ("n1", "n2"),
+    "account": ("me", "you"),
+    "gres": ("gpu:1", "gpu:2"),
+    "mail_type": ("END", "ALL"),
+    "mail_user": ("a@b", "c@d"),
+    "nodelist": ("n3", "n4"),
+    "dependency": ("afterok:1", "afterok:2"),
+    "exclusive": (True, "user"),
+    "wckey": ("w", "v"),
+    "additional_parameters": ({"nice": 3}, {"switches": 1}),
+    "comment": ("hello", "there"),
+}
+PAIRS = [
+    ("name", "job_name"),
+    ("timeout_min", "time"),
+    ("mem_gb", "mem"),
+    ("tasks_per_node", "ntasks_per_node"),
+    ("gpus_per_node", "num_gpus"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +73,12 @@ def asked(folder: Path, cluster: str, calls: list[dict[str, Any]]) -> dict[str, 
         for call in calls:
             executor.update_parameters(**call)
         text = executor._executor._make_submission_file_text("true", "0" * 32)
-    options = [word for line in text.splitlines() if line.startswith("#SBATCH --")
-               for word in [shlex.split(line[len("#SBATCH --"):], comments=False)[0]]]
+    options = [
+        word
+        for line in text.splitlines()
+        if line.startswith("#SBATCH --")
+        for word in [shlex.split(line[len("#SBATCH --") :], comments=False)[0]]
+    ]
     found = {key: value for key, _, value in (option.partition("=") for option in options)}
     ranks = {k: found.get(k, "1") for k in ("nodes", "ntasks-per-node")}
     comment = {"comment": " ".join(w for w in found.get("comment", "").split() if not w.startswith("holmes-"))}
@@ -68,8 +101,11 @@ def test_every_parameter_alone_and_twice(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_of_a_generic_and_a_specific_name_the_same_one_wins(tmp_path: Path) -> None:
     for general, special in PAIRS:
-        names = {general: GENERIC[general][0], f"slurm_{general}": GENERIC[general][1],
-                 f"slurm_{special}": SPECIFIC[special][0]}
+        names = {
+            general: GENERIC[general][0],
+            f"slurm_{general}": GENERIC[general][1],
+            f"slurm_{special}": SPECIFIC[special][0],
+        }
         for first, second in itertools.permutations(names, 2):
             same(tmp_path, {first: names[first], second: names[second]})  # in one call: of any order
             same(tmp_path, {first: names[first]}, {second: names[second]})
@@ -78,9 +114,11 @@ def test_of_a_generic_and_a_specific_name_the_same_one_wins(tmp_path: Path) -> N
 
 def test_our_own_prefix_wins_over_slurms(tmp_path: Path) -> None:
     for calls, wanted in (
-            ([{"timeout_min": 7, "slurm_time": 8, "slurmhet_time": 9}], "9"),
-            ([{"slurmhet_timeout_min": 6, "slurm_timeout_min": 7, "timeout_min": 8}], "6"),
-            ([{"slurmhet_timeout_min": 6, "slurm_time": 7}], "7"), ([{"slurmhet_time": 9}, {"slurm_time": 8}], "8")):
+        ([{"timeout_min": 7, "slurm_time": 8, "slurmhet_time": 9}], "9"),
+        ([{"slurmhet_timeout_min": 6, "slurm_timeout_min": 7, "timeout_min": 8}], "6"),
+        ([{"slurmhet_timeout_min": 6, "slurm_time": 7}], "7"),
+        ([{"slurmhet_time": 9}, {"slurm_time": 8}], "8"),
+    ):
         assert asked(tmp_path, "slurmhet", calls)["time"] == wanted, calls
 
 

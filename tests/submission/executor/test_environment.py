@@ -31,14 +31,23 @@ def test_a_requeue_that_is_refused_is_said(fake_slurm, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("node, rank, local_world", [("ib1", 1, 2), ("ib2", 2, 2), ("eth1", 4, 1)])
-def test_torchs_variables_are_right_where_components_differ(monkeypatch: pytest.MonkeyPatch, node: str, rank: int,
-                                                            local_world: int) -> None:
+def test_torchs_variables_are_right_where_components_differ(
+    monkeypatch: pytest.MonkeyPatch, node: str, rank: int, local_world: int
+) -> None:
     for key, value in {
-            LEADER: "7", "SUBMITIT_EXECUTOR": "slurmhet", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "5",
-            "SLURM_NNODES": "3",
-            "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]", "SLURM_JOB_NODELIST_HET_GROUP_1": "eth1",
-            "HOLMES_TASKS_PER_NODE_0": "2", "HOLMES_TASKS_PER_NODE_1": "1", "SLURMD_NODENAME": node,
-            "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}.items():
+        LEADER: "7",
+        "SUBMITIT_EXECUTOR": "slurmhet",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_NTASKS": "5",
+        "SLURM_NNODES": "3",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "eth1",
+        "HOLMES_TASKS_PER_NODE_0": "2",
+        "HOLMES_TASKS_PER_NODE_1": "1",
+        "SLURMD_NODENAME": node,
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0",
+    }.items():
         monkeypatch.setenv(key, value)
     found = TorchDistributedEnvironment()
     assert (found.local_world_size, found.world_size, found.rank, found.master_addr) == (local_world, 5, rank, "ib1")

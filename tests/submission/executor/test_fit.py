@@ -23,7 +23,8 @@ from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, eligible, warnings
 
 NODES = [node(f"ib{i}", "nic_ib,a", "ib,all") for i in range(4)] + [
-    node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)]
+    node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)
+]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["ib", "eth", "all"])), min_size=2, max_size=4))
@@ -33,8 +34,10 @@ def test_fit_is_what_trying_all_ways_finds(wanted: list[tuple[int, str]]) -> Non
     if any(len(found) < r.nodes for found, r in zip(sets, requests, strict=True)):
         return  # each is tested alone before
     slots = [found for found, r in zip(sets, requests, strict=True) for _ in range(r.nodes)]
-    possible = len(slots) <= 6 and any(all(name in slot for name, slot in zip(names, slots, strict=True))
-                                       for names in itertools.permutations([n.name for n in NODES], len(slots)))
+    possible = len(slots) <= 6 and any(
+        all(name in slot for name, slot in zip(names, slots, strict=True))
+        for names in itertools.permutations([n.name for n in NODES], len(slots))
+    )
     if possible:
         check_fit(requests, NODES)
     else:
@@ -51,8 +54,13 @@ def test_warnings_name_what_may_keep_the_job_waiting() -> None:
     parts = [ComponentRequest(1, partition="ib", constraint="nic_ib"), ComponentRequest(1, partition="all")]
     bad = Config({"SchedulerType": "sched/builtin", "SchedulerParameters": "disable_hetjob_steps"})
     found = warnings(parts, NODES, bad, {"MaxSubmit": 1})
-    for word in ("sched/backfill", "disable_hetjob_steps", "MaxSubmit is 1", "component 1 has no constraint",
-                 "partitions overlap"):
+    for word in (
+        "sched/backfill",
+        "disable_hetjob_steps",
+        "MaxSubmit is 1",
+        "component 1 has no constraint",
+        "partitions overlap",
+    ):
         assert any(word in line for line in found), (word, found)
     assert warnings([parts[0]], NODES, Config({"SchedulerType": "sched/builtin"}), {}) == []
     good = [parts[0], ComponentRequest(1, partition="eth", constraint="nic_ethernet")]
@@ -119,12 +127,21 @@ def test_slurms_own_queue_decides(request: pytest.FixtureRequest) -> None:
 
 
 def test_a_time_beyond_the_partitions_limit_would_wait_for_ever() -> None:
-    limits = [parse_partition(partition_line(name, "n1", max_time=most))
-              for name, most in (("eth", "00:05:00"), ("ib", "UNLIMITED"), ("roce", "1-00:00:00"))]
+    limits = [
+        parse_partition(partition_line(name, "n1", max_time=most))
+        for name, most in (("eth", "00:05:00"), ("ib", "UNLIMITED"), ("roce", "1-00:00:00"))
+    ]
     assert [p.limit_min for p in limits] == [5, None, 1440]
-    assert beyond_limit(ComponentRequest(partition="eth"), 6, limits) == \
-        "6 min is beyond the time limit of its partition, 5 min"
-    for request, wanted in ((ComponentRequest(partition="eth"), 5), (ComponentRequest(partition="ib"), 9999),
-                            (ComponentRequest(partition="eth,roce"), 60), (ComponentRequest(partition="eth,ib"), 9999),
-                            (ComponentRequest(partition="eth", qos="long"), 60), (ComponentRequest(), 60)):
+    assert (
+        beyond_limit(ComponentRequest(partition="eth"), 6, limits)
+        == "6 min is beyond the time limit of its partition, 5 min"
+    )
+    for request, wanted in (
+        (ComponentRequest(partition="eth"), 5),
+        (ComponentRequest(partition="ib"), 9999),
+        (ComponentRequest(partition="eth,roce"), 60),
+        (ComponentRequest(partition="eth,ib"), 9999),
+        (ComponentRequest(partition="eth", qos="long"), 60),
+        (ComponentRequest(), 60),
+    ):
         assert beyond_limit(request, wanted, limits) is None

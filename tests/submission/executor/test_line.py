@@ -32,8 +32,11 @@ class Queue:
     def start(self, now: float) -> None:
         for index, seconds in enumerate(self.seconds):
             job = str(index)
-            if job not in self.running and job not in self.done and self.waits.get(job) not in (
-                    set(map(str, range(len(self.seconds)))) - set(self.done)):
+            if (
+                job not in self.running
+                and job not in self.done
+                and self.waits.get(job) not in (set(map(str, range(len(self.seconds)))) - set(self.done))
+            ):
                 self.running[job] = now + seconds
 
     def let_wait(self, job: str, dependency: str) -> bool:
@@ -43,10 +46,10 @@ class Queue:
         return True
 
 
-def run(seconds: list[float], most: int, deaths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch,
-        path: Path) -> tuple[float, int]:
-    """(seconds until the last job ended, most jobs that ran at a time); `deaths`: jobs whose script has no last word.
-    """
+def run(
+    seconds: list[float], most: int, deaths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, path: Path
+) -> tuple[float, int]:
+    """(seconds until the last job ended, most jobs at a time); `deaths`: jobs whose script has no last word."""
     queue, now, widest = Queue(seconds, most, deaths), 0.0, 0
     monkeypatch.setattr(lines, "_let_wait", queue.let_wait)
     monkeypatch.setattr(lines, "_held", lambda _: _Same(queue.places))

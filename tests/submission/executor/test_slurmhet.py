@@ -50,10 +50,19 @@ def test_it_is_a_plug_in_and_never_chosen_unasked(slurm: Any, tmp_path: Path) ->
 @pytest.mark.integration
 def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurm_max_num_timeout=7)
-    executor.update_parameters(name="gpt", timeout_min=90, mem_gb=4, gpus_per_node=8, stderr_to_stdout=True,
-                               slurm_partition="fallback", slurm_setup=["module load x"], slurm_comment="mine",
-                               slurm_srun_args=["--mpi=none"], slurm_additional_parameters={"switches": 1},
-                               slurmhet_components=PARTS)
+    executor.update_parameters(
+        name="gpt",
+        timeout_min=90,
+        mem_gb=4,
+        gpus_per_node=8,
+        stderr_to_stdout=True,
+        slurm_partition="fallback",
+        slurm_setup=["module load x"],
+        slurm_comment="mine",
+        slurm_srun_args=["--mpi=none"],
+        slurm_additional_parameters={"switches": 1},
+        slurmhet_components=PARTS,
+    )
     job = executor.submit(print, "x")
     assert isinstance(job, SlurmHetJob) and job.job_id == "41" and job.num_tasks == 5
     text = job.paths.submission_file.read_text()
@@ -73,11 +82,14 @@ def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> N
 def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(slurm: Any, tmp_path: Path) -> None:
     parts = [PARTS[0], {**PARTS[1], "gres": "gpu:a:2", "additional": {"exclusive": "user"}}]
     executor = SlurmHetExecutor(tmp_path / "log", components=parts)
-    executor.update_parameters(additional_parameters={
-        "gres": "gpu:1", "exclusive": True, "nice": 5, "mail_type": "END"})
+    executor.update_parameters(
+        additional_parameters={"gres": "gpu:1", "exclusive": True, "nice": 5, "mail_type": "END"}
+    )
     text = executor.submit(print).paths.submission_file.read_text()
-    first, second = ([line[8:] for line in part.splitlines() if line.startswith("#SBATCH --")]
-                     for part in text.split("#SBATCH hetjob"))
+    first, second = (
+        [line[8:] for line in part.splitlines() if line.startswith("#SBATCH --")]
+        for part in text.split("#SBATCH hetjob")
+    )
     assert {"--gres=gpu:1", "--exclusive", "--nice=5", "--mail-type=END"} <= set(first)
     assert {"--gres=gpu:a:2", "--exclusive=user"} <= set(second)
     assert not {"--gres=gpu:1", "--exclusive", "--nice=5", "--mail-type=END"} & set(second)
@@ -85,10 +97,16 @@ def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(sl
     assert "--gres=gpu:1" in tested[0] and "--gres=gpu:a:2" in tested[1]
 
 
-@pytest.mark.parametrize("parameters, error", [
-    ({"slurm_nonsense": 1}, "nonsense"), ({"slurmhet_nonsense": 1}, "nonsense"),
-    ({"slurm_use_srun": False}, "use_srun"),
-    ({"slurmhet_components": [{"nodes": 0}]}, "nodes is 0"), ({"slurm_dependency": "singleton"}, "wait for itself")])
+@pytest.mark.parametrize(
+    "parameters, error",
+    [
+        ({"slurm_nonsense": 1}, "nonsense"),
+        ({"slurmhet_nonsense": 1}, "nonsense"),
+        ({"slurm_use_srun": False}, "use_srun"),
+        ({"slurmhet_components": [{"nodes": 0}]}, "nodes is 0"),
+        ({"slurm_dependency": "singleton"}, "wait for itself"),
+    ],
+)
 def test_parameters_are_mapped_or_refused(slurm: Any, tmp_path: Path, parameters: dict[str, Any], error: str) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
     with pytest.raises(Exception, match=error):
@@ -160,8 +178,11 @@ def test_a_batch_that_fails_half_way_leaves_nothing(slurm: Any, tmp_path: Path) 
 
 @pytest.mark.integration
 def test_an_answer_that_got_lost_is_looked_up(slurm: Any, tmp_path: Path) -> None:
-    slurm.answer("sbatch", 'grep -o "holmes-[0-9a-f]*" "$2" > "$0.token"; '
-                           'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
+    slurm.answer(
+        "sbatch",
+        'grep -o "holmes-[0-9a-f]*" "$2" > "$0.token"; '
+        'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1',
+    )
     token = '$(cat "$(dirname "$0")/sbatch.token")'
     slurm.answer("squeue", f'echo "77+1{SEPARATOR}(null)"; echo "77+0{SEPARATOR}{token}"')
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
@@ -182,12 +203,15 @@ def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) ->
 
 @pytest.mark.integration
 def test_infeasible_components_reach_no_controller_as_a_hetjob(slurm: Any, tmp_path: Path) -> None:
-    slurm.answer("sbatch", """
+    slurm.answer(
+        "sbatch",
+        """
 for a in "$@"; do case "$a" in --test-only) test=1;; --nodes=1) one=1;; --partition=ib) ib=1;; esac; done
 [ -n "$test" ] && { [ -n "$ib$one" ] && {
   echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2; exit 0; }
   echo "allocation failure: Requested node configuration is not available" >&2; exit 1; }
-echo 50""")
+echo 50""",
+    )
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0], {"partition": "eth", "nodes": 3}])
     with pytest.raises(SubmissionError) as caught:
         executor.submit(print)
@@ -198,10 +222,13 @@ echo 50""")
 
 @pytest.mark.integration
 def test_a_component_is_tested_with_the_jobs_time_limit(slurm: Any, tmp_path: Path) -> None:
-    slurm.answer("sbatch", """
+    slurm.answer(
+        "sbatch",
+        """
 for a in "$@"; do [ "$a" = --time=99 ] && {
   echo "allocation failure: Requested time limit is invalid (missing or exceeds some limit)" >&2; exit 1; }; done
-echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2""")
+echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes ib1 in partition ib" >&2""",
+    )
     executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
     executor.update_parameters(time=99)
     with pytest.raises(SubmissionError, match=r"component 0 .*time limit is invalid.*shorter time limit than 99"):
@@ -213,8 +240,9 @@ echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes 
 
 
 @pytest.mark.integration
-def test_a_controller_that_is_away_makes_no_component_impossible(slurm: Any, tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_is_away_makes_no_component_impossible(
+    slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm.answer("sbatch", 'echo "allocation failure: Unable to contact slurm controller" >&2; exit 1')
     monkeypatch.setattr("holmes_hpc.submission.executor.preflight.patient", lambda words: commands.slurm(*words))
     with pytest.raises(SubmissionError, match=r"Unable to contact slurm controller.*scontrol ping") as caught:
@@ -232,8 +260,11 @@ def test_identical_components_are_tested_once(slurm: Any, tmp_path: Path) -> Non
 
 @pytest.mark.integration
 def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_path: Path) -> None:
-    slurm.answer("sacct", f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
-                          f"{SEPARATOR}submitit\\n' $(date +%s)")
+    slurm.answer(
+        "sacct",
+        f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
+        f"{SEPARATOR}submitit\\n' $(date +%s)",
+    )
     executor = SlurmHetExecutor(tmp_path / "log", components=[{"nodes": 1, "tasks_per_node": 3}])
     job = executor.submit(print)
     submitit.core.utils.cloudpickle_dump(("error", "ValueError: it was me"), job.task(1).paths.result_pickle)
@@ -263,19 +294,24 @@ def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, ca
     for _ in range(2):
         executor.submit(print)
     assert [r.message for r in caplog.records if "sched/backfill" in r.message] == [
-        "holmes: warning: SchedulerType is sched/builtin: only sched/backfill starts heterogeneous jobs"]
+        "holmes: warning: SchedulerType is sched/builtin: only sched/backfill starts heterogeneous jobs"
+    ]
     assert any("component 1 has no constraint" in r.message for r in caplog.records)
     assert len(slurm.calls("scontrol")) == 3  # nodes, partitions, configuration: once for both
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("folder, log", [("log", "41_0_log.err"), ("log/%j", "41_batch.out")])
-def test_nothing_that_the_batch_script_said_is_lost(slurm: Any, tmp_path: Path, folder: str, log: str,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_the_batch_script_said_is_lost(
+    slurm: Any, tmp_path: Path, folder: str, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A set-up that fails, srun's and slurmstepd's lines: in the error of every task, and in task 0's error stream."""
     monkeypatch.setattr(SlurmHetJob, "_results_timeout_s", 0)
-    slurm.answer("sacct", f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
-                          f"{SEPARATOR}submitit\\n' $(date +%s)")
+    slurm.answer(
+        "sacct",
+        f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
+        f"{SEPARATOR}submitit\\n' $(date +%s)",
+    )
     executor = SlurmHetExecutor(tmp_path / folder, components=[{"nodes": 1, "tasks_per_node": 2}])
     job = executor.submit(print)
     said = "setup.sh: line 3: nosuch: command not found\nslurmstepd: error: Exceeded job memory limit"
@@ -291,8 +327,9 @@ def test_nothing_that_the_batch_script_said_is_lost(slurm: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("preferred", [None, "USR1"])
-def test_the_signal_is_that_which_tasks_listen_for(slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   preferred: str | None) -> None:
+def test_the_signal_is_that_which_tasks_listen_for(
+    slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preferred: str | None
+) -> None:
     if preferred:
         monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", preferred)
     executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
@@ -307,11 +344,17 @@ def test_the_signal_is_that_which_tasks_listen_for(slurm: Any, tmp_path: Path, m
 @pytest.mark.integration
 @pytest.mark.parametrize("enforce, refused", [("associations,limits,qos", True), ("safe", True), ("(null)", False)])
 def test_a_qos_that_forbids_components_is_named(slurm: Any, tmp_path: Path, enforce: str, refused: bool) -> None:
-    slurm.answer("scontrol", f"""
+    slurm.answer(
+        "scontrol",
+        f"""
 case "$2" in partition) echo 'PartitionName=eth QoS=slow Nodes=n1';;
-  config) echo 'AccountingStorageEnforce = {enforce}'; echo 'SchedulerType = sched/backfill';; esac""")
-    slurm.answer("sacctmgr", """
-case "$4" in qos) printf 'normal|1|||||\\nslow|2|||||\\nbig||||||\\n';; *) echo normal;; esac""")
+  config) echo 'AccountingStorageEnforce = {enforce}'; echo 'SchedulerType = sched/backfill';; esac""",
+    )
+    slurm.answer(
+        "sacctmgr",
+        """
+case "$4" in qos) printf 'normal|1|||||\\nslow|2|||||\\nbig||||||\\n';; *) echo normal;; esac""",
+    )
     executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
     if not refused:
         executor.submit(print)

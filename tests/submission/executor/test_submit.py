@@ -70,8 +70,9 @@ def test_an_interrupted_submission_of_a_plan_is_recorded(fake_slurm: Any, tmp_pa
 
 
 @pytest.mark.integration
-def test_a_job_that_cannot_be_recorded_is_cancelled(fake_slurm: Any, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_cannot_be_recorded_is_cancelled(
+    fake_slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -105,12 +106,14 @@ def test_an_unknown_end_is_told_from_a_refusal(fake_slurm: Any, tmp_path: Path) 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("sbatch, kept", [(INTERRUPTED, True), (REFUSED, False)])
-def test_a_run_is_kept_unless_slurm_refused_it(fake_slurm: Any, tmp_path: Path, sbatch: str, kept: bool,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_kept_unless_slurm_refused_it(
+    fake_slurm: Any, tmp_path: Path, sbatch: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_slurm.answer("sbatch", sbatch)
     plan = plans.plan("ib-a")
-    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={
-        **plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}})
+    run = RunDirectory.create(
+        tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}}
+    )
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.new_run.new_run", lambda *_: run)
     with pytest.raises(KeyboardInterrupt if kept else SubmissionError):
         start(plan, load(), [])

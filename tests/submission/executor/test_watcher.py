@@ -49,14 +49,20 @@ def test_finished_jobs_are_not_asked_for_again() -> None:
     assert watcher.asked[-1][-1] == "--jobs=2"
 
 
-@pytest.mark.parametrize("answers, source", [
-    ({"sacct": sacct_line("5", "RUNNING")}, "sacct"), ({"squeue": squeue_line("5", "RUNNING")}, "squeue"),
-    ({"scontrol": "JobId=5 JobName=a UserId=r JobState=RUNNING SubmitTime=1000"}, "scontrol")])
+@pytest.mark.parametrize(
+    "answers, source",
+    [
+        ({"sacct": sacct_line("5", "RUNNING")}, "sacct"),
+        ({"squeue": squeue_line("5", "RUNNING")}, "squeue"),
+        ({"scontrol": "JobId=5 JobName=a UserId=r JobState=RUNNING SubmitTime=1000"}, "scontrol"),
+    ],
+)
 def test_the_next_source_answers_when_one_is_away(answers: dict[str, str], source: str) -> None:
     watcher = Watched(answers)
     nodes = "ib1" if source != "scontrol" else ""
     assert watcher.state_of("5", "force") == JobState(
-        "RUNNING", "", nodes, None, ("RUNNING",), source, component_nodes=(nodes,))
+        "RUNNING", "", nodes, None, ("RUNNING",), source, component_nodes=(nodes,)
+    )
 
 
 def test_all_away_keeps_what_was_known_and_reads_the_record(tmp_path: Path) -> None:
@@ -115,7 +121,7 @@ def test_another_job_of_the_same_id_is_told_apart() -> None:
 
 def test_names_are_compared_as_the_database_keeps_them() -> None:
     watcher = Watched({"sacct": sacct_line("5", "RUNNING", submit=5000, name="n `it`s`")})
-    watcher.expect("5", Expected("n \"it's\"", 5000.0))
+    watcher.expect("5", Expected('n "it\'s"', 5000.0))
     assert watcher.state_of("5", "force").state == "RUNNING"
 
 
@@ -228,13 +234,28 @@ def test_a_job_is_known_by_its_script_whatever_its_name_is(name: str) -> None:
         assert watcher.state_of("5", "force").state == "UNKNOWN", command
 
 
-@pytest.mark.parametrize("reason", [
-    "Resources", "Priority", "JobHeldAdmin", "JobHeldUser", "QOSMaxJobsPerUserLimit", "AssocGrpCpuLimit", "Dependency",
-    "BeginTime", "launch failed requeued held"])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Resources",
+        "Priority",
+        "JobHeldAdmin",
+        "JobHeldUser",
+        "QOSMaxJobsPerUserLimit",
+        "AssocGrpCpuLimit",
+        "Dependency",
+        "BeginTime",
+        "launch failed requeued held",
+    ],
+)
 def test_why_a_job_waits_is_asked_as_long_as_it_waits(reason: str) -> None:
     start = time.time() + 3600
-    watcher = Watched({"sacct": sacct_line("5", "PENDING", submit=5000),
-                       "squeue": squeue_line("5", "PENDING", submit=5000, reason=reason, start=start)})
+    watcher = Watched(
+        {
+            "sacct": sacct_line("5", "PENDING", submit=5000),
+            "squeue": squeue_line("5", "PENDING", submit=5000, reason=reason, start=start),
+        }
+    )
     watcher.expect("5", Expected("a", 5000.0))  # not young: the database knows it, but not why it waits
     for _ in range(2):
         found = watcher.state_of("5", "force")
@@ -248,8 +269,14 @@ def test_why_a_job_waits_is_asked_as_long_as_it_waits(reason: str) -> None:
 
 
 def test_one_query_a_poll_for_jobs_that_wait_run_and_are_new() -> None:
-    watcher = Watched({"sacct": "", "squeue": "".join(
-        squeue_line(f"7_{i}", "RUNNING" if i < 8 else "PENDING", submit=5000) for i in range(300))})
+    watcher = Watched(
+        {
+            "sacct": "",
+            "squeue": "".join(
+                squeue_line(f"7_{i}", "RUNNING" if i < 8 else "PENDING", submit=5000) for i in range(300)
+            ),
+        }
+    )
     for i in range(300):
         watcher.expect(f"7_{i}", Expected("a", 5000.0))
         watcher.register_job(f"7_{i}")

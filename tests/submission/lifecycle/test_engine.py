@@ -10,10 +10,12 @@ from holmes_hpc.submission.lifecycle import engine
 ASKED = ["einops>=0.8", "megatron-core<0.20,>=0.16.1", "triton>=3.2; python_version >= '3.12'"]
 
 
-@pytest.mark.parametrize(("found", "taken"), [("0.15.3", False), ("0.16.0", False), ("0.16.1", True), ("0.19.2", True),
-                                             ("0.20.0", False)])
-def test_a_version_out_of_range_is_said_with_the_range(found: str, taken: bool,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("found", "taken"), [("0.15.3", False), ("0.16.0", False), ("0.16.1", True), ("0.19.2", True), ("0.20.0", False)]
+)
+def test_a_version_out_of_range_is_said_with_the_range(
+    found: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "version", lambda package: found)
     monkeypatch.setattr(engine, "requires", lambda package: ASKED)
     if taken:
@@ -21,18 +23,26 @@ def test_a_version_out_of_range_is_said_with_the_range(found: str, taken: bool,
         return
     with pytest.raises(ConfigError) as caught:
         engine.check_engine()
-    assert str(caught.value) == (f"megatron-core: {found} is installed, this package takes >=0.16.1,<0.20; "
-                                 "pip install 'megatron-core>=0.16.1,<0.20'")
+    assert str(caught.value) == (
+        f"megatron-core: {found} is installed, this package takes >=0.16.1,<0.20; "
+        "pip install 'megatron-core>=0.16.1,<0.20'"
+    )
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(("installed", "says"), [
-    ({"megatron-core": "0.16.1"}, "muon needs megatron-core>=0.18, 0.16.1 is installed"),
-    ({"megatron-core": "0.19.2"}, "muon needs emerging-optimizers>=0.2, none is installed"),
-    ({"megatron-core": "0.19.2", "emerging-optimizers": "0.1.0"}, "muon needs emerging-optimizers>=0.2, 0.1.0 is"),
-    ({"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}, None), ({}, None)])
-def test_muon_is_refused_where_it_is_absent(installed: dict[str, str], says: str | None,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        ({"megatron-core": "0.16.1"}, "muon needs megatron-core>=0.18, 0.16.1 is installed"),
+        ({"megatron-core": "0.19.2"}, "muon needs emerging-optimizers>=0.2, none is installed"),
+        ({"megatron-core": "0.19.2", "emerging-optimizers": "0.1.0"}, "muon needs emerging-optimizers>=0.2, 0.1.0 is"),
+        ({"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}, None),
+        ({}, None),
+    ],
+)
+def test_muon_is_refused_where_it_is_absent(
+    installed: dict[str, str], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def version(package: str) -> str:
         if package not in installed:
             raise engine.PackageNotFoundError(package)

@@ -80,8 +80,9 @@ def test_states_reasons_and_the_log_are_shown(run: RunDirectory, capfd: pytest.C
     assert "PENDING: Resources" in err and "RUNNING on ib[1-2]" in err and "run: completed" in err
 
 
-def test_what_a_job_waits_for_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch,
-                                      capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_job_waits_for_is_said(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.QUIET_S", 0.0)
 
     def speaks() -> JobState:
@@ -94,16 +95,25 @@ def test_what_a_job_waits_for_is_said(run: RunDirectory, monkeypatch: pytest.Mon
         run.write_result({"state": "completed"})
         return JobState("COMPLETED")
 
-    assert follow(run, Told(JobState("RUNNING"), JobState("RUNNING"), speaks, JobState("RUNNING"), ends), poll_s=0.01,
-                  slurm_every_s=0.02) == 0
+    assert (
+        follow(
+            run,
+            Told(JobState("RUNNING"), JobState("RUNNING"), speaks, JobState("RUNNING"), ends),
+            poll_s=0.01,
+            slurm_every_s=0.02,
+        )
+        == 0
+    )
     before, _, after = capfd.readouterr().err.rpartition("ranks load torch and Megatron-Core: ")
     assert before and "job 7: RUNNING, " in after
 
 
 def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.SETTLE_S", 0.1)
-    assert follow(run, Told(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")),
-                  poll_s=0.01) == 1
+    assert (
+        follow(run, Told(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")), poll_s=0.01)
+        == 1
+    )
     result = run.read_result()
     assert result is not None and result["writer"] == "follower" and "NODE_FAIL" in result["error"]
 
@@ -161,8 +171,9 @@ def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> 
     lines = []
     runs = []
     for i in range(1, 31):
-        made = RunDirectory.create(tmp_path / f"r{i}", config={"train": {"steps": 9}}, slurm={
-            "job_id": i, "submitted": time.time() - 100})
+        made = RunDirectory.create(
+            tmp_path / f"r{i}", config={"train": {"steps": 9}}, slurm={"job_id": i, "submitted": time.time() - 100}
+        )
         made.start_attempt({})
         runs.append(made)
         lines.append(SEPARATOR.join([str(i), "RUNNING", str(int(time.time())), "None", "ib1", "x"]))
@@ -223,10 +234,20 @@ def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path:
 
 
 def test_settings_reach_their_components(tmp_path: Path) -> None:
-    settings = make(SlurmSettings, {
-        "account": "ml", "timeout_min": 90, "setup": ["module load x"], "gres": None, "exclusive": True,
-        "additional": {"switches": 1}, "container": None,
-        "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}}}, "slurm")
+    settings = make(
+        SlurmSettings,
+        {
+            "account": "ml",
+            "timeout_min": 90,
+            "setup": ["module load x"],
+            "gres": None,
+            "exclusive": True,
+            "additional": {"switches": 1},
+            "container": None,
+            "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}},
+        },
+        "slurm",
+    )
     plan = plans.plan("ib-a", "eth-a")
     ib, eth = plan_components(plan, settings)
     assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
@@ -236,10 +257,15 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
     assert text == script_for_plan(plan, tmp_path / "x", settings)  # --dry-run is reproducible
 
 
-@pytest.mark.parametrize("settings, error", [
-    ({"acount": "x"}, "did you mean 'account'"), ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
-    ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
-    ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'")])
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"acount": "x"}, "did you mean 'account'"),
+        ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
+        ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
+        ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'"),
+    ],
+)
 def test_settings_that_cannot_be(settings: dict[str, Any], error: str) -> None:
     with pytest.raises((SubmissionError, ConfigError), match=error):
         plan_components(plans.plan("ib-a", "eth-a"), make(SlurmSettings, settings, "slurm"))
@@ -261,29 +287,33 @@ def a_cluster(**changes: Any) -> Plan:
     return plans.plan("ib-a", nodes=1, site=replace(plans.site(), fabrics=(fabric,)))
 
 
-@pytest.mark.parametrize(("plan", "settings", "cpus", "mem"), [
-    (a_cluster(), {}, 16, "0"),
-    (a_cluster(gpus_per_node=2, node_gpus=8), {}, 16, "256000M"),  # a part of the node
-    (a_cluster(gpus_per_node=2, node_gpus=8), {"exclusive": True}, 64, "0"),
-    (a_cluster(node_cpus=126), {}, 14, "0"),  # whole cores
-    (a_cluster(node_cpus=4), {}, 1, "0"),
-    (a_cluster(node_cpus=None, node_memory_gib=None), {}, None, "0"),
-    (a_cluster(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
-    (a_cluster(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
-    (a_cluster(), {"share": False}, None, None),
-    (a_cluster(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
-    (a_cluster(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
-    (a_cluster(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm takes one of the two
-    (a_cluster(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
-])
-def test_a_job_asks_for_the_cpus_and_memory_that_go_with_its_gpus(plan: Plan, settings: dict[str, Any],
-                                                                  cpus: int | None, mem: str | None) -> None:
-    part, = plan_components(plan, make(SlurmSettings, settings, "slurm"))
+@pytest.mark.parametrize(
+    ("plan", "settings", "cpus", "mem"),
+    [
+        (a_cluster(), {}, 16, "0"),
+        (a_cluster(gpus_per_node=2, node_gpus=8), {}, 16, "256000M"),  # a part of the node
+        (a_cluster(gpus_per_node=2, node_gpus=8), {"exclusive": True}, 64, "0"),
+        (a_cluster(node_cpus=126), {}, 14, "0"),  # whole cores
+        (a_cluster(node_cpus=4), {}, 1, "0"),
+        (a_cluster(node_cpus=None, node_memory_gib=None), {}, None, "0"),
+        (a_cluster(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
+        (a_cluster(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
+        (a_cluster(), {"share": False}, None, None),
+        (a_cluster(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
+        (a_cluster(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
+        (a_cluster(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm takes one of the two
+        (a_cluster(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
+    ],
+)
+def test_a_job_asks_for_the_cpus_and_memory_that_go_with_its_gpus(
+    plan: Plan, settings: dict[str, Any], cpus: int | None, mem: str | None
+) -> None:
+    (part,) = plan_components(plan, make(SlurmSettings, settings, "slurm"))
     assert (part.cpus_per_task, part.mem) == (cpus, mem)
 
 
 def test_a_job_of_cpus_asks_for_none() -> None:
-    part, = plan_components(plans.plan("ib-a"), SlurmSettings())
+    (part,) = plan_components(plans.plan("ib-a"), SlurmSettings())
     assert part.cpus_per_task is None and part.mem is None
 
 
@@ -292,8 +322,9 @@ def test_the_script_says_how_ranks_lie(tmp_path: Path) -> None:
     assert "--distribution=block:block --cpus-per-task=16" in text
     for line in ("--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=16", "--mem=0"):
         assert f"#SBATCH {line}\n" in text
-    assert "--distribution=block:cyclic" in script_for_plan(a_cluster(), tmp_path / "x",
-                                                            SlurmSettings(distribution="block:cyclic"))
+    assert "--distribution=block:cyclic" in script_for_plan(
+        a_cluster(), tmp_path / "x", SlurmSettings(distribution="block:cyclic")
+    )
     with pytest.raises(ConfigError, match="use block:block, block:cyclic"):
         SlurmSettings(distribution="cyclic")  # ranks would change their components
 
@@ -357,10 +388,12 @@ def waits_here(config: dict[str, Any]) -> None:
 def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
-    run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(),
-                              config=plans.CONFIG)
-    job = run_plan_here(plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config,
-                        SlurmSettings(timeout_min=1))
+    run = RunDirectory.create(
+        tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(), config=plans.CONFIG
+    )
+    job = run_plan_here(
+        plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config, SlurmSettings(timeout_min=1)
+    )
     while not run.metrics():
         time.sleep(0.05)
     os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it

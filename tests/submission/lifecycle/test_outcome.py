@@ -45,27 +45,40 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_complaints_are_read() -> None:
     found = complaints(KILLED)
     assert [(c.nodes, c.tasks, c.by_signal) for c in found] == [
-        ("roce1", (2,), True), ("ib1", (0,), False), ("ib[2-3]", (1, 3), False)]
+        ("roce1", (2,), True),
+        ("ib1", (0,), False),
+        ("ib[2-3]", (1, 3), False),
+    ]
     assert complaints("srun: error: eth1: tasks 4-6: Exited with exit code 1")[0].tasks == (4, 5, 6)
 
 
 PARTS = [ComponentRanks(("ib1", "ib2"), 0, 2), ComponentRanks(("roce1",), 4, 2), ComponentRanks(("eth1", "eth2"), 6, 1)]
 
 
-@pytest.mark.parametrize("line, ranks", [
-    ("srun: error: roce1: task 1: Killed", (5,)), ("srun: error: eth2: task 1: Terminated", (7,)),
-    ("srun: error: ib2: tasks 2-3: Terminated", (2, 3)), ("srun: error: roce1: task 5: Killed", (5,)),
-    ("srun: error: eth[1-2]: tasks 0-1: Killed", (6, 7))])
+@pytest.mark.parametrize(
+    "line, ranks",
+    [
+        ("srun: error: roce1: task 1: Killed", (5,)),
+        ("srun: error: eth2: task 1: Terminated", (7,)),
+        ("srun: error: ib2: tasks 2-3: Terminated", (2, 3)),
+        ("srun: error: roce1: task 5: Killed", (5,)),
+        ("srun: error: eth[1-2]: tasks 0-1: Killed", (6, 7)),
+    ],
+)
 def test_tasks_of_a_component_are_counted_over_the_whole_job(line: str, ranks: tuple[int, ...]) -> None:
     assert complaints(line, PARTS)[0].tasks == ranks
 
 
-@pytest.mark.parametrize("text, state", [
-    ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 DUE TO TIME LIMIT ***", "TIMEOUT"),
-    ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 ***", "CANCELLED"),
-    ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 DUE TO PREEMPTION ***", "PREEMPTED"),
-    ("slurmstepd: error: *** STEP 34.0 ON ib1 CANCELLED AT 2026-11-20T20:04:05 ***", None),
-    ("slurmstepd: error: *** STEP 34+0.0 ON ib1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", "TIMEOUT")])
+@pytest.mark.parametrize(
+    "text, state",
+    [
+        ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 DUE TO TIME LIMIT ***", "TIMEOUT"),
+        ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 ***", "CANCELLED"),
+        ("slurmstepd: error: *** JOB 34 ON ib1 CANCELLED AT 2026-11-20T20:04:05 DUE TO PREEMPTION ***", "PREEMPTED"),
+        ("slurmstepd: error: *** STEP 34.0 ON ib1 CANCELLED AT 2026-11-20T20:04:05 ***", None),
+        ("slurmstepd: error: *** STEP 34+0.0 ON ib1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", "TIMEOUT"),
+    ],
+)
 def test_slurmds_notice_tells_why(text: str, state: str | None) -> None:
     found = told_to_end(text)
     assert (found.state if found else None) == state
@@ -84,8 +97,10 @@ def test_the_first_own_error_is_blamed() -> None:
 
 
 def test_a_node_that_failed_is_blamed_not_what_srun_terminated() -> None:
-    text = ("srun: error: Node failure on eth2\nsrun: Job step aborted\n"
-            "srun: error: ib2: task 2: Terminated\nsrun: error: roce1: tasks 0-1: Terminated\n")
+    text = (
+        "srun: error: Node failure on eth2\nsrun: Job step aborted\n"
+        "srun: error: ib2: task 2: Terminated\nsrun: error: roce1: tasks 0-1: Terminated\n"
+    )
     found = culprit([], complaints(text, PARTS), ranks=8)
     assert (found.rank, found.node, found.error) == (7, "eth2", "node eth2 failed")
 
@@ -109,16 +124,33 @@ def test_node_of_one_of_several_tasks() -> None:
     assert (found.rank, found.node) == (1, "ib2")
 
 
-@pytest.mark.parametrize("status, signalled, slurm, records, state", [
-    (0, False, None, [], "completed"), (1, False, None, [], "failed"), (143, True, None, [], "cancelled"),
-    (137, True, "TIMEOUT", [], "timeout"), (143, True, "PREEMPTED", [], "preempted"),
-    (0, True, None, [(0, "preempted", "")], "cancelled"), (0, True, "TIMEOUT", [(0, "preempted", "")], "timeout"),
-    (0, False, None, [(0, "preempted", "")], "preempted"), (1, False, None, [(0, "preempted", "")], "preempted"),
-    (None, False, "COMPLETED", [], "completed"), (None, False, "NODE_FAIL", [], "failed"),
-    (143, True, "NODE_FAIL", [], "failed"), (None, False, "CANCELLED", [], "cancelled"),
-    (1, True, "RUNNING", [(1, "failed", "x")], "failed")])
-def test_states(run: RunDirectory, status: int | None, signalled: bool, slurm: str | None,
-                records: list[tuple[int, str, str]], state: str) -> None:
+@pytest.mark.parametrize(
+    "status, signalled, slurm, records, state",
+    [
+        (0, False, None, [], "completed"),
+        (1, False, None, [], "failed"),
+        (143, True, None, [], "cancelled"),
+        (137, True, "TIMEOUT", [], "timeout"),
+        (143, True, "PREEMPTED", [], "preempted"),
+        (0, True, None, [(0, "preempted", "")], "cancelled"),
+        (0, True, "TIMEOUT", [(0, "preempted", "")], "timeout"),
+        (0, False, None, [(0, "preempted", "")], "preempted"),
+        (1, False, None, [(0, "preempted", "")], "preempted"),
+        (None, False, "COMPLETED", [], "completed"),
+        (None, False, "NODE_FAIL", [], "failed"),
+        (143, True, "NODE_FAIL", [], "failed"),
+        (None, False, "CANCELLED", [], "cancelled"),
+        (1, True, "RUNNING", [(1, "failed", "x")], "failed"),
+    ],
+)
+def test_states(
+    run: RunDirectory,
+    status: int | None,
+    signalled: bool,
+    slurm: str | None,
+    records: list[tuple[int, str, str]],
+    state: str,
+) -> None:
     for rank, word, error in records:
         run.write_exit(rank, word, error)
     said = JobState(slurm, "", "ib1", components=(slurm,)) if slurm else None
@@ -177,8 +209,9 @@ def test_without_restarts_only_failures_end_the_run(tmp_path: Path, state: str, 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [(0, 1), (2, 0)])
-def test_a_start_of_slurms_own_after_its_node_failed(tmp_path: Path, restarts: int, code: int, fake_slurm: Any,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_of_slurms_own_after_its_node_failed(
+    tmp_path: Path, restarts: int, code: int, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_slurm.answer("scontrol", "echo ExpeditedRequeue=Yes")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -216,7 +249,8 @@ def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirec
 @pytest.mark.integration
 @pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "2 times already")])
 def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
-        most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
     monkeypatch.setenv("HOLMES_MAX_REQUEUES", str(most))
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
@@ -256,7 +290,8 @@ def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, f
 @pytest.mark.integration
 @pytest.mark.parametrize("shown, updates", [("ExpeditedRequeue=Yes", [["update", "JobId=23", "Requeue=0"]]), ("", [])])
 def test_an_expedited_job_that_fails_for_good_is_not_queued_and_held(
-        shown: str, updates: list[list[str]], tmp_path: Path, fake_slurm: Any) -> None:
+    shown: str, updates: list[list[str]], tmp_path: Path, fake_slurm: Any
+) -> None:
     fake_slurm.answer("scontrol", f'echo "JobId=23 JobState=RUNNING {shown}"')
     run = RunDirectory.create(tmp_path / "none", config={"train": {"max_restarts": 0}})
     assert finish(run, 1, False, "23", 0) == 1
@@ -274,9 +309,13 @@ def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
     assert {"state", "exit_code", "error", "failed_rank", "failed_node", "log_tail", "final"} <= data.keys()
 
 
-@pytest.mark.parametrize("memory", [
-    "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
-    "slurmstepd: error: Step 7.0 exceeded memory limit (1532 > 1024), being killed"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Step 7.0 exceeded memory limit (1532 > 1024), being killed",
+    ],
+)
 def test_a_rank_that_was_killed_for_its_memory_is_said_to_be(memory: str) -> None:
     killed = "srun: error: ib1: task 1: Killed\nsrun: error: ib2: task 0: Terminated\n"
     first, second = complaints(f"{memory}\n{killed}")

@@ -160,8 +160,9 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
 
 
-def test_a_batch_script_takes_no_run_from_a_living_job(jobs: Jobs, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_script_takes_no_run_from_a_living_job(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submitted(tmp_path / "run")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     with pytest.raises(RecordError, match=r"job 1 has it \(RUNNING\)"):

@@ -53,10 +53,17 @@ def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -
     assert (found.state, found.error, found.ended) == ("failed", "rank 0: no", True)
 
 
-@pytest.mark.parametrize(("result", "record", "state"), [
-    ({"state": "completed", "attempt": 1}, {}, "completed"), ({"attempt": 1}, {}, "not_submitted"),
-    ("{}", {"slurm": 41}, "not_submitted"), (None, {"local": {"started": 5}}, "not_submitted"),
-    (None, {"local": {"pid": 5}}, "unknown"), ({"state": "later", "version": 99}, {}, "unreadable")])
+@pytest.mark.parametrize(
+    ("result", "record", "state"),
+    [
+        ({"state": "completed", "attempt": 1}, {}, "completed"),
+        ({"attempt": 1}, {}, "not_submitted"),
+        ("{}", {"slurm": 41}, "not_submitted"),
+        (None, {"local": {"started": 5}}, "not_submitted"),
+        (None, {"local": {"pid": 5}}, "unknown"),
+        ({"state": "later", "version": 99}, {}, "unreadable"),
+    ],
+)
 def test_one_odd_record_is_a_row_among_others(tmp_path: Path, result: Any, record: dict[str, Any], state: str) -> None:
     odd, good = run_with(tmp_path / "odd", result, **record), run_with(tmp_path / "good")
     good.write_result({"state": "completed"})
@@ -67,7 +74,8 @@ def test_one_odd_record_is_a_row_among_others(tmp_path: Path, result: Any, recor
 
 
 def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Slurm that was set up again counts from 1: an old run's exit record must not end the new one."""
     old, new = (run_with(tmp_path / name, slurm={"job_id": 7, "submitted": 5.0}) for name in ("old", "new"))
     old.write_result({"state": "completed"})
@@ -160,14 +168,24 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
 def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> None:
     recorded = load(["train.steps=7", "train.lr=0.5", "launcher=local"])
     made = applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
-    assert made == replace(recorded, train=replace(recorded.train, steps=9), labels={"note": "a b"},
-                           slurm=replace(recorded.slurm, account="ml"))
+    assert made == replace(
+        recorded,
+        train=replace(recorded.train, steps=9),
+        labels={"note": "a b"},
+        slurm=replace(recorded.slurm, account="ml"),
+    )
     other = applied(recorded, ["data=indexed", "data.prefix=/x/y"])
     assert other.data.kind == "indexed" and other.data.prefix == "/x/y" and other.train.lr == 0.5
     odd = replace(recorded, slurm=replace(recorded.slurm, setup=("source ${HOME}/env.sh", "echo ${")))
     assert applied(odd, ["train.steps=9"]).slurm.setup == ("source ${HOME}/env.sh", "echo ${")
-    for word, says in (("train.stps=1", "train.stps"), ("~train.lr", "KEY=VALUE"), ("train.lr=1,2", "KEY=VALUE"),
-                       ("train.steps=0", "train.steps is 0"), ("data=nope", "nope"), ("train.lr=[", "cannot be read")):
+    for word, says in (
+        ("train.stps=1", "train.stps"),
+        ("~train.lr", "KEY=VALUE"),
+        ("train.lr=1,2", "KEY=VALUE"),
+        ("train.steps=0", "train.steps is 0"),
+        ("data=nope", "nope"),
+        ("train.lr=[", "cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=says):
             applied(recorded, [word])
 

@@ -33,20 +33,31 @@ def made(folder: Path, *ids: str, where: str = "local") -> Manifest:
     manifest = open_manifest(folder)
     folder.mkdir(exist_ok=True)
     for num, job_id in enumerate(ids):
-        manifest.put(SweepJob(num, (f"+x={num}",), str(num), "plain", where, job_id, ".", digest="d",
-                              submitted=time.time()))
+        manifest.put(
+            SweepJob(num, (f"+x={num}",), str(num), "plain", where, job_id, ".", digest="d", submitted=time.time())
+        )
     return manifest
 
 
-@pytest.mark.parametrize("value, status, noted", [
-    (1.5, JobStatus.COMPLETED, {"state": "completed", "value": 1.5}),
-    ({"loss": [1, None]}, JobStatus.COMPLETED, {"state": "completed", "value": {"loss": [1, None]}}),
-    (object(), JobStatus.COMPLETED, {"state": "completed"}),
-    (ValueError("not yet"), JobStatus.FAILED, {"state": "failed", "error": "ValueError: not yet"})])
-def test_a_task_notes_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, status: JobStatus,
-                                   noted: dict[str, Any]) -> None:
-    for key, text in {LEADER: "41", "SUBMITIT_EXECUTOR": "slurmhet", "SUBMITIT_FOLDER": str(tmp_path),
-                      "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}.items():
+@pytest.mark.parametrize(
+    "value, status, noted",
+    [
+        (1.5, JobStatus.COMPLETED, {"state": "completed", "value": 1.5}),
+        ({"loss": [1, None]}, JobStatus.COMPLETED, {"state": "completed", "value": {"loss": [1, None]}}),
+        (object(), JobStatus.COMPLETED, {"state": "completed"}),
+        (ValueError("not yet"), JobStatus.FAILED, {"state": "failed", "error": "ValueError: not yet"}),
+    ],
+)
+def test_a_task_notes_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, status: JobStatus, noted: dict[str, Any]
+) -> None:
+    for key, text in {
+        LEADER: "41",
+        "SUBMITIT_EXECUTOR": "slurmhet",
+        "SUBMITIT_FOLDER": str(tmp_path),
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "2",
+    }.items():
         monkeypatch.setenv(key, text)
     jobs.note_outcome(JobReturn(_return_value=value, status=status))
     assert json.loads((tmp_path / "41_outcome.json").read_text()) == noted
@@ -69,9 +80,9 @@ def test_a_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.integration
-def test_values_are_a_column_and_cancel_ends_what_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                               fake_slurm: Any,
-                                                               capfd: pytest.CaptureFixture[str]) -> None:
+def test_values_are_a_column_and_cancel_ends_what_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     made(tmp_path / "sweep", "41", "42", where="slurm")
     (tmp_path / "sweep" / "41_0_result.pkl").touch()
     (tmp_path / "sweep" / "41_outcome.json").write_text('{"state": "completed", "value": 12.5}')
@@ -95,13 +106,18 @@ def test_values_are_a_column_and_cancel_ends_what_has_not_ended(tmp_path: Path, 
     assert fake_slurm.calls("scancel") == [["42"]]
 
 
-def test_progress_says_states_steps_and_why_jobs_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_says_states_steps_and_why_jobs_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def row(num: int, state: str, step: int | None = None, loss: float | None = None, why: str = "") -> SweepRow:
         return SweepRow(num, (f"x={num}",), str(num), state, "", step, loss, None, None, "", why)
 
-    rows = [row(0, "completed", 9, 2.0), row(1, "running", 5, 3.25), row(2, "running", 4),
-            row(3, "pending", why="Priority")]
+    rows = [
+        row(0, "completed", 9, 2.0),
+        row(1, "running", 5, 3.25),
+        row(2, "running", 4),
+        row(3, "pending", why="Priority"),
+    ]
     assert in_a_line(rows) == "2 running, 1 completed, 1 pending: #1 step 5, loss 3.25; #2 step 4; #3 waits (Priority)"
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -116,21 +132,28 @@ def test_progress_says_states_steps_and_why_jobs_wait(tmp_path: Path, monkeypatc
         for now[0] in (113.0, 116.0, 119.0, 122.0):  # no change: after ten seconds it says so
             shown.show()
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "2 running, 1 completed, 1 pending", "3 running, 1 completed", "3 running, 1 completed"]
+        "2 running, 1 completed, 1 pending",
+        "3 running, 1 completed",
+        "3 running, 1 completed",
+    ]
 
 
-@pytest.mark.parametrize("given, where, exclusive", [(None, "slurm", True), (False, "slurm", False),
-                                                     ("user", "slurm", "user"), (None, "local", None)])
+@pytest.mark.parametrize(
+    "given, where, exclusive",
+    [(None, "slurm", True), (False, "slurm", False), ("user", "slurm", "user"), (None, "local", None)],
+)
 def test_training_jobs_of_a_sweep_share_no_nodes_unless_they_may(given: Any, where: str, exclusive: Any) -> None:
     conf = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
     config = OmegaConf.create({"hydra": {"launcher": conf, "sweep": {"dir": "x"}, "job": {"name": "y"}}})
     assert settings_of_plan(config, SlurmSettings(exclusive=given), where).exclusive == exclusive
 
 
-@pytest.mark.parametrize("timeout_min, delay, signal", [(60, 120, "USR2@120"), (1, 120, None), (1, 30, "USR2@30"),
-                                                        (2, 120, "USR2@30")])
-def test_hydras_default_delay_is_no_wish_in_a_short_job(tmp_path: Path, fake_slurm: Any, timeout_min: int, delay: int,
-                                                        signal: str | None) -> None:
+@pytest.mark.parametrize(
+    "timeout_min, delay, signal", [(60, 120, "USR2@120"), (1, 120, None), (1, 30, "USR2@30"), (2, 120, "USR2@30")]
+)
+def test_hydras_default_delay_is_no_wish_in_a_short_job(
+    tmp_path: Path, fake_slurm: Any, timeout_min: int, delay: int, signal: str | None
+) -> None:
     conf = OmegaConf.structured(SlurmLauncherConf(timeout_min=timeout_min, signal_delay_s=delay))
     config = OmegaConf.create({"hydra": {"launcher": conf, "sweep": {"dir": str(tmp_path)}, "job": {"name": "y"}}})
     made = executor_of(config, "slurmhet")._executor.request()

@@ -79,8 +79,21 @@ hydra.main(config_path=None, config_name=None, version_base="1.3")(app)()
 def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]:
     (folder / "app.py").write_text(APPLICATION.format(here=str(Path(__file__).parents[2] / "support")))
     return subprocess.run(
-        [sys.executable, "app.py", "-m", f"+x={xs}", f"+good={folder / 'good'}", "hydra/launcher=holmes_local",
-         f"hydra.sweep.dir={folder / 'sweep'}", *more], cwd=folder, capture_output=True, text=True, timeout=120)
+        [
+            sys.executable,
+            "app.py",
+            "-m",
+            f"+x={xs}",
+            f"+good={folder / 'good'}",
+            "hydra/launcher=holmes_local",
+            f"hydra.sweep.dir={folder / 'sweep'}",
+            *more,
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.mark.integration
@@ -110,10 +123,13 @@ def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) ->
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("xs, more, error", [
-    ("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")])
-def test_an_impossible_job_means_that_nothing_is_started(tmp_path: Path, xs: str, more: tuple[str, ...],
-                                                         error: str) -> None:
+@pytest.mark.parametrize(
+    "xs, more, error",
+    [("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")],
+)
+def test_an_impossible_job_means_that_nothing_is_started(
+    tmp_path: Path, xs: str, more: tuple[str, ...], error: str
+) -> None:
     done = sweep(tmp_path, xs, *more)
     assert done.returncode != 0 and error in done.stderr
     assert not (tmp_path / "sweep" / "sweep.json").exists()
@@ -139,8 +155,15 @@ def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, 
     manifest = open_manifest(tmp_path / "sweep")
     manifest.path.parent.mkdir()
     manifest.put(SweepJob(0, ("+x=1", f"+good={tmp_path / 'good'}"), "0", "plain", "slurm", "41", "x"))
-    command = [sys.executable, "app.py", "-m", "+x=1", f"+good={tmp_path / 'good'}", "hydra/launcher=holmes_slurm",
-               f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    command = [
+        sys.executable,
+        "app.py",
+        "-m",
+        "+x=1",
+        f"+good={tmp_path / 'good'}",
+        "hydra/launcher=holmes_slurm",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ]
     (tmp_path / "app.py").write_text(WAITS)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and "Slurm does not answer" in done.stderr, done.stderr
@@ -149,9 +172,12 @@ def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, 
 
 def test_jobs_of_the_same_overrides_and_of_other_launcher_settings_are_kept_apart(tmp_path: Path) -> None:
     manifest = open_manifest(tmp_path)
-    jobs = [SweepJob(num, overrides, str(num), "plain", "slurm", str(num), "x", digest="d", copy=copy)
-            for num, (overrides, copy) in enumerate([(("+x=1",), 0), (("+x=1",), 1),
-                                                     (("+x=1", "hydra.launcher.nodes=2"), 0)])]
+    jobs = [
+        SweepJob(num, overrides, str(num), "plain", "slurm", str(num), "x", digest="d", copy=copy)
+        for num, (overrides, copy) in enumerate(
+            [(("+x=1",), 0), (("+x=1",), 1), (("+x=1", "hydra.launcher.nodes=2"), 0)]
+        )
+    ]
     for job in jobs:
         manifest.put(job)
     again = open_manifest(tmp_path)
@@ -216,10 +242,19 @@ app()
 def test_after_ctrl_c_the_same_command_takes_up_where_it_was_left(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(WAITS)
     (tmp_path / "mark").mkdir()
-    command = [sys.executable, "app.py", "-m", "+x=1,2", f"+mark={tmp_path / 'mark'}", "hydra/launcher=holmes_local",
-               f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    with (tmp_path / "told").open("w") as told, subprocess.Popen(
-            command, cwd=tmp_path, stdout=told, stdin=subprocess.DEVNULL, start_new_session=True) as first:
+    command = [
+        sys.executable,
+        "app.py",
+        "-m",
+        "+x=1,2",
+        f"+mark={tmp_path / 'mark'}",
+        "hydra/launcher=holmes_local",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ]
+    with (
+        (tmp_path / "told").open("w") as told,
+        subprocess.Popen(command, cwd=tmp_path, stdout=told, stdin=subprocess.DEVNULL, start_new_session=True) as first,
+    ):
         end = time.monotonic() + 60
         while len(list((tmp_path / "mark").iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.1)

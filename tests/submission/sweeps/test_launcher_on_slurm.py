@@ -16,8 +16,10 @@ from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, Launche
 from holmes_hpc.submission.sweeps.status_table import collect, sweep_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
-COMPONENTS = ["hydra.launcher.components=[{partition:ib,constraint:nic_ib,nodes:1},{partition:eth,nodes:1}]",
-              "hydra.launcher.timeout_min=3"]
+COMPONENTS = [
+    "hydra.launcher.components=[{partition:ib,constraint:nic_ib,nodes:1},{partition:eth,nodes:1}]",
+    "hydra.launcher.timeout_min=3",
+]
 
 
 @pytest.mark.parametrize("launcher_name, overrides", [("holmes_slurm", COMPONENTS)])
@@ -25,8 +27,10 @@ class TestSlurm(LauncherTestSuite):
     pass
 
 
-@pytest.mark.parametrize("task_launcher_cfg, extra_flags", [
-    ({}, ["-m", "hydra/launcher=holmes_slurm", "hydra.launcher.partition=eth", "hydra.launcher.timeout_min=3"])])
+@pytest.mark.parametrize(
+    "task_launcher_cfg, extra_flags",
+    [({}, ["-m", "hydra/launcher=holmes_slurm", "hydra.launcher.partition=eth", "hydra.launcher.timeout_min=3"])],
+)
 class TestSlurmIntegration(IntegrationTestSuite):
     pass
 
@@ -50,8 +54,21 @@ def sweep(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "app.py").write_text(APPLICATION)
     (tmp_path / "mark").mkdir(exist_ok=True)
     return subprocess.run(
-        [sys.executable, "app.py", "-m", "+x=1,2,3", f"+mark={tmp_path / 'mark'}", "hydra/launcher=holmes_slurm",
-         f"hydra.sweep.dir={tmp_path / 'sweep'}", *COMPONENTS, *more], cwd=tmp_path, capture_output=True, text=True)
+        [
+            sys.executable,
+            "app.py",
+            "-m",
+            "+x=1,2,3",
+            f"+mark={tmp_path / 'mark'}",
+            "hydra/launcher=holmes_slurm",
+            f"hydra.sweep.dir={tmp_path / 'sweep'}",
+            *COMPONENTS,
+            *more,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
 
 
 def states_of(directory: Path, seconds: float = 120) -> dict[str, str]:
@@ -80,8 +97,11 @@ def test_detached_sweep_is_reattached_and_repeated(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert states_of(tmp_path / "sweep") == {"+x=1": "completed", "+x=2": "completed", "+x=3": "completed"}
     again = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    changed = [a["num"] for a, b in zip(sorted(again["jobs"], key=lambda j: j["num"]), manifest["jobs"], strict=True)
-               if a["job_id"] != b["job_id"]]
+    changed = [
+        a["num"]
+        for a, b in zip(sorted(again["jobs"], key=lambda j: j["num"]), manifest["jobs"], strict=True)
+        if a["job_id"] != b["job_id"]
+    ]
     assert changed == [1]
     marks = Counter(path.name[0] for path in (tmp_path / "mark").iterdir())  # one of each start of a rank
     assert marks["1"] == marks["3"] == 2 and marks["2"] in (3, 4)  # of two that fail, one may be ended before its mark
@@ -90,12 +110,24 @@ def test_detached_sweep_is_reattached_and_repeated(tmp_path: Path) -> None:
 def test_detach_is_refused_with_a_sweeper_that_needs_results(tmp_path: Path) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "needs.py").write_text(
-        "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper\nclass NeedsResults(BasicSweeper): pass\n")
+        "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper\nclass NeedsResults(BasicSweeper): pass\n"
+    )
     (tmp_path / "app.py").write_text(APPLICATION)
     done = subprocess.run(
-        [sys.executable, "app.py", "-m", "+x=1,2", "hydra/launcher=holmes_slurm", "hydra.launcher.detach=true",
-         "hydra.sweeper._target_=hydra_plugins.needs.NeedsResults", f"hydra.sweep.dir={tmp_path / 'sweep'}",
-         *COMPONENTS],
-        cwd=tmp_path, capture_output=True, text=True)
+        [
+            sys.executable,
+            "app.py",
+            "-m",
+            "+x=1,2",
+            "hydra/launcher=holmes_slurm",
+            "hydra.launcher.detach=true",
+            "hydra.sweeper._target_=hydra_plugins.needs.NeedsResults",
+            f"hydra.sweep.dir={tmp_path / 'sweep'}",
+            *COMPONENTS,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0 and "needs the jobs' results" in done.stderr
     assert not (tmp_path / "sweep" / "sweep.json").exists()

@@ -48,8 +48,9 @@ def made(folder: Path, text: str, name: str = "app") -> Any:
 APP = "def run(cfg):\n    from pack import part\n    return part.one()\n"
 
 
-def test_a_program_is_all_of_the_users_modules_that_it_can_import(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_is_all_of_the_users_modules_that_it_can_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "pack" / "sub").mkdir(parents=True)
     (tmp_path / "pack" / "__init__.py").write_text("")
@@ -96,10 +97,23 @@ def test_only_jobs_from_before_this_process_are_candidates(tmp_path: Path, monke
     now = program_of(program_of)
     assert now is not None
     manifest = open_manifest(tmp_path)
-    for num, (submitted, digest) in enumerate([(reuse.BEGAN - 9, now.digest), (reuse.BEGAN + 9, now.digest),
-                                               (reuse.BEGAN - 9, "another")]):
-        manifest.put(SweepJob(num, (f"x={num}",), str(num), "plain", "slurm", str(num), "x", digest="d",
-                              submitted=submitted, program=digest))
+    for num, (submitted, digest) in enumerate(
+        [(reuse.BEGAN - 9, now.digest), (reuse.BEGAN + 9, now.digest), (reuse.BEGAN - 9, "another")]
+    ):
+        manifest.put(
+            SweepJob(
+                num,
+                (f"x={num}",),
+                str(num),
+                "plain",
+                "slurm",
+                str(num),
+                "x",
+                digest="d",
+                submitted=submitted,
+                program=digest,
+            )
+        )
     running = {job: JobState("RUNNING") for job in manifest.jobs}
     found = earlier_jobs(manifest, {job.key: ("d", now) for job in manifest.jobs}, running)
     assert list(found) == [("x=0",), ("x=2",)]
@@ -138,7 +152,8 @@ def test_what_a_sweep_makes_others_cannot_write(tmp_path: Path) -> None:
 def test_a_manifest_of_an_earlier_release_is_read_and_nothing_of_it_taken_over(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(
         '{"version": 1, "created": 1, "jobs": [{"num": 0, "overrides": ["x=1"], "directory": "0", "kind": "plan",'
-        ' "where": "local", "job_id": "4", "folder": "x", "digest": "d"}]}')
+        ' "where": "local", "job_id": "4", "folder": "x", "digest": "d"}]}'
+    )
     manifest = open_manifest(tmp_path)
     found = earlier_jobs(manifest, {("x=1",): ("d", program_of(program_of))}, {manifest.jobs[0]: JobState("RUNNING")})
     assert take_over(found, True) == {} and states(manifest, []) == {}
@@ -177,9 +192,20 @@ def test_every_point_that_a_sweeper_asks_about_is_measured(tmp_path: Path) -> No
     (tmp_path / "noise.py").write_text("def of(x): return x * 10**9\n")
 
     def launch(*words: str) -> str:
-        done = subprocess.run([sys.executable, "app.py", "-m", "hydra/launcher=holmes_local", *words,
-                               f"hydra.sweep.dir={tmp_path / 'sweep'}"], cwd=tmp_path, capture_output=True, text=True,
-                              env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+        done = subprocess.run(
+            [
+                sys.executable,
+                "app.py",
+                "-m",
+                "hydra/launcher=holmes_local",
+                *words,
+                f"hydra.sweep.dir={tmp_path / 'sweep'}",
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -33,8 +33,11 @@ BATCH = replace(spawn.BATCH, global_size=4)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibration]:
     """Two stages of two ranks, paced."""
-    ended = spawn.train(tmp_path_factory.mktemp("measured"), spawn.plan(pp=2, dp=2, batch=BATCH),
-                        {"train": {"measure": True, "steps": 8, "pace_layer_ms": PACE_MS}})
+    ended = spawn.train(
+        tmp_path_factory.mktemp("measured"),
+        spawn.plan(pp=2, dp=2, batch=BATCH),
+        {"train": {"measure": True, "steps": 8, "pace_layer_ms": PACE_MS}},
+    )
     assert set(ended.codes) == {0}, ended.output
     return ended, Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text()))
 
@@ -43,7 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibra
 def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[spawn.Ended, Calibration]) -> None:
     calibration = made[1]
     assert {f.fabric: [p.part for p in f.parts] for f in calibration.fabrics} == {
-        "ib-0": ["layer", "embedding"], "roce-1": ["layer", "head"]}
+        "ib-0": ["layer", "embedding"],
+        "roce-1": ["layer", "head"],
+    }
     assert all(p.forward_s > 0 and p.backward_s > 0 and p.sequence == 16 for f in calibration.fabrics for p in f.parts)
     for fabric in calibration.fabrics:
         assert set(fabric.links) == {"local", "local.reduce_scatter", "local.all_gather"}
@@ -69,9 +74,13 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -
     layer = calibration.fabrics[0].parts[0]
     found = costs.layer_s(plan.model, plan.batch, 1, plan.site.fabrics[0])
     assert found == pytest.approx((layer.forward_s, layer.backward_s))
-    slower = replace(calibration, fabrics=tuple(replace(f, parts=tuple(
-        replace(p, forward_s=2 * p.forward_s, backward_s=2 * p.backward_s) for p in f.parts))
-        for f in calibration.fabrics))
+    slower = replace(
+        calibration,
+        fabrics=tuple(
+            replace(f, parts=tuple(replace(p, forward_s=2 * p.forward_s, backward_s=2 * p.backward_s) for p in f.parts))
+            for f in calibration.fabrics
+        ),
+    )
     least = 3 * (layer.forward_s + layer.backward_s) * plan.micro_batches  # of one stage: three layers
     assert predict(plan, costs).step_time_s > least
     assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * least
@@ -89,8 +98,14 @@ def test_every_network_of_a_fabric_and_every_two_that_exchange_have_a_pair() -> 
     plan = spawn.plan(pp=2, dp=2, tp=2)  # an InfiniBand and a RoCE fabric, two nodes each
     found = networks.pairs(plan, one_host=False)
     assert {(p.link, p.fabrics) for p in found} == {
-        ("local", ("ib-0",)), ("ib", ("ib-0",)), ("ethernet", ("ib-0",)), ("local", ("roce-1",)), ("roce", ("roce-1",)),
-        ("ethernet", ("roce-1",)), ("ethernet", ("ib-0", "roce-1"))}
+        ("local", ("ib-0",)),
+        ("ib", ("ib-0",)),
+        ("ethernet", ("ib-0",)),
+        ("local", ("roce-1",)),
+        ("roce", ("roce-1",)),
+        ("ethernet", ("roce-1",)),
+        ("ethernet", ("ib-0", "roce-1")),
+    }
     for p in found:
         places = [plan.places[r] for r in p.ranks]
         assert tuple(dict.fromkeys(place.fabric for place in places)) == p.fabrics
@@ -114,14 +129,22 @@ def messages(fabrics: tuple[str, ...], latency: float, efficiency: float) -> lis
 def test_what_two_fabrics_have_between_them_is_their_own() -> None:
     """A quarter of the Ethernet and 20 ms to c; b is no slower than inside the fabrics."""
     site = Site("three", tuple(one_fabric(A100, name, 2) for name in "abc"))
-    found = networks.fit([*messages(("a",), 1e-3, 0.9), *messages(("b",), 1e-3, 0.9),
-                          *messages(("a", "b"), 1e-3, 0.9), *messages(("b", "c"), 21e-3, 0.225)])
+    found = networks.fit(
+        [
+            *messages(("a",), 1e-3, 0.9),
+            *messages(("b",), 1e-3, 0.9),
+            *messages(("a", "b"), 1e-3, 0.9),
+            *messages(("b", "c"), 21e-3, 0.225),
+        ]
+    )
     links = networks.of_fabrics(found)
     assert set(links) == {"a", "b"} and links["a"]["ethernet"].efficiency == pytest.approx(0.9)
     known = Calibration(tuple(MeasuredFabric(name, A100.name, links=own) for name, own in links.items()))
     between = {b.between: (b.gbps, b.delay_ms) for b in networks.between(found, known, site)}
-    assert between == {("a", "b"): (pytest.approx(25, rel=0.01), pytest.approx(0, abs=0.01)),
-                       ("b", "c"): (pytest.approx(25 / 4, rel=0.01), pytest.approx(20, rel=0.01))}
+    assert between == {
+        ("a", "b"): (pytest.approx(25, rel=0.01), pytest.approx(0, abs=0.01)),
+        ("b", "c"): (pytest.approx(25 / 4, rel=0.01), pytest.approx(20, rel=0.01)),
+    }
 
 
 def test_single_nodes_have_the_ethernet_that_the_quickest_two_have() -> None:
@@ -135,16 +158,27 @@ def test_each_fabric_has_the_figures_of_its_own_ranks() -> None:
     gpus = {"a": A100, "h": H100}
     site = Site("two", tuple(replace(one_fabric(gpu, name, 2), gpus_per_node=1) for name, gpu in gpus.items()))
     plan = given_plan(spawn.MODEL, BATCH, site, PlanOptions(tp=1, pp=2, dp=2), Costs())
-    ranks = [{"device": f"NVIDIA {gpu}", "times": [
-        ["layer", 1, 16, took, 2 * took], ["layer", 2, 16, 2 * took, 4 * took], ["pass", 1, 16, took / 10, took / 10]]}
-             for gpu, took in (("A100-SXM4-80GB", 0.02), ("A100-SXM4-80GB", 0.04), ("H100", 0.01), ("H100", 0.012))]
+    ranks = [
+        {
+            "device": f"NVIDIA {gpu}",
+            "times": [
+                ["layer", 1, 16, took, 2 * took],
+                ["layer", 2, 16, 2 * took, 4 * took],
+                ["pass", 1, 16, took / 10, took / 10],
+            ],
+        }
+        for gpu, took in (("A100-SXM4-80GB", 0.02), ("A100-SXM4-80GB", 0.04), ("H100", 0.01), ("H100", 0.012))
+    ]
     lines = [{"breakdown": [{"optimizer_s": s, "other_s": 0.001} for s in (0.3, 0.1)]}] * 3
     made = measure.calibration(plan, ranks, {}, lines, meeting_s=0.002, dtype="bf16", pace_layer_ms=None)
     assert [(f.fabric, f.gpu, f.device) for f in made.fabrics] == [
-        ("a", "a100-80gb", "NVIDIA A100-SXM4-80GB"), ("h", "h100-80gb", "NVIDIA H100")]
+        ("a", "a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("h", "h100-80gb", "NVIDIA H100"),
+    ]
     assert [[(p.tokens, p.forward_s) for p in f.parts] for f in made.fabrics] == [
         [(16, pytest.approx(0.03)), (32, pytest.approx(0.06))],
-        [(16, pytest.approx(0.011)), (32, pytest.approx(0.022))]]
+        [(16, pytest.approx(0.011)), (32, pytest.approx(0.022))],
+    ]
     assert [f.pass_s for f in made.fabrics] == [pytest.approx(0.003), pytest.approx(0.0011)]
     optimizer = [f.optimizer_s for f in made.fabrics]
     assert optimizer[0] and optimizer[1] and optimizer[0] > 2 * optimizer[1]
@@ -190,17 +224,37 @@ def test_a_job_over_three_fabrics_measures_their_networks(testbed, tmp_path: Pat
     file = tmp_path / "site.cal.yaml"
     holmes = str(Path(sys.executable).with_name("holmes"))
     environment = {**os.environ, "HOLMES_RUNS": str(tmp_path)}
-    done = subprocess.run([holmes, "calibrate", "name=measured", "train.pace_layer_ms=20", "train.steps=4",
-                           "model.layers=3", "-o", str(file)], env=environment, capture_output=True, text=True,
-                          timeout=400, check=False)
+    done = subprocess.run(
+        [
+            holmes,
+            "calibrate",
+            "name=measured",
+            "train.pace_layer_ms=20",
+            "train.steps=4",
+            "model.layers=3",
+            "-o",
+            str(file),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = Calibration.from_dict(yaml.safe_load(file.read_text()))
     assert {f.fabric: set(f.links) for f in found.fabrics} == {
         fabric: {"ethernet", *(f"{nic}{what}" for what in ("", ".reduce_scatter", ".all_gather"))}
-        for fabric, nic in (("ib-a", "ib"), ("roce-a", "roce"), ("eth-a", "ethernet"))}
+        for fabric, nic in (("ib-a", "ib"), ("roce-a", "roce"), ("eth-a", "ethernet"))
+    }
     assert {frozenset(b.between) for b in found.between} >= {frozenset(("ib-a", "roce-a"))}
-    planned = subprocess.run([holmes, "plan", f"calibration={file}", "train.pace_layer_ms=20",
-                              "plan.nodes={ib-a: 2, roce-a: 2}", "--json"],
-                             env=environment, capture_output=True, text=True, timeout=60, check=False)
+    planned = subprocess.run(
+        [holmes, "plan", f"calibration={file}", "train.pace_layer_ms=20", "plan.nodes={ib-a: 2, roce-a: 2}", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert planned.returncode == 0, planned.stderr
     assert not [a for a in json.loads(planned.stdout)["assumptions"] if "published" in a]

@@ -24,13 +24,23 @@ def made(folder: Path, step: int, about: Any = GOOD) -> Path:
     return path
 
 
-BAD = {"": "is damaged", "{": "is damaged", "[]": "is damaged", "[" * 100000: "is damaged", "{}": "names no files",
-       '{"files": {}}': "does not name .metadata", '{"files": {"a": 5}}': "names no files",
-       '{"files": [1]}': "names no files", '{"files": {".metadata": [1]}}': "names no files",
-       '{"files": {".metadata": ["1", 2]}}': "names no files", '{"files": {".metadata": [-1, 2]}}': "names no files",
-       '{"files": {".metadata": [true, 2]}}': "names no files", '{"files": {"../a": [1, 2]}}': "names no files",
-       '{"files": {"/etc/passwd": [1, 2]}}': "names no files",
-       '{"files": {".metadata": [1, 2]}, "model": []}': "is damaged"}
+BAD = {
+    "": "is damaged",
+    "{": "is damaged",
+    "[]": "is damaged",
+    "[" * 100000: "is damaged",
+    "{}": "names no files",
+    '{"files": {}}': "does not name .metadata",
+    '{"files": {"a": 5}}': "names no files",
+    '{"files": [1]}': "names no files",
+    '{"files": {".metadata": [1]}}': "names no files",
+    '{"files": {".metadata": ["1", 2]}}': "names no files",
+    '{"files": {".metadata": [-1, 2]}}': "names no files",
+    '{"files": {".metadata": [true, 2]}}': "names no files",
+    '{"files": {"../a": [1, 2]}}': "names no files",
+    '{"files": {"/etc/passwd": [1, 2]}}': "names no files",
+    '{"files": {".metadata": [1, 2]}, "model": []}': "is damaged",
+}
 
 
 @pytest.mark.parametrize("about", BAD)
@@ -47,7 +57,8 @@ def test_half_copied_it_is_passed_over(tmp_path: Path) -> None:
     (made(tmp_path, 8) / "holmes.json").unlink()
     assert checkpoint_directory.complete(tmp_path) == []
     assert checkpoint_directory.passed_over(tmp_path) == [
-        (tmp_path / "step-00000008", "holmes.json: No such file or directory")]
+        (tmp_path / "step-00000008", "holmes.json: No such file or directory")
+    ]
 
 
 def test_one_that_is_none_costs_no_good_one_its_place(tmp_path: Path) -> None:

@@ -24,12 +24,29 @@ from holmes_hpc.training.checkpoint.export import convert, export, of_run, write
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
 LLAMA = ModelSpec("llama", 3, 32, 4, 61, 48, 4, max_positions=24, rope_base=500.0, norm_eps=1e-3)
-GPT2 = ModelSpec("gpt2", 3, 32, 4, 61, 64, 4, swiglu=False, rmsnorm=False, rope=False, bias=True, max_positions=24,
-                 tied=True, norm_eps=1e-3)
+GPT2 = ModelSpec(
+    "gpt2",
+    3,
+    32,
+    4,
+    61,
+    64,
+    4,
+    swiglu=False,
+    rmsnorm=False,
+    rope=False,
+    bias=True,
+    max_positions=24,
+    tied=True,
+    norm_eps=1e-3,
+)
 GROUPED = replace(LLAMA, kv_heads=2)
 MODELS = {
-    "multi-head": LLAMA, "grouped-query": GROUPED, "one key head": replace(LLAMA, kv_heads=1),
-    "biases, tied": replace(LLAMA, bias=True, tied=True, kv_heads=2), "gpt2": GPT2,
+    "multi-head": LLAMA,
+    "grouped-query": GROUPED,
+    "one key head": replace(LLAMA, kv_heads=1),
+    "biases, tied": replace(LLAMA, bias=True, tied=True, kv_heads=2),
+    "gpt2": GPT2,
     "gpt2 untied without biases": replace(GPT2, tied=False, bias=False),
 }
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -120,8 +137,11 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(tmp_path: Path) 
 def test_a_run_exports_its_models_and_its_tokenizer(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "text.json").write_text('{"eod": 60}')
-    run = RunDirectory.create(tmp_path / "run", spawn.plan(model=GROUPED).to_yaml(), config={
-        "data": {"prefix": [1.0, str(tmp_path / "text")], "tokenizer": str(tmp_path / "tokenizer.json")}})
+    run = RunDirectory.create(
+        tmp_path / "run",
+        spawn.plan(model=GROUPED).to_yaml(),
+        config={"data": {"prefix": [1.0, str(tmp_path / "text")], "tokenizer": str(tmp_path / "tokenizer.json")}},
+    )
     made = export(of_run(run, saved, step=3), tmp_path / "out")
     assert "after step 3" in str(made) and (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     said = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -131,8 +151,10 @@ def test_a_run_exports_its_models_and_its_tokenizer(saved: Path, tmp_path: Path)
 
 
 def test_a_damaged_checkpoint_is_one_line(saved: Path, tmp_path: Path) -> None:
-    for harm, says in ((lambda p: p.write_bytes(p.read_bytes()[:-2000]), "cannot be read"),
-                       (lambda p: p.unlink(), "cannot be read")):
+    for harm, says in (
+        (lambda p: p.write_bytes(p.read_bytes()[:-2000]), "cannot be read"),
+        (lambda p: p.unlink(), "cannot be read"),
+    ):
         at = tmp_path / "saved"
         shutil.copytree(saved, at)
         for path in at.glob("*.distcp"):

@@ -41,8 +41,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of every family, and what transformers and Megatron-Core computed with them."""
     root = tmp_path_factory.mktemp("models")
     support = Path(spawn.__file__).parent
-    done = subprocess.run([sys.executable, "-W", "ignore", str(support / "hugging_face_models.py"), str(root)],
-                          capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(support / "hugging_face_models.py"), str(root)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return root
 
@@ -61,8 +66,9 @@ def folder(tmp_path: Path) -> Path:
     index = {"weight_map": {n: file for file, held in shards.items() for n in held}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text(json.dumps(config_of(SPEC, "float32", 60)))
-    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 59}},
-                                                     "added_tokens": [{"id": 60, "content": "</s>"}]}))
+    (path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"a": 0, "b": 59}}, "added_tokens": [{"id": 60, "content": "</s>"}]})
+    )
     return path
 
 
@@ -147,8 +153,11 @@ def test_a_run_begins_with_a_folder_in_any_layout(folder: Path, tmp_path: Path) 
     found = {}
     for tp, pp in ((1, 1), (2, 2)):
         plan = spawn.plan(tp=tp, pp=pp, model=read_model(folder), batch=replace(spawn.BATCH, global_size=4))
-        ended = spawn.train(tmp_path / f"run {tp}", plan, {"checkpoint": f"hf:{folder}", "train": {
-            "steps": 3, "warmup_steps": 0, "lr": 1e-4, "min_lr": 1e-5}})
+        ended = spawn.train(
+            tmp_path / f"run {tp}",
+            plan,
+            {"checkpoint": f"hf:{folder}", "train": {"steps": 3, "warmup_steps": 0, "lr": 1e-4, "min_lr": 1e-5}},
+        )
         assert set(ended.codes) == {0}, ended.output
         found[tp] = ended.column("loss")
     assert found[2] == pytest.approx(found[1], rel=1e-5)
@@ -163,8 +172,21 @@ def test_a_run_gives_back_the_weights_that_it_began_with(folder: Path, tmp_path:
     _config(folder, torch_dtype="bfloat16")
     import_folder(folder, tmp_path / "ckpt")
     plan = spawn.plan(tp=2, pp=2, model=read_model(folder), batch=replace(spawn.BATCH, global_size=2))
-    ended = spawn.train(tmp_path / "run", plan, {"checkpoint": str(tmp_path / "ckpt"), "train": {
-        "steps": 1, "warmup_steps": 0, "lr": 0.0, "min_lr": 0.0, "checkpoint_interval": 1, "dtype": "bf16"}})
+    ended = spawn.train(
+        tmp_path / "run",
+        plan,
+        {
+            "checkpoint": str(tmp_path / "ckpt"),
+            "train": {
+                "steps": 1,
+                "warmup_steps": 0,
+                "lr": 0.0,
+                "min_lr": 0.0,
+                "checkpoint_interval": 1,
+                "dtype": "bf16",
+            },
+        },
+    )
     assert set(ended.codes) == {0}, ended.output
     made = export(choose(str(tmp_path / "run")), tmp_path / "out")
     assert made.architecture == "Qwen3ForCausalLM" and same(folder, tmp_path / "out")
@@ -193,9 +215,23 @@ def test_a_prompt_is_gone_on_from(made: Path, tmp_path: Path) -> None:
             generate(str(tmp_path / "ckpt"), prompt, tokens=tokens, temperature=0.0, seed=1)
 
 
-@pytest.mark.parametrize("change", [{}, {"qk_norm": False, "bias": True}, {"qk_norm": False, "qkv_bias": True,
-                         "head_dim": None}, {"rope": False, "swiglu": False, "rmsnorm": False, "qk_norm": False,
-                                             "head_dim": None, "kv_heads": 4, "bias": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"qk_norm": False, "bias": True},
+        {"qk_norm": False, "qkv_bias": True, "head_dim": None},
+        {
+            "rope": False,
+            "swiglu": False,
+            "rmsnorm": False,
+            "qk_norm": False,
+            "head_dim": None,
+            "kv_heads": 4,
+            "bias": True,
+        },
+    ],
+)
 def test_ranks_hold_every_row_once(change: dict, tmp_path: Path) -> None:
     """The parts of two tensor-parallel ranks, put together as Megatron-Core has them, are the whole weight."""
     spec = replace(SPEC, **change)
@@ -218,7 +254,7 @@ def test_ranks_hold_every_row_once(change: dict, tmp_path: Path) -> None:
             assert torch.equal(torch.cat([*gates, *ups]), whole), name
         else:
             both = torch.cat(parts, weight.split)
-            assert torch.equal(both[:weight.rows], whole) and not both[weight.rows:].any(), name
+            assert torch.equal(both[: weight.rows], whole) and not both[weight.rows :].any(), name
 
 
 def _config(path: Path, **values: object) -> None:
@@ -242,11 +278,11 @@ def _lies(path: Path) -> None:
     file = path / "model-00002-of-00002.safetensors"
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + size])
+    header = json.loads(data[8 : 8 + size])
     name = next(n for n in header if n != "__metadata__")
     header[name]["shape"][0] += 1
     text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -264,21 +300,33 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "another number of layers": (lambda p: _config(p, num_hidden_layers=3), "lacks model.layers.2.input_layernorm"),
     "a layer too many": (lambda p: _config(p, num_hidden_layers=1), "holds model.layers.1"),
     "layers without end": (lambda p: _config(p, num_hidden_layers=10**12), "holds 25 tensors .* 1000000000000 layers"),
-    "heads without end": (lambda p: _config(p, num_attention_heads=10**12, num_key_value_heads=10**12, head_dim=2),
-                          "of 1000000000000 heads"),
-    "a larger tokenizer": (lambda p: (p / "tokenizer.json").write_text('{"model": {"vocab": {"a": 61}}}'),
-                           "has token id 61, the model's vocabulary ends at 60"),
+    "heads without end": (
+        lambda p: _config(p, num_attention_heads=10**12, num_key_value_heads=10**12, head_dim=2),
+        "of 1000000000000 heads",
+    ),
+    "a larger tokenizer": (
+        lambda p: (p / "tokenizer.json").write_text('{"model": {"vocab": {"a": 61}}}'),
+        "has token id 61, the model's vocabulary ends at 60",
+    ),
     "truncated": (lambda p: os.truncate(p / "model-00001-of-00002.safetensors", 2000), "not whole safetensors"),
     "sizes that lie": (_lies, "not whole safetensors"),
-    "a pickle under its name": (lambda p: (p / "model-00001-of-00002.safetensors").write_bytes(pickle.dumps([1] * 99)),
-                                "not whole safetensors"),
+    "a pickle under its name": (
+        lambda p: (p / "model-00001-of-00002.safetensors").write_bytes(pickle.dumps([1] * 99)),
+        "not whole safetensors",
+    ),
     "a pickle": (_pickled, "pytorch_model.bin is a pickle, which may run any code"),
-    "no number": (lambda p: _rewrite(p, lambda t: t["model.embed_tokens.weight"].view(-1)[5:6].fill_(float("nan"))),
-                  "model.embed_tokens.weight holds values that are no numbers"),
-    "whole numbers": (lambda p: _rewrite(p, lambda t: t.update({"model.embed_tokens.weight": torch.zeros(
-        61, 16, dtype=torch.int8)})), "is of type I8"),
-    "an index that leads outside": (lambda p: (p / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "../../etc/passwd"}}'), "names files outside its folder"),
+    "no number": (
+        lambda p: _rewrite(p, lambda t: t["model.embed_tokens.weight"].view(-1)[5:6].fill_(float("nan"))),
+        "model.embed_tokens.weight holds values that are no numbers",
+    ),
+    "whole numbers": (
+        lambda p: _rewrite(p, lambda t: t.update({"model.embed_tokens.weight": torch.zeros(61, 16, dtype=torch.int8)})),
+        "is of type I8",
+    ),
+    "an index that leads outside": (
+        lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}'),
+        "names files outside its folder",
+    ),
     "an index that is none": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "not an index"),
 }
 
@@ -332,8 +380,22 @@ def test_an_imported_checkpoint_knows_its_damage(folder: Path, tmp_path: Path) -
 
 def test_gpt2_is_read_as_it_is_published(tmp_path: Path) -> None:
     """Without the prefix of its names, and with masks among the weights."""
-    spec = ModelSpec("gpt2", 2, 16, 4, 61, 64, 4, swiglu=False, rmsnorm=False, rope=False, bias=True, tied=True,
-                     max_positions=32, gelu_tanh=True)
+    spec = ModelSpec(
+        "gpt2",
+        2,
+        16,
+        4,
+        61,
+        64,
+        4,
+        swiglu=False,
+        rmsnorm=False,
+        rope=False,
+        bias=True,
+        tied=True,
+        max_positions=32,
+        gelu_tanh=True,
+    )
     tensors = {n: torch.randn(s) for n, s in weight_names.tensors(spec).items()}
     own = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32) for i in range(2)}

@@ -48,8 +48,11 @@ def test_a_checkpoint_is_read(tmp_path: Path) -> None:
 
 def test_metadata_that_names_code_runs_none(tmp_path: Path, ran: Path) -> None:
     path = rewritten(saved(tmp_path / "saved"), lambda held: setattr(held, "planner_data", Code(ran)))
-    for read in (SavedWeights, lambda p: FileSystemReader(p).read_metadata(),
-                 lambda p: CachedMetadataFileSystemReader(p).read_metadata()):
+    for read in (
+        SavedWeights,
+        lambda p: FileSystemReader(p).read_metadata(),
+        lambda p: CachedMetadataFileSystemReader(p).read_metadata(),
+    ):
         with pytest.raises((DataError, pickle.UnpicklingError), match=r"it names posix\.mkdir"):
             read(path)
     assert no_code.problem(path) == ".metadata: it names posix.mkdir, which no state is made of"
@@ -102,8 +105,15 @@ def test_what_layers_keep_beside_their_weights(ran: Path) -> None:
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     good = {"scale_fwd": torch.ones(3), "extra_fp8_variables": {"count": 2}}
-    no_code.check_extra_states({"mlp._extra_state": bytes_of(good), "norm._extra_state": io.BytesIO(),
-                                "none._extra_state": None, "weight": torch.ones(2)}, "here")
+    no_code.check_extra_states(
+        {
+            "mlp._extra_state": bytes_of(good),
+            "norm._extra_state": io.BytesIO(),
+            "none._extra_state": None,
+            "weight": torch.ones(2),
+        },
+        "here",
+    )
     for bad in (bytes_of(Code(ran)), io.BytesIO(pickle.dumps(Code(ran)))):
         with pytest.raises(DataError, match=r"it names posix\.mkdir"):
             no_code.check_extra_states({"mlp._extra_state": bad}, "here")

@@ -35,8 +35,7 @@ def losses(run: spawn.Ended) -> dict[int, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> spawn.Ended:
     """An uninterrupted run of ten steps on PP 2 x DP 2, checkpoints in the background."""
-    ended = spawn.train(tmp_path_factory.mktemp("whole") / "run", PLAN,
-                        {"train": {**STEPS, "checkpoint_async": True}})
+    ended = spawn.train(tmp_path_factory.mktemp("whole") / "run", PLAN, {"train": {**STEPS, "checkpoint_async": True}})
     assert set(ended.codes) == {0}, ended.output
     return ended
 
@@ -155,15 +154,21 @@ def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, 
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-LAYOUTS = {"one process": {}, "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp3 uneven": {"pp": 3, "layers": [[3], [2], [1]]},
-           "interleaved": {"pp": 2, "layers": [[2, 1], [1, 2]]}}
+LAYOUTS = {
+    "one process": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp3 uneven": {"pp": 3, "layers": [[3], [2], [1]]},
+    "interleaved": {"pp": 2, "layers": [[2, 1], [1, 2]]},
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_is_continued_under_another_layout(name: str, whole: spawn.Ended, tmp_path: Path) -> None:
     saved = whole.run.checkpoints / "step-00000008"
-    ended = spawn.train(tmp_path / "run", spawn.plan(**LAYOUTS[name], batch=BATCH),
-                        {"train": STEPS, "checkpoint": str(saved)})
+    ended = spawn.train(
+        tmp_path / "run", spawn.plan(**LAYOUTS[name], batch=BATCH), {"train": STEPS, "checkpoint": str(saved)}
+    )
     assert set(ended.codes) == {0}, ended.output
     for step in (9, 10):
         assert losses(ended)[step] == pytest.approx(losses(whole)[step], rel=1e-5)
@@ -173,8 +178,9 @@ def test_dropout_goes_on_bit_by_bit(tmp_path: Path) -> None:
     plan = spawn.plan(dp=2, batch=BATCH, model=replace(spawn.MODEL, dropout=0.2))
     train = {**STEPS, "steps": 4, "checkpoint_interval": 2}
     whole = spawn.train(tmp_path / "whole", plan, {"train": train})
-    ended = spawn.train(tmp_path / "rest", plan, {
-        "train": train, "checkpoint": str(whole.run.checkpoints / "step-00000002")})
+    ended = spawn.train(
+        tmp_path / "rest", plan, {"train": train, "checkpoint": str(whole.run.checkpoints / "step-00000002")}
+    )
     assert set(ended.codes) == {0}, ended.output
     assert {k: losses(whole)[k] for k in (3, 4)} == losses(ended)
 
@@ -270,8 +276,9 @@ def test_a_checkpoint_that_shows_late_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(whole: spawn.Ended, tmp_path: Path) -> None:
     plan = spawn.plan(dp=2, batch=BATCH, model=replace(spawn.MODEL, hidden=64))
-    ended = spawn.train(tmp_path / "run", plan, {
-        "train": STEPS, "checkpoint": str(whole.run.checkpoints / "step-00000008")})
+    ended = spawn.train(
+        tmp_path / "run", plan, {"train": STEPS, "checkpoint": str(whole.run.checkpoints / "step-00000008")}
+    )
     assert set(ended.codes) == {2} and "hidden 32, the plan's has 64" in ended.output[0], ended.output
 
 
@@ -299,8 +306,14 @@ def test_old_ones_are_removed_but_not_the_latest(tmp_path: Path) -> None:
     assert [s.step for s in checkpoint_directory.complete(tmp_path)] == [6]
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "distributed_optimizer": False}, {"dp": 4, "optimizer_instances": 2},
-                                    {"tp": 2, "pp": 2, "layers": [[2, 1], [2, 1]]}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "distributed_optimizer": False},
+        {"dp": 4, "optimizer_instances": 2},
+        {"tp": 2, "pp": 2, "layers": [[2, 1], [2, 1]]},
+    ],
+)
 def test_other_optimizers_and_layouts_go_on_bit_by_bit(layout: dict[str, Any], tmp_path: Path) -> None:
     plan, train = spawn.plan(**layout, batch=BATCH), {**STEPS, "steps": 4, "checkpoint_interval": 2}
     whole = spawn.train(tmp_path / "whole", plan, {"train": train})

@@ -28,9 +28,14 @@ def test_every_stage_keeps_documents_apart(prefix: str, tmp_path: Path) -> None:
     runs = {"joined": (1, "joined"), "alone": (1, "apart"), "three stages": (3, "apart")}
     found = {}
     for name, (pp, documents) in runs.items():
-        ended = spawn.train(tmp_path / name, spawn.plan(pp=pp, model=model), {
-            "train": {"steps": 3}, "data": {"kind": "indexed", "prefix": prefix, "documents": documents,
-                                            "learnable": False}})
+        ended = spawn.train(
+            tmp_path / name,
+            spawn.plan(pp=pp, model=model),
+            {
+                "train": {"steps": 3},
+                "data": {"kind": "indexed", "prefix": prefix, "documents": documents, "learnable": False},
+            },
+        )
         assert set(ended.codes) == {0}, ended.output
         found[name] = ended.column("loss")
     assert found["three stages"] == pytest.approx(found["alone"], rel=1e-5)

@@ -54,8 +54,12 @@ def test_text_and_json_lines_come_back_in_order(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("\ufeffa text file\nof two lines\n", encoding="utf-8")
     (tmp_path / "c.txt").write_bytes(b"")
     seen = []
-    made = prepare.prepare([a, tmp_path / "b.txt", tmp_path / "c.txt"], tmp_path / "out" / "text", workers=1,
-                           progress=lambda *now: seen.append(now))
+    made = prepare.prepare(
+        [a, tmp_path / "b.txt", tmp_path / "c.txt"],
+        tmp_path / "out" / "text",
+        workers=1,
+        progress=lambda *now: seen.append(now),
+    )
     assert documents(made.prefix) == [*TEXTS, "a text file\nof two lines\n"]
     assert (made.documents, made.files, made.vocab, made.eod) == (21, 3, 257, 256)
     assert made.tokens == os.path.getsize(f"{made.prefix}.bin") // 2
@@ -65,14 +69,21 @@ def test_text_and_json_lines_come_back_in_order(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=30), min_size=1, max_size=12),
-       part=st.integers(1, 60), ending=st.sampled_from(["", "\n"]))
-def test_cutting_a_file_into_parts_loses_and_doubles_nothing(lines: list[str], part: int, ending: str,
-                                                             tmp_path: Path) -> None:
+@given(
+    lines=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=30), min_size=1, max_size=12),
+    part=st.integers(1, 60),
+    ending=st.sampled_from(["", "\n"]),
+)
+def test_cutting_a_file_into_parts_loses_and_doubles_nothing(
+    lines: list[str], part: int, ending: str, tmp_path: Path
+) -> None:
     whole = ("\n".join(lines) + ending).encode()
     (tmp_path / "a.txt").write_bytes(whole)
-    got = [(t, last) for e in text_files.extents(str(tmp_path / "a.txt"), part)
-           for t, last in text_files.documents(e, "text", lambda n: None)]
+    got = [
+        (t, last)
+        for e in text_files.extents(str(tmp_path / "a.txt"), part)
+        for t, last in text_files.documents(e, "text", lambda n: None)
+    ]
     assert "".join(t for t, _ in got) == whole.decode().removeprefix("\ufeff")
     assert [last for _, last in got].count(True) == bool(whole) and (not got or got[-1][1])
     file = jsonl(tmp_path / "a.jsonl", lines)
@@ -106,7 +117,7 @@ def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path:
     made = prepare.prepare([tmp_path / f"a.jsonl.{suffix}", tmp_path / f"b.txt.{suffix}"], tmp_path / "out", workers=1)
     assert documents(made.prefix) == [*TEXTS, "second member", "ein Text\n"]
     single = COMPRESS[suffix](raw)
-    (tmp_path / f"cut.jsonl.{suffix}").write_bytes(single[:len(single) // 2])
+    (tmp_path / f"cut.jsonl.{suffix}").write_bytes(single[: len(single) // 2])
     with pytest.raises(DataError, match=rf"cut\.jsonl\.{suffix}.*cannot be read"):
         prepare.prepare([tmp_path / f"cut.jsonl.{suffix}"], tmp_path / "no", workers=1)
     assert not (tmp_path / "no.idx").exists()
@@ -117,31 +128,46 @@ def test_parquet_rows_are_documents_and_damage_is_named(tmp_path: Path) -> None:
     table = pa.table({"content": [*TEXTS, None, ""], "id": list(range(len(TEXTS) + 2))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     seen = []
-    made = prepare.prepare([tmp_path / "a.parquet"], tmp_path / "out", workers=1, json_key="content",
-                           progress=lambda *now: seen.append(now))
+    made = prepare.prepare(
+        [tmp_path / "a.parquet"],
+        tmp_path / "out",
+        workers=1,
+        json_key="content",
+        progress=lambda *now: seen.append(now),
+    )
     assert documents(made.prefix) == TEXTS
     assert max(done for what, done, _ in seen if what == "tokenize") == (tmp_path / "a.parquet").stat().st_size
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-100])
-    for name, key, says in (("a.parquet", "text", "no column of text 'text' .found: content, id"),
-                            ("a.parquet", "id", "no column of text 'id' .found: id, of type int64"),
-                            ("cut.parquet", "content", "cut.parquet: not whole Parquet")):
+    for name, key, says in (
+        ("a.parquet", "text", "no column of text 'text' .found: content, id"),
+        ("a.parquet", "id", "no column of text 'id' .found: id, of type int64"),
+        ("cut.parquet", "content", "cut.parquet: not whole Parquet"),
+    ):
         with pytest.raises(DataError, match=says):
             prepare.prepare([tmp_path / name], tmp_path / "no", workers=1, json_key=key)
     assert not (tmp_path / "no.idx").exists()
 
 
-@pytest.mark.parametrize(("name", "raw", "says"), [
-    ("a.txt", b"", "no text in 1 file"), ("a.jsonl", b"\n\n", "no text"), ("a.jsonl", b'{"text": ""}\n', "no text"),
-    ("a.txt.gz", gzip.compress(b"", mtime=0), "no text"),
-    ("a.txt", b"good\n\xff\xfe bad", r"a\.txt: not UTF-8 text at byte 5"),
-    ("a.txt", b"good\n\xc3", r"a\.txt: not UTF-8 text at byte 5"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"a\.jsonl, the line at byte 14: no text under 'text'"),
-    ("a.jsonl", b'{"content": "a"}\n', r"found: content.*--json-key"),
-    ("a.jsonl", b'{"text": "a"\n', "not JSON"), ("a.jsonl", b"[1]\n", "found: list"),
-    ("a.jsonl", b'{"text": "\xff"}\n', "not JSON"), ("a.jsonl", b"[" * 100_000 + b"\n", "not JSON"),
-    (None, b"", "No such file"), (".", b"", "no file in this folder"),
-])
+@pytest.mark.parametrize(
+    ("name", "raw", "says"),
+    [
+        ("a.txt", b"", "no text in 1 file"),
+        ("a.jsonl", b"\n\n", "no text"),
+        ("a.jsonl", b'{"text": ""}\n', "no text"),
+        ("a.txt.gz", gzip.compress(b"", mtime=0), "no text"),
+        ("a.txt", b"good\n\xff\xfe bad", r"a\.txt: not UTF-8 text at byte 5"),
+        ("a.txt", b"good\n\xc3", r"a\.txt: not UTF-8 text at byte 5"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"a\.jsonl, the line at byte 14: no text under 'text'"),
+        ("a.jsonl", b'{"content": "a"}\n', r"found: content.*--json-key"),
+        ("a.jsonl", b'{"text": "a"\n', "not JSON"),
+        ("a.jsonl", b"[1]\n", "found: list"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "not JSON"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "not JSON"),
+        (None, b"", "No such file"),
+        (".", b"", "no file in this folder"),
+    ],
+)
 @pytest.mark.integration
 def test_a_corpus_that_cannot_be_used_is_one_line(name: str | None, raw: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / (name or "missing")
@@ -217,8 +243,9 @@ def test_killed_and_run_again_it_goes_on(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", texts)
     script = tmp_path / "script.py"
     script.write_text(KILLED)
-    child = subprocess.Popen([sys.executable, str(script), str(tmp_path / "out"), str(file)], stdout=subprocess.PIPE,
-                             start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "out"), str(file)], stdout=subprocess.PIPE, start_new_session=True
+    )
     parts = tmp_path / "out.parts"
     until = time.monotonic() + 60
     while len(list(parts.glob("*.npz"))) < 3 and time.monotonic() < until and child.poll() is None:
@@ -307,13 +334,16 @@ def test_a_tokenizers_file_gives_its_own_ids(tmp_path: Path) -> None:
     trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet))
+    trained.train_from_iterator(
+        TEXTS,
+        tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet),
+    )
     trained.save(str(tmp_path / "tokenizer.json"))
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    made = prepare.prepare([jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path / "out", workers=1,
-                           tokenizer=str(tmp_path / "tokenizer.json"))
+    made = prepare.prepare(
+        [jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path / "out", workers=1, tokenizer=str(tmp_path / "tokenizer.json")
+    )
     data, own = IndexedDataset(made.prefix), load(str(tmp_path / "tokenizer.json"))
     assert made.eod == own.eod == 0 and made.vocab == own.vocab == trained.get_vocab_size()
     assert [own.decode(data[i]) for i in range(len(data))] == TEXTS

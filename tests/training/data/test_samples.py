@@ -34,14 +34,26 @@ VOCAB = 257
 
 def plan(dp: int = 1, micro: int = 2, size: int = 8, length: int = 16, vocab: int = VOCAB) -> Plan:
     site = Site("s", (Fabric("f", NicType.ETHERNET, "p", 1, dp, 10, CPU, gres=False),))
-    return Plan(strategy="one-fabric", model=ModelSpec("m", 2, 32, 4, vocab, 64, 4), batch=Batch(size, micro, length),
-                parallel=Parallel(dp=dp), recompute="none", schedule=Schedule("1f1b", (1,)),
-                components=(Component("p", "", "f", 1, dp, (0,)),), stages=(Stage("f", 2),), site=site)
+    return Plan(
+        strategy="one-fabric",
+        model=ModelSpec("m", 2, 32, 4, vocab, 64, 4),
+        batch=Batch(size, micro, length),
+        parallel=Parallel(dp=dp),
+        recompute="none",
+        schedule=Schedule("1f1b", (1,)),
+        components=(Component("p", "", "f", 1, dp, (0,)),),
+        stages=(Stage("f", 2),),
+        site=site,
+    )
 
 
 def datasets(p: Plan, run_dir: Path | None = None, eval_interval: int = 0, **data: Any) -> tuple[Any, Any]:
-    return build_datasets(DataConfig(**{"seed": 7, "split": "100", **data}), TrainConfig(eval_interval=eval_interval),
-                          p, str(run_dir) if run_dir else None)
+    return build_datasets(
+        DataConfig(**{"seed": 7, "split": "100", **data}),
+        TrainConfig(eval_interval=eval_interval),
+        p,
+        str(run_dir) if run_dir else None,
+    )
 
 
 def write_prefix(path: Path, documents: list[list[int]]) -> str:
@@ -114,7 +126,7 @@ def test_resuming_at_a_step_gives_the_rest_of_the_stream(kind: str, prefix: str,
     whole = list(itertools.islice(batches(train, p, 1, 0), 20 * p.micro_batches))
     again, _ = datasets(p, tmp_path, kind=kind, prefix=prefix)
     rest = list(itertools.islice(batches(again, p, 1, 13), 7 * p.micro_batches))
-    for a, b in zip(whole[13 * p.micro_batches:], rest, strict=True):
+    for a, b in zip(whole[13 * p.micro_batches :], rest, strict=True):
         assert torch.equal(a["tokens"], b["tokens"]) and torch.equal(a["labels"], b["labels"])
 
 
@@ -124,8 +136,12 @@ def test_a_micro_batch_has_the_shapes_and_types_the_model_takes() -> None:
     assert valid is None
     b = next(batches(train, p, 0))
     assert b["attention_mask"] is None
-    for key, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("position_ids", torch.int64),
-                       ("loss_mask", torch.float32)):
+    for key, dtype in (
+        ("tokens", torch.int64),
+        ("labels", torch.int64),
+        ("position_ids", torch.int64),
+        ("loss_mask", torch.float32),
+    ):
         assert b[key].shape == (2, 16) and b[key].dtype == dtype and b[key].is_contiguous(), key
     assert torch.equal(b["tokens"][:, 1:], b["labels"][:, :-1])
     assert b["position_ids"].tolist() == [list(range(16))] * 2
@@ -199,8 +215,11 @@ def test_a_half_written_index_is_never_used(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_index_that_another_wrote_runs_no_code(tmp_path: Path) -> None:
-    shared = {"kind": "indexed", "prefix": write_prefix(tmp_path / "text", random_documents(40)),
-              "cache": str(tmp_path / "shared")}
+    shared = {
+        "kind": "indexed",
+        "prefix": write_prefix(tmp_path / "text", random_documents(40)),
+        "cache": str(tmp_path / "shared"),
+    }
     datasets(plan(), **shared)
     planted = list((tmp_path / "shared").glob("*/*.npy"))
     for path in planted:
@@ -215,18 +234,21 @@ def cut(path: str, change: int) -> None:
     Path(path).write_bytes(raw[:change] if change < 0 else raw + bytes(change))
 
 
-@pytest.mark.parametrize(("harm", "says"), [
-    (lambda p: Path(f"{p}.bin").unlink(), r"text\.bin: No such file"),
-    (lambda p: Path(f"{p}.idx").unlink(), r"text\.idx: No such file"),
-    (lambda p: cut(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index says \d+"),
-    (lambda p: cut(f"{p}.bin", 2), r"text\.bin: too long"),
-    (lambda p: cut(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header says \d+"),
-    (lambda p: Path(f"{p}.idx").write_bytes(b"MMID"), r"text\.idx: truncated: 4 bytes"),
-    (lambda p: Path(f"{p}.idx").write_bytes(bytes(200)), r"text\.idx: not an index"),
-    (lambda p: Path(f"{p}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0)), "holds no text"),
-    (lambda p: write_prefix(Path(p), [[1] * 40]), r"has 2 samples of 16 tokens, a step takes 8"),
-    (lambda p: write_prefix(Path(p), [[1] * 200, [257]]), r"token id 257 is not in the model's vocabulary of 257"),
-])
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda p: Path(f"{p}.bin").unlink(), r"text\.bin: No such file"),
+        (lambda p: Path(f"{p}.idx").unlink(), r"text\.idx: No such file"),
+        (lambda p: cut(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index says \d+"),
+        (lambda p: cut(f"{p}.bin", 2), r"text\.bin: too long"),
+        (lambda p: cut(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header says \d+"),
+        (lambda p: Path(f"{p}.idx").write_bytes(b"MMID"), r"text\.idx: truncated: 4 bytes"),
+        (lambda p: Path(f"{p}.idx").write_bytes(bytes(200)), r"text\.idx: not an index"),
+        (lambda p: Path(f"{p}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0)), "holds no text"),
+        (lambda p: write_prefix(Path(p), [[1] * 40]), r"has 2 samples of 16 tokens, a step takes 8"),
+        (lambda p: write_prefix(Path(p), [[1] * 200, [257]]), r"token id 257 is not in the model's vocabulary of 257"),
+    ],
+)
 def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path: Path) -> None:
     name = write_prefix(tmp_path / "text", random_documents(40))
     harm(name)  # type: ignore[operator]
@@ -236,8 +258,9 @@ def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path:
 
 
 @pytest.mark.parametrize("prepared", [None, 100, VOCAB + 1])
-def test_a_wrong_token_anywhere_is_found_at_the_door(prepared: int | None, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_anywhere_is_found_at_the_door(
+    prepared: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also without PREFIX.json, beside one of other data, and beside one that names a larger vocabulary."""
     monkeypatch.setattr(prefixes, "_SCAN_BYTES", 64)
     documents = random_documents(40)
@@ -296,12 +319,15 @@ def test_a_wrong_token_far_inside_is_found_when_it_is_read() -> None:
             next(stream)
 
 
-@pytest.mark.parametrize(("data", "says"), [
-    ({"kind": "indexed", "prefix": [0.5, "a", "b"]}, "weight"),
-    ({"kind": "indexed", "prefix": [0.5, "a", -1, "b"]}, "weights above 0"),
-    ({"kind": "indexed", "prefix": "a", "split": "ninety"}, "split is 'ninety'"),
-    ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "split is '0,10'"),
-])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"kind": "indexed", "prefix": [0.5, "a", "b"]}, "weight"),
+        ({"kind": "indexed", "prefix": [0.5, "a", -1, "b"]}, "weights above 0"),
+        ({"kind": "indexed", "prefix": "a", "split": "ninety"}, "split is 'ninety'"),
+        ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "split is '0,10'"),
+    ],
+)
 def test_options_that_cannot_be_meant_are_one_line(data: dict, says: str) -> None:
     with pytest.raises(DataError, match=says):
         datasets(plan(), **data)
@@ -331,8 +357,10 @@ def _ask_ranks(ranks: int, tmp_path: Path, prefix: str, vocab: int) -> list[obje
     context = mp.get_context("fork")
     answers = context.Queue()
     address = f"file://{tmp_path}/store-{vocab}"
-    processes = [context.Process(target=_rank, args=(r, ranks, address, prefix, str(tmp_path), vocab, answers))
-                 for r in range(ranks)]
+    processes = [
+        context.Process(target=_rank, args=(r, ranks, address, prefix, str(tmp_path), vocab, answers))
+        for r in range(ranks)
+    ]
     for process in processes:
         process.start()
     got = dict(answers.get(timeout=60) for _ in processes)

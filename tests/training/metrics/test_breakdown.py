@@ -31,8 +31,9 @@ def test_the_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.pass_(32)
         parts("optimizer-inner-step").stop()
     taken = parts.take()
-    assert taken == pytest.approx({"other_s": 1, "pipeline_wait_s": 2, "compute_s": 4, "param_sync_s": 8,
-                                   "grad_sync_s": 16, "optimizer_s": 32})
+    assert taken == pytest.approx(
+        {"other_s": 1, "pipeline_wait_s": 2, "compute_s": 4, "param_sync_s": 8, "grad_sync_s": 16, "optimizer_s": 32}
+    )
     assert sum(parts.take().values()) == pytest.approx(0)
 
 

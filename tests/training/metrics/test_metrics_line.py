@@ -15,17 +15,22 @@ from holmes_hpc.training.network.nic_bytes import sum_by_kind
 def test_a_line_of_the_metrics_adds_up() -> None:
     plan = spawn.plan(pp=2, dp=2)
     parts = {p: 0.1 for p in PARTS}
-    rows = [metrics_line.rank_row(0, 0, 0.6, parts, (10, 20, 30, 40, 7, 0, 0), 100),
-            metrics_line.rank_row(0, 0, 0.7, parts, (1, 2, 3, 4, 0, 0, 0), 200),
-            metrics_line.rank_row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0, 0, 0), 300),
-            metrics_line.rank_row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0, 0, 0), 400)]
+    rows = [
+        metrics_line.rank_row(0, 0, 0.6, parts, (10, 20, 30, 40, 7, 0, 0), 100),
+        metrics_line.rank_row(0, 0, 0.7, parts, (1, 2, 3, 4, 0, 0, 0), 200),
+        metrics_line.rank_row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0, 0, 0), 300),
+        metrics_line.rank_row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0, 0, 0), 400),
+    ]
     line = metrics_line.metrics_line(plan, rows, 7, 123.0, {"grad_norm": 1.0})
     assert (line["step"], line["time"], line["loss"], line["step_time_s"]) == (7, 123.0, 2.5, 0.6)
     assert line["samples_per_s"] == pytest.approx(8 / 0.6, rel=1e-4)
     assert line["tokens_per_s"] == pytest.approx(8 * 16 / 0.6, rel=1e-4)
     assert line["breakdown"][1]["compute_s"] == pytest.approx(0.2) and line["breakdown"][0]["compute_s"] == 0.1
-    assert line["nic_bytes"] == {"ethernet": {"tx": 11, "rx": 22}, "ib-0": {"tx": 33, "rx": 44},
-                                 "roce-1": {"tx": 5, "rx": 6}}
+    assert line["nic_bytes"] == {
+        "ethernet": {"tx": 11, "rx": 22},
+        "ib-0": {"tx": 33, "rx": 44},
+        "roce-1": {"tx": 5, "rx": 6},
+    }
     assert line["peak_memory_bytes"] == [100, 200, 300, 400]
     assert metrics_line.part_by_rank(rows, "compute_s") == pytest.approx([0.1, 0.1, 0.3, 0.1])
     assert line["hardware_tflops_per_gpu"] == line["model_tflops_per_gpu"] > 0

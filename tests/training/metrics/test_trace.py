@@ -16,12 +16,19 @@ from holmes_hpc.planning.schedule.orders import in_flight as megatrons
 pytestmark = pytest.mark.integration  # ranks as processes
 
 
-@pytest.mark.parametrize(("schedule", "layers", "in_flight"), [
-    ("1f1b", [[3], [3]], (2, 1)), ("ahead", [[3], [3]], (4, 1)), ("interleaved", [[2, 1], [2, 1]], (5, 3)),
-    ("ahead", [[2, 1], [2, 1]], (6, 4))])
+@pytest.mark.parametrize(
+    ("schedule", "layers", "in_flight"),
+    [
+        ("1f1b", [[3], [3]], (2, 1)),
+        ("ahead", [[3], [3]], (4, 1)),
+        ("interleaved", [[2, 1], [2, 1]], (5, 3)),
+        ("ahead", [[2, 1], [2, 1]], (6, 4)),
+    ],
+)
 @pytest.mark.integration
 def test_a_trace_says_who_computed_what_when(
-        tmp_path: Path, schedule: str, layers: list[list[int]], in_flight: tuple[int, ...]) -> None:
+    tmp_path: Path, schedule: str, layers: list[list[int]], in_flight: tuple[int, ...]
+) -> None:
     plan = spawn.plan(pp=2, layers=layers, schedule=schedule, in_flight=in_flight)
     ended = spawn.train(tmp_path, plan, {"train": {"steps": 3, "trace": True, "eval_interval": 2}})
     assert ended.codes == [0, 0]
@@ -30,8 +37,9 @@ def test_a_trace_says_who_computed_what_when(
         lines = [json.loads(text) for text in ended.run.trace_path(rank).read_text().splitlines()]
         assert {line["step"] for line in lines} == {1, 2, 3} and {line["stage"] for line in lines} == {rank}
         for step in (1, 2, 3):
-            computed: list[dict[str, Any]] = [line for line in lines if line["step"] == step
-                                              and line["kind"] in ("forward", "backward")]
+            computed: list[dict[str, Any]] = [
+                line for line in lines if line["step"] == step and line["kind"] in ("forward", "backward")
+            ]
             assert [(c["kind"] == "forward", c["micro_batch"], c["chunk"]) for c in computed] == order.passes(rank)
             assert all(a["end_s"] <= b["start_s"] + 1e-6 for a, b in pairwise(computed))  # one after the other
             most = max(c["held"] for c in computed)

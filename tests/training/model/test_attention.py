@@ -37,8 +37,15 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def made(kind: type[Any], heads: int, groups: int, **more: Any) -> Any:
-    config = TransformerConfig(num_layers=1, hidden_size=heads * 16, num_attention_heads=heads,
-                               num_query_groups=groups, attention_dropout=0.0, hidden_dropout=0.0, **more)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=heads * 16,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **more,
+    )
     return kind(config, 1, AttnMaskType.causal, "self", pg_collection=ALONE)
 
 
@@ -53,8 +60,8 @@ def test_documents_that_are_kept_apart_attend_to_themselves() -> None:
     packed = attends(*inputs, attention_mask=mask)
     for row, bounds in enumerate(([0, 3, 7, 8], [0, 1, 2, 8])):
         for first, last in pairwise(bounds):
-            alone = attends(*(t[first:last, row:row + 1] for t in inputs), attention_mask=None)
-            torch.testing.assert_close(packed[first:last, row:row + 1], alone, atol=1e-6, rtol=1e-5)
+            alone = attends(*(t[first:last, row : row + 1] for t in inputs), attention_mask=None)
+            torch.testing.assert_close(packed[first:last, row : row + 1], alone, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2), (6, 1)])
@@ -76,7 +83,8 @@ def test_the_numbers_of_megatrons_own(heads: int, groups: int, megatron: None) -
 
 
 def test_dropout_is_in_training_only_with_random_numbers_of_the_tensor_parallel_rank(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     forks: list[str] = []
 
     @contextlib.contextmanager
@@ -102,15 +110,25 @@ def test_what_it_cannot_do_is_refused() -> None:
         made(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=None, attention_bias=torch.ones(4))
 
 
-@pytest.mark.parametrize(("said", "kernels", "ends"), [
-    (None, False, True), ("flash", False, True), ("sdpa", False, True), ("unfused", False, False), (None, True, False)])
+@pytest.mark.parametrize(
+    ("said", "kernels", "ends"),
+    [
+        (None, False, True),
+        ("flash", False, True),
+        ("sdpa", False, True),
+        ("unfused", False, False),
+        (None, True, False),
+    ],
+)
 def test_a_plan_that_counts_on_fused_attention_where_there_is_none_is_refused(
-        said: str | None, kernels: bool, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: str | None, kernels: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's answer is made up: there is no GPU here to ask."""
     made_for = spawn.plan()
     gpu = replace(A100, attention=said)
-    plan = replace(made_for, site=replace(made_for.site, fabrics=tuple(replace(f, gpu=gpu)
-                                                                       for f in made_for.site.fabrics)))
+    plan = replace(
+        made_for, site=replace(made_for.site, fabrics=tuple(replace(f, gpu=gpu) for f in made_for.site.fabrics))
+    )
     for name in ("flash", "efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda asked: kernels)
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *asked: asked)

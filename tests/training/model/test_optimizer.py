@@ -39,8 +39,15 @@ def test_a_line_and_a_late_fall() -> None:
     assert replace(RATES, lr_schedule="wsd").decay_steps == 2
 
 
-@pytest.mark.parametrize("values", [{"wsd_decay_steps": 3}, {"lr_schedule": "wsd", "wsd_decay_steps": 17},
-                                    {"lr_schedule": "WSD"}, {"optimizer": "moun"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"wsd_decay_steps": 3},
+        {"lr_schedule": "wsd", "wsd_decay_steps": 17},
+        {"lr_schedule": "WSD"},
+        {"optimizer": "moun"},
+    ],
+)
 def test_schedules_that_cannot_be_are_refused(values: dict) -> None:
     with pytest.raises(ConfigError, match=r"train\.(wsd_decay_steps|lr_schedule|optimizer)"):
         replace(RATES, **values)
@@ -52,26 +59,41 @@ def test_muon_is_not_shared_out() -> None:
     assert load(["train.optimizer=muon", "plan.distributed_optimizer=false", "batch=tiny"]).train.optimizer == "muon"
 
 
-@given(steps=st.integers(1, 50), warm=st.integers(0, 50), end=st.none() | st.integers(1, 80),
-       schedule=st.sampled_from(("cosine", "linear")))
+@given(
+    steps=st.integers(1, 50),
+    warm=st.integers(0, 50),
+    end=st.none() | st.integers(1, 80),
+    schedule=st.sampled_from(("cosine", "linear")),
+)
 def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int | None, schedule: str) -> None:
     train = replace(RATES, steps=steps, warmup_steps=min(warm, end or steps), lr_decay_steps=end, lr_schedule=schedule)
     for step in range(1, 90):
         assert 0 < optimizer.learning_rate(step, train) <= 1
 
 
-@pytest.mark.parametrize(("losses", "updated", "norm", "scale", "says"), [
-    ([2.0], True, 1.0, 8.0, None), ([], True, 0.0, 8.0, None), ([2.0], True, None, 8.0, None),
-    ([2.0], True, math.nan, 8.0, "the gradient norm is nan"), ([2.0], True, math.inf, 8.0, "the gradient norm is inf"),
-    ([2.0, math.nan], True, 1.0, 8.0, "the loss is nan"), ([math.inf], False, None, 8.0, "the loss is inf"),
-    ([2.0], False, None, 8.0, None), ([2.0], False, None, 1.0, "least loss scale"),
-    ([], False, None, 1.0, "least loss scale"),
-])
-def test_a_step_whose_numbers_are_none_ends_the_run(losses: list[float], updated: bool, norm: float | None,
-                                                    scale: float, says: str | None) -> None:
+@pytest.mark.parametrize(
+    ("losses", "updated", "norm", "scale", "says"),
+    [
+        ([2.0], True, 1.0, 8.0, None),
+        ([], True, 0.0, 8.0, None),
+        ([2.0], True, None, 8.0, None),
+        ([2.0], True, math.nan, 8.0, "the gradient norm is nan"),
+        ([2.0], True, math.inf, 8.0, "the gradient norm is inf"),
+        ([2.0, math.nan], True, 1.0, 8.0, "the loss is nan"),
+        ([math.inf], False, None, 8.0, "the loss is inf"),
+        ([2.0], False, None, 8.0, None),
+        ([2.0], False, None, 1.0, "least loss scale"),
+        ([], False, None, 1.0, "least loss scale"),
+    ],
+)
+def test_a_step_whose_numbers_are_none_ends_the_run(
+    losses: list[float], updated: bool, norm: float | None, scale: float, says: str | None
+) -> None:
     scaler = SimpleNamespace(scale=torch.tensor([scale]), min_scale=torch.tensor([1.0]))
-    for made in (SimpleNamespace(grad_scaler=scaler),
-                 SimpleNamespace(chained_optimizers=[SimpleNamespace(grad_scaler=scaler)])):
+    for made in (
+        SimpleNamespace(grad_scaler=scaler),
+        SimpleNamespace(chained_optimizers=[SimpleNamespace(grad_scaler=scaler)]),
+    ):
         if says is None:
             optimizer.check_numbers(made, 7, losses, updated, norm)
         else:

@@ -114,8 +114,9 @@ def test_on_a_gpu_it_waits_for_the_stream_that_computes_and_not_for_the_device(m
     """On another stream a receive may be waiting for what this rank does after the layer."""
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it waited for the device"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(
-        synchronize=lambda: waited.append(device)))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
+    )
     for cuda in (False, True):
         paced_layers._finish(SimpleNamespace(is_cuda=cuda, device="cuda:3"))  # type: ignore[arg-type]
     assert waited == ["cuda:3"]

@@ -8,8 +8,12 @@ from trees import Tree
 from holmes_hpc.training.network.accounting import Load, audit_bytes, expected, nic_faults
 
 MB = 1e6
-LOADS = [Load("ib1", "ib", "dp 0", 80 * MB), Load("ib1", "ethernet", "edge 0-1", 10 * MB),
-         Load("ib1", "ib", "dp_cp 0", 20 * MB), Load("roce1", "roce", "dp 1", 60 * MB)]
+LOADS = [
+    Load("ib1", "ib", "dp 0", 80 * MB),
+    Load("ib1", "ethernet", "edge 0-1", 10 * MB),
+    Load("ib1", "ib", "dp_cp 0", 20 * MB),
+    Load("roce1", "roce", "dp 1", 60 * MB),
+]
 
 
 def test_expected_sums_groups_and_adds_headers() -> None:
@@ -31,9 +35,9 @@ def test_data_parallel_traffic_on_ethernet_is_an_error_that_names_the_group() ->
 def test_a_nic_that_the_plan_does_not_use_counts_where_another_lacks_as_much() -> None:
     storage = {"ib": 100 * MB, "ethernet": 10 * MB, "other": 500 * MB}
     assert audit_bytes({"ib1": storage}, LOADS) == []
-    found, = audit_bytes({"ib1": {"ib": 20 * MB, "ethernet": 10 * MB, "other": 80 * MB}}, LOADS)
+    (found,) = audit_bytes({"ib1": {"ib": 20 * MB, "ethernet": 10 * MB, "other": 80 * MB}}, LOADS)
     assert "other NIC other sent 80.0 MB" in found.what and "probably group dp 0, which belongs on ib" in found.what
-    found, = audit_bytes({"ib1": {"ib": 20 * MB, "ethernet": 10 * MB, "other": 5 * MB}}, LOADS)
+    (found,) = audit_bytes({"ib1": {"ib": 20 * MB, "ethernet": 10 * MB, "other": 5 * MB}}, LOADS)
     assert found.level == "warning" and "ib NIC ib sent 80.0 MB per step less" in found.what
 
 
@@ -53,7 +57,7 @@ def test_any_group_that_moves_to_ethernet_is_named(moved: Load) -> None:
     counted = expected(LOADS)
     counted[moved.node][moved.kind] -= moved.bytes
     counted[moved.node]["ethernet"] = counted[moved.node].get("ethernet", 0) + moved.bytes
-    found, = audit_bytes(counted, LOADS)
+    (found,) = audit_bytes(counted, LOADS)
     assert f"probably group {moved.label}, which belongs on {moved.kind}" in found.what and found.node == moved.node
 
 
@@ -69,6 +73,6 @@ def test_nics_that_go_down_in_mid_run(tmp_path: Path) -> None:
 
 
 def test_bytes_that_no_group_lacks_are_probably_somebody_elses() -> None:
-    found, = audit_bytes({"ib1": {"ib": 100 * MB, "ethernet": 90 * MB}}, LOADS, names={"ib1": {"ethernet": "eth0"}})
+    (found,) = audit_bytes({"ib1": {"ib": 100 * MB, "ethernet": 90 * MB}}, LOADS, names={"ib1": {"ethernet": "eth0"}})
     assert found.level == "warning" and "probably another job's, or a service's" in found.what
     assert "squeue -w ib1" in found.hint and found.nic == "eth0"

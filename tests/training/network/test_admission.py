@@ -114,8 +114,15 @@ def test_a_relay_serves_its_own_process_alone(gate: Gate, monkeypatch: pytest.Mo
 
 def serve(gate: Gate) -> dist.TCPStore:
     own = Relay(HERE, gate.port, gate.secret, gate.door.port)
-    return dist.TCPStore(own.address, gate.door.port, 1, is_master=True, wait_for_workers=False,
-                         timeout=timedelta(seconds=10), master_listen_fd=os.dup(gate.door.socket.fileno()))
+    return dist.TCPStore(
+        own.address,
+        gate.door.port,
+        1,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=10),
+        master_listen_fd=os.dup(gate.door.socket.fileno()),
+    )
 
 
 def test_without_the_secret_nothing_is_read_set_or_deleted(gate: Gate) -> None:

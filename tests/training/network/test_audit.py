@@ -26,27 +26,40 @@ TWO = {"ib-a": 2, "roce-a": 2}
 
 def site(gpus: int) -> Site:
     gpu = replace(CPU, memory_gib=64.0)
-    return Site("s", (
-        Fabric("ib-a", NicType.IB, "ib", 4, gpus, 0.05, gpu, 0.4, "nic_ib"),
-        Fabric("roce-a", NicType.ROCE, "roce", 4, gpus, 0.05, gpu, 0.25, "nic_roce"),
-        Fabric("eth-a", NicType.ETHERNET, "eth", 4, gpus, 0.05, gpu, None, "nic_ethernet")))
+    return Site(
+        "s",
+        (
+            Fabric("ib-a", NicType.IB, "ib", 4, gpus, 0.05, gpu, 0.4, "nic_ib"),
+            Fabric("roce-a", NicType.ROCE, "roce", 4, gpus, 0.05, gpu, 0.25, "nic_roce"),
+            Fabric("eth-a", NicType.ETHERNET, "eth", 4, gpus, 0.05, gpu, None, "nic_ethernet"),
+        ),
+    )
 
 
 def make(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options: object) -> Plan:
-    return best_plan(replace(MODEL, tied=tied), Batch(48, 1, 64), site(gpus),
-                     PlanOptions(nodes=nodes, **options), Costs(pace_layer_ms=2))
+    return best_plan(
+        replace(MODEL, tied=tied),
+        Batch(48, 1, 64),
+        site(gpus),
+        PlanOptions(nodes=nodes, **options),
+        Costs(pace_layer_ms=2),
+    )
 
 
-@pytest.mark.parametrize("plan", [
-    make(TWO, pp=2),
-    make(TWO, gpus=4, pp=2, tp=2),
-    make(TWO, gpus=2, pp=4, tied=True),
-    make({"ib-a": 2}, gpus=2, pp=2, virtual_stages=2, schedule="interleaved"),
-    make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, virtual_stages=2, schedule="interleaved"),
-    make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, distributed_optimizer=False, transport="single"),
-    make(TWO, gpus=2, strategy="hierarchical-dp", schedule="1f1b"),
-    make(TWO, pp=2, edge_dtype="bf16"),
-], ids=["two-fabrics", "tp", "tied", "interleaved", "three-interleaved", "single", "hierarchical", "bf16-edges"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make(TWO, pp=2),
+        make(TWO, gpus=4, pp=2, tp=2),
+        make(TWO, gpus=2, pp=4, tied=True),
+        make({"ib-a": 2}, gpus=2, pp=2, virtual_stages=2, schedule="interleaved"),
+        make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, virtual_stages=2, schedule="interleaved"),
+        make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, distributed_optimizer=False, transport="single"),
+        make(TWO, gpus=2, strategy="hierarchical-dp", schedule="1f1b"),
+        make(TWO, pp=2, edge_dtype="bf16"),
+    ],
+    ids=["two-fabrics", "tp", "tied", "interleaved", "three-interleaved", "single", "hierarchical", "bf16-edges"],
+)
 def test_the_nodes_loads_sum_up_to_what_the_plan_predicts(plan) -> None:
     sums: defaultdict[str, float] = defaultdict(float)
     names = [place.node for place in plan.places]
@@ -57,8 +70,16 @@ def test_the_nodes_loads_sum_up_to_what_the_plan_predicts(plan) -> None:
 
 
 def nodes_of(plan: Plan) -> list[NodeTransports]:
-    return [NodeTransports(p.node, p.fabric, {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.0.1.1", 24),
-                                              "rdma": ("fast0", "10.0.2.1", 24)}, {}, False) for p in plan.places]
+    return [
+        NodeTransports(
+            p.node,
+            p.fabric,
+            {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.0.1.1", 24), "rdma": ("fast0", "10.0.2.1", 24)},
+            {},
+            False,
+        )
+        for p in plan.places
+    ]
 
 
 def rows_of(plan: Plan, factor: float) -> list[list[float]]:
@@ -85,9 +106,10 @@ def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps(wrong_from) 
     plan = make(TWO, pp=2)
     watched, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
     rows[1][0], rows[1][2] = rows[1][0] + rows[1][2], 0.0
-    said = [(step, f) for step in range(1, wrong_from + 20)
-            for f in watched.add(rows if step >= wrong_from else planned)]
-    (step, found), = said
+    said = [
+        (step, f) for step in range(1, wrong_from + 20) for f in watched.add(rows if step >= wrong_from else planned)
+    ]
+    ((step, found),) = said
     assert wrong_from < step < wrong_from + 20
     assert (found.level, found.node, found.nic) == ("error", plan.places[1].node, "eth0")
     assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
@@ -101,7 +123,7 @@ def test_a_group_on_a_nic_that_the_plan_does_not_use_is_named_and_storage_is_not
     rows[0][4] = 1e9  # a checkpoint goes to storage over another port
     rows[1][4], rows[1][2] = rows[1][2], 0.0
     watched = Audit(plan, nodes_of(plan), {})
-    found, = (f for _ in range(20) for f in watched.add(rows))
+    (found,) = (f for _ in range(20) for f in watched.add(rows))
     assert (found.level, found.node) == ("error", node) and f"nics/{node}.jsonl names it" in found.what
     assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
 
@@ -115,13 +137,15 @@ def test_a_checkpoint_between_steps_is_no_groups_traffic() -> None:
 
 def test_whose_bytes_they_are_as_the_kernel_tells() -> None:
     plan = make(TWO, pp=2)
-    for at, own, says in ((5, 2e6, "own connections sent 2.0 MB of it, the rest is another job's"),
-                          (5, 0.0, "none of this run's groups sends less than planned: probably another job's"),
-                          (5, 9e9, "own connections sent 9000.0 MB of it, none of this run's groups sends less")):
+    for at, own, says in (
+        (5, 2e6, "own connections sent 2.0 MB of it, the rest is another job's"),
+        (5, 0.0, "none of this run's groups sends less than planned: probably another job's"),
+        (5, 9e9, "own connections sent 9000.0 MB of it, none of this run's groups sends less"),
+    ):
         rows = rows_of(plan, 1.0)
         rows[0][0] += 9e9
         rows[0][at] = own
-        found, = told(Audit(plan, nodes_of(plan), {}), rows)
+        (found,) = told(Audit(plan, nodes_of(plan), {}), rows)
         assert found.level == "warning" and says in found.what
     rows = rows_of(plan, 1.0)
     rows[0][0], rows[0][5] = rows[0][0] + rows[0][2], 1e3  # a NIC lacks what another sends, but it is not ours
@@ -133,8 +157,13 @@ def test_a_nic_must_be_down_twice(monkeypatch) -> None:
     down = Finding("error", "node n1", "NIC ib0 went down (down)", "bring it up again", "n1", "ib0")
     answers = iter([[], [down], [], [down], [down]])
     monkeypatch.setattr(audit, "nic_faults", lambda names, node: next(answers))
-    node = NodeTransports("n1", "ib-a", {"local": ("lo", "127.0.0.1", 8), "rdma": ("ib0", "10.0.2.1", 24)},
-                          {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}, False)
+    node = NodeTransports(
+        "n1",
+        "ib-a",
+        {"local": ("lo", "127.0.0.1", 8), "rdma": ("ib0", "10.0.2.1", 24)},
+        {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
+        False,
+    )
     assert audit.nics_in_use(node) == ["ib0", "mlx5_0:1", "mlx5_1:1"]
     look = audit.nic_check(node)
     assert [look() for _ in range(4)] == [None] * 4
@@ -179,8 +208,9 @@ else:
 @pytest.mark.parametrize("main", ["waits", "breaks"])
 def test_the_cause_is_said_and_ends_the_rank_whatever_its_main_thread_does(tmp_path, main) -> None:
     run = RunDirectory.create(tmp_path / "run")
-    done = subprocess.run([sys.executable, "-c", STUCK, str(run.path), main], capture_output=True, text=True,
-                          timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, str(run.path), main], capture_output=True, text=True, timeout=50, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("failed: node n1: NIC ib0 went down; bring it up again") == 1
     (ended,) = run.read_exits()

@@ -60,8 +60,13 @@ class Made(NamedTuple):
 
 def plan_of(name: str) -> Plan:
     fabrics, options = PLANS[name]
-    site = Site("here", tuple(Fabric(f, NicType(nic), f, 2, 4, 25, A100, rdma_gbps=None if nic == "ethernet" else 200)
-                              for f, nic in fabrics))
+    site = Site(
+        "here",
+        tuple(
+            Fabric(f, NicType(nic), f, 2, 4, 25, A100, rdma_gbps=None if nic == "ethernet" else 200)
+            for f, nic in fabrics
+        ),
+    )
     return given_plan(MODEL, Batch(48, 1, 64), site, PlanOptions(**options), Costs())
 
 
@@ -71,8 +76,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     made: list[Made] = []
     real = {"init_process_group": dist.init_process_group, "new_group": dist.new_group}
     if not dist.is_nccl_available():
+
         def options() -> Any:
             return SimpleNamespace(config=SimpleNamespace(net_name=None))
+
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
 
     def network(backend: str, options: Any) -> str | None:
@@ -83,8 +90,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         real["init_process_group"]("fake", **how)
 
     def new(ranks: Sequence[int], *, timeout: Any, backend: str, pg_options: Any, group_desc: str) -> Any:
-        made.append(Made(group_desc, tuple(ranks), "nccl" if backend == "nccl" else "gloo",
-                         network(backend, pg_options)))
+        made.append(
+            Made(group_desc, tuple(ranks), "nccl" if backend == "nccl" else "gloo", network(backend, pg_options))
+        )
         return real["new_group"](list(ranks), backend="fake", group_desc=group_desc)
 
     monkeypatch.setattr(dist, "init_process_group", init)
@@ -106,10 +114,17 @@ def made_by(plan: Plan, rank: int, made: list[Made]) -> list[Made]:
         groups.start(FakeStore())
         groups.make_parallel_state()
         if plan.parallel.pp > 1:
-            config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32,
-                                     virtual_pipeline_model_parallel_size=None)
-            point_to_point.build(plan, groups.edge, rank=rank, config=config, device=torch.device("cpu"),
-                                 pp_group=parallel_state.get_pipeline_model_parallel_group())
+            config = SimpleNamespace(
+                variable_seq_lengths=False, pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=None
+            )
+            point_to_point.build(
+                plan,
+                groups.edge,
+                rank=rank,
+                config=config,
+                device=torch.device("cpu"),
+                pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            )
         groups.new(range(plan.world_size), "control", gloo=True)
         return [m for m in made if rank in m.ranks and len(m.ranks) > 1]
     finally:

@@ -66,8 +66,9 @@ def run(own_nics=None, nodes=NODES, tokens=None, started=None) -> list[list[Find
 
     def one(i: int) -> list[Finding] | NetworkError:
         try:
-            return prove_links(store, nodes[i], nodes, "ib-a", (i,), (own_nics or nics)(i), groups(),
-                               (tokens or ["t"] * 4)[i], LIMITS)
+            return prove_links(
+                store, nodes[i], nodes, "ib-a", (i,), (own_nics or nics)(i), groups(), (tokens or ["t"] * 4)[i], LIMITS
+            )
         except NetworkError as e:
             return e
 
@@ -106,8 +107,10 @@ def test_one_address_on_two_nodes() -> None:
 
 
 def test_an_absent_node_is_named_after_our_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holmes_hpc.training.network.link_check._Check._gather",
-                        lambda self, name, value: gather(self.store, name, self.node, self.nodes, value, 1.0))
+    monkeypatch.setattr(
+        "holmes_hpc.training.network.link_check._Check._gather",
+        lambda self, name, value: gather(self.store, name, self.node, self.nodes, value, 1.0),
+    )
     results = run(started=[0, 1, 3])
     assert all("nodes n3 did not come within 1 s" in str(r) for r in results)
 
@@ -128,9 +131,16 @@ def test_reach_tells_peers_from_strangers_and_silence() -> None:
     with LinkServer("n1", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
         port = server.ports["tcp"]
         silent = linktest._bound("lo", "127.0.1.5")  # bound, not listening: refused
-        replies = reach(("lo", "127.0.1.2"), {
-            "n1": Endpoint("lo", "127.0.1.1", port, 1), "n9": Endpoint("lo", "127.0.1.1", port, 1),
-            "n5": Endpoint("lo", "127.0.1.5", silent.getsockname()[1], 1)}, "t", 1)
+        replies = reach(
+            ("lo", "127.0.1.2"),
+            {
+                "n1": Endpoint("lo", "127.0.1.1", port, 1),
+                "n9": Endpoint("lo", "127.0.1.1", port, 1),
+                "n5": Endpoint("lo", "127.0.1.5", silent.getsockname()[1], 1),
+            },
+            "t",
+            1,
+        )
         silent.close()
     assert replies["n1"].failure == "" and abs(replies["n1"].skew_s) < 5
     assert "node n1 answers there" in replies["n9"].failure and "refused" in replies["n5"].failure

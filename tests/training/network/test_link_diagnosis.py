@@ -22,8 +22,9 @@ from holmes_hpc.training.network.link_diagnosis import (
 )
 
 
-def info(node: str, fabric: str, ranks: tuple[int, ...], network: int, host: int, rdma: float | None = 0.4,
-         ) -> NodeInformation:
+def info(
+    node: str, fabric: str, ranks: tuple[int, ...], network: int, host: int, rdma: float | None = 0.4
+) -> NodeInformation:
     nics = {"tcp": Endpoint("eth0", f"10.1.0.{host}", 1, 0.05)}
     if rdma is not None:
         nics["rdma"] = Endpoint(f"{fabric[:2]}0", f"10.{network}.0.{host}", 2, rdma)
@@ -34,8 +35,10 @@ def job(ib: int = 4, roce: int = 4) -> tuple[list[NodeInformation], list[Communi
     """IB nodes hold stage 0, RoCE nodes stage 1; one rank a node, data parallel inside, edges between."""
     infos = [info(f"ib{i + 1}", "ib-a", (i,), 2, 11 + i) for i in range(ib)]
     infos += [info(f"roce{i + 1}", "ro-a", (ib + i,), 3, 31 + i, 0.25) for i in range(roce)]
-    groups = [CommunicationGroup("dp 0", "rdma", tuple(range(ib))),
-              CommunicationGroup("dp 1", "rdma", tuple(range(ib, ib + roce)))]
+    groups = [
+        CommunicationGroup("dp 0", "rdma", tuple(range(ib))),
+        CommunicationGroup("dp 1", "rdma", tuple(range(ib, ib + roce))),
+    ]
     groups += [CommunicationGroup(f"edge {i}", "tcp", (i, ib + i)) for i in range(min(ib, roce))]
     return infos, [*groups, CommunicationGroup("world", "tcp", tuple(range(ib + roce)), sampled=False)]
 
@@ -56,8 +59,10 @@ def test_several_ranks_of_a_node_need_no_link_and_local_groups_none() -> None:
     assert [link.receiver for link in peers(infos, both, "a")] == ["b"]
 
 
-groups = st.lists(st.tuples(st.sampled_from(["rdma", "tcp"]), st.lists(st.integers(0, 11), min_size=1, max_size=12,
-                                                                      unique=True)), max_size=8)
+groups = st.lists(
+    st.tuples(st.sampled_from(["rdma", "tcp"]), st.lists(st.integers(0, 11), min_size=1, max_size=12, unique=True)),
+    max_size=8,
+)
 
 
 @given(groups)
@@ -97,11 +102,11 @@ def test_audit_of_a_healthy_job_is_empty_and_faults_are_named() -> None:
     infos, groups = job()
     assert audit(infos, groups) == []
     infos[1] = NodeInformation("ib2", "ib-a", (1,), {"tcp": infos[1].nics["tcp"]})
-    found, = audit(infos, groups)
+    (found,) = audit(infos, groups)
     assert found.node == "ib2" and "RDMA" in found.what and "dp 0" in found.what
     twice = Endpoint("docker0", "172.17.0.1", 1, 1)
     infos = [NodeInformation(c.node, c.fabric, c.ranks, {**c.nics, "tcp": twice}) for c in job()[0][:2]]
-    found, = audit(infos, [])
+    (found,) = audit(infos, [])
     assert "172.17.0.1" in found.what and found.where == "nodes ib[1-2]"
 
 
@@ -120,8 +125,10 @@ def test_a_renamed_interface_is_a_warning_and_another_naming_scheme_none() -> No
 
 def failing(infos, groups, broken) -> list[LinkReport]:
     """Reports in which the links that `broken` names fail."""
-    return [LinkReport(c.node, tuple((x, "no answer in 3 s") for x in peers(infos, groups, c.node) if broken(x)))
-            for c in infos]
+    return [
+        LinkReport(c.node, tuple((x, "no answer in 3 s") for x in peers(infos, groups, c.node) if broken(x)))
+        for c in infos
+    ]
 
 
 def test_healthy_reports_give_no_finding() -> None:
@@ -155,8 +162,14 @@ def test_a_one_way_firewall_too() -> None:
 def test_two_fabrics_with_one_label() -> None:
     infos, groups = job()
     left = {"ib1", "ib2"}
-    found = unreachable(infos, failing(infos, groups, lambda x: x.kind == "rdma" and x.sender.startswith("ib")
-                                       and (x.sender in left) != (x.receiver in left)))
+    found = unreachable(
+        infos,
+        failing(
+            infos,
+            groups,
+            lambda x: x.kind == "rdma" and x.sender.startswith("ib") and (x.sender in left) != (x.receiver in left),
+        ),
+    )
     assert len(found) == 1 and "ib[1-2]" in str(found[0]) and "ib[3-4]" in str(found[0])
     assert "fabric ib-a" in found[0].where and "fabric_ features" in found[0].hint
 
@@ -188,13 +201,15 @@ def samples(infos, groups, share) -> list[LinkReport]:
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.3, "warning"), (0.05, "error"), (0.0, "error")])
-@pytest.mark.parametrize(("node", "kind", "nic"), [("ib2", "rdma", "ib0"), ("roce4", "rdma", "ro0"),
-                                                   ("roce1", "rdma", "ro0")])
+@pytest.mark.parametrize(
+    ("node", "kind", "nic"), [("ib2", "rdma", "ib0"), ("roce4", "rdma", "ro0"), ("roce1", "rdma", "ro0")]
+)
 @pytest.mark.parametrize("direction", ["sends", "receives", "both"])
 def test_a_shaped_nic_is_one_line(share: float, level: str, node: str, kind: str, nic: str, direction: str) -> None:
     def rate(link: NodeLink) -> float:
-        hit = link.kind == kind and ((node == link.sender and direction != "receives")
-                                     or (node == link.receiver and direction != "sends"))
+        hit = link.kind == kind and (
+            (node == link.sender and direction != "receives") or (node == link.receiver and direction != "sends")
+        )
         return share if hit else 0.97
 
     infos, groups = job()
@@ -225,8 +240,9 @@ def test_two_shaped_nics_of_two_fabrics_are_two_lines(one: str, two: str) -> Non
 
 def test_reports_and_cards_survive_the_store() -> None:
     infos, _ = job()
-    report = LinkReport("a", ((NodeLink("tcp", "a", "b", "g"), "refused"),), ((NodeLink("rdma", "a", "b"), None),),
-                        {"b": 2.5})
+    report = LinkReport(
+        "a", ((NodeLink("tcp", "a", "b", "g"), "refused"),), ((NodeLink("rdma", "a", "b"), None),), {"b": 2.5}
+    )
     assert LinkReport.from_dict(report.to_dict()) == report
     assert [NodeInformation.from_dict(c.to_dict()) for c in infos] == infos
 
@@ -255,6 +271,6 @@ def test_two_islands_are_told_in_the_same_order_by_all_nodes(first: int) -> None
     infos = [info(name, "ib-a", (i,), 2, 11 + i) for i, name in enumerate(names)]
     pairs = [(a, b) for a in names[:2] for b in names[2:]]
     reports = [LinkReport(a, ((NodeLink("rdma", a, b, "dp"), "timed out"),)) for a, b in pairs]
-    found, = unreachable(infos, reports)
+    (found,) = unreachable(infos, reports)
     part = names[:2] if min(names) in names[:2] else names[2:]
     assert found.what.startswith(f"nodes {compress(part)} (ib0")

@@ -35,17 +35,25 @@ def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkey
     assert found.pop("ethernet") > 1
     assert found == {"ib-0": 1.0, "roce-1": 1.0} and made == ["sample ethernet"]
     assert set(header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size)) == {
-        "ib-0", "roce-1", "ethernet"}
+        "ib-0",
+        "roce-1",
+        "ethernet",
+    }
 
 
-IB_NODE = NodeNics((Nic("eth0", NicType.ETHERNET), Nic("mgmt0", NicType.ETHERNET), Nic("docker0", NicType.ETHERNET)), (
-    RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_1", 1, "ib", True, "ACTIVE", 100.0)))
+IB_NODE = NodeNics(
+    (Nic("eth0", NicType.ETHERNET), Nic("mgmt0", NicType.ETHERNET), Nic("docker0", NicType.ETHERNET)),
+    (RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_1", 1, "ib", True, "ACTIVE", 100.0)),
+)
 
 
 def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch) -> None:
-    readings = iter([{n: (0, 0) for n in ("eth0", "mgmt0", "docker0", "mlx5_0:1", "mlx5_1:1")},
-                     {"eth0": (1, 2), "mgmt0": (10, 20), "docker0": (0, 0), "mlx5_0:1": (100, 200),
-                      "mlx5_1:1": (1000, 0)}])
+    readings = iter(
+        [
+            {n: (0, 0) for n in ("eth0", "mgmt0", "docker0", "mlx5_0:1", "mlx5_1:1")},
+            {"eth0": (1, 2), "mgmt0": (10, 20), "docker0": (0, 0), "mlx5_0:1": (100, 200), "mlx5_1:1": (1000, 0)},
+        ]
+    )
     monkeypatch.setattr("holmes_hpc.training.network.nic_bytes.read_counters", lambda: next(readings))
     counted = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
     assert counted.take() == (1, 2, 100, 200, 1010, 0, 0)  # mlx5_1 is slower: storage, not one of NCCL's ports

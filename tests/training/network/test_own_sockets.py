@@ -9,8 +9,11 @@ from holmes_hpc.training.network.own_sockets import OwnSockets
 
 
 def test_bytes_count_for_the_address_they_left_from() -> None:
-    with socket.create_server(("127.0.0.3", 0)) as server, socket.create_connection(
-            server.getsockname(), source_address=("127.0.0.2", 0)) as own, server.accept()[0] as other:
+    with (
+        socket.create_server(("127.0.0.3", 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0)) as own,
+        server.accept()[0] as other,
+    ):
         counted = OwnSockets()
         own.sendall(bytes(100_000))
         left = 100_000

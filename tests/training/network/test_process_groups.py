@@ -26,10 +26,14 @@ from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options, network_name
 
-NAMES = [(TCP, "Socket"), (Transport("rdma", NicType.IB, "a"), "IB"), (Transport("rdma", NicType.ROCE, "b"), "IB"),
-         (Transport("rdma", NicType.EFA, "c"), "Libfabric"),
-         (Transport("rdma", NicType.SLINGSHOT, "d"), "AWS Libfabric"),
-         (Transport("rdma", NicType.OMNIPATH, "e"), "PSM2")]
+NAMES = [
+    (TCP, "Socket"),
+    (Transport("rdma", NicType.IB, "a"), "IB"),
+    (Transport("rdma", NicType.ROCE, "b"), "IB"),
+    (Transport("rdma", NicType.EFA, "c"), "Libfabric"),
+    (Transport("rdma", NicType.SLINGSHOT, "d"), "AWS Libfabric"),
+    (Transport("rdma", NicType.OMNIPATH, "e"), "PSM2"),
+]
 
 
 def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,17 +78,31 @@ def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
     assert one.config.net_name == name
 
 
-@pytest.mark.parametrize(("cuda", "gloo", "interface"), [
-    (False, False, "ib0"),  # CPU ranks: gloo takes the fabric's NIC
-    (False, True, "ib0"),
-    (True, True, "eth0"),  # host memory beside GPUs
-])
-def test_groups_are_made_on_the_network_that_the_plan_says(cuda: bool, gloo: bool, interface: str,
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(2),
-                      PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}), Costs())
-    node = NodeTransports("n1", "ib-a", {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24),
-                                         "rdma": ("ib0", "10.2.0.1", 24)}, {}, False)
+@pytest.mark.parametrize(
+    ("cuda", "gloo", "interface"),
+    [
+        (False, False, "ib0"),  # CPU ranks: gloo takes the fabric's NIC
+        (False, True, "ib0"),
+        (True, True, "eth0"),  # host memory beside GPUs
+    ],
+)
+def test_groups_are_made_on_the_network_that_the_plan_says(
+    cuda: bool, gloo: bool, interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = given_plan(
+        named("gpt_3_6b"),
+        Batch(64, 1, 1024),
+        two_clusters(2),
+        PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}),
+        Costs(),
+    )
+    node = NodeTransports(
+        "n1",
+        "ib-a",
+        {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24), "rdma": ("ib0", "10.2.0.1", 24)},
+        {},
+        False,
+    )
     asked: list[dict[str, str]] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: asked.append(how["pg_options"]))
     made = Groups(plan, node, 0, cuda, 10.0, 10.0)
@@ -95,8 +113,9 @@ def test_groups_are_made_on_the_network_that_the_plan_says(cuda: bool, gloo: boo
 
 
 @pytest.mark.parametrize(("shown", "numbers"), [(4, [0, 1, 2, 3]), (1, [0, 0, 0, 0])])
-def test_a_rank_takes_its_own_gpu_also_where_it_is_shown_no_other(shown: int, numbers: list[int],
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_own_gpu_also_where_it_is_shown_no_other(
+    shown: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: shown)
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
@@ -123,6 +142,11 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gathers_in_flight_leave_the_process_whole(tmp_path: Path) -> None:
     """torch 2.13 writes the name of a group's last collective from all of the group's threads, without a lock."""
     script = Path(__file__).parents[2] / "support" / "gather_rounds.py"
-    done = subprocess.run([sys.executable, str(script), str(tmp_path / "meet"), "2000"], capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "meet"), "2000"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr

@@ -23,10 +23,12 @@ def taken(links: SlowLinks, steps: int, times: list[float]) -> list[tuple[int, F
 def test_a_link_at_a_twentieth_is_named_within_ten_steps_and_once() -> None:
     links = watched()
     assert not taken(links, 1 + 4 * WINDOW, QUICK)
-    (at, finding), = taken(links, 30, SLOW)
+    ((at, finding),) = taken(links, 30, SLOW)
     assert at <= 10 and finding.level == "warning"
-    assert str(finding).startswith("warning: nodes ib[1-2] (NIC ib0): gradient synchronisation of stage 0 takes 2 s a "
-                                   "step, 0.1 s before, 0.1 s as planned; a link there has become slow")
+    assert str(finding).startswith(
+        "warning: nodes ib[1-2] (NIC ib0): gradient synchronisation of stage 0 takes 2 s a "
+        "step, 0.1 s before, 0.1 s as planned; a link there has become slow"
+    )
     assert not taken(links, 30, QUICK)
     assert len(taken(links, 30, SLOW)) == 1  # it had recovered
 
@@ -48,10 +50,12 @@ def test_what_is_as_planned_or_too_short_is_not_named() -> None:
 
 def test_of_a_plan() -> None:
     plan = plans.plan("ib-a", "roce-a")
-    nodes = [NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {},
-                            False)
-             for i, (name, fabric, nic) in enumerate((("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"),
-                                                      ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0")))]
+    nodes = [
+        NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {}, False)
+        for i, (name, fabric, nic) in enumerate(
+            (("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"), ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0"))
+        )
+    ]
     links = of_plan(plan, nodes, {}, "fp32")
     assert links._names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
     ib, roce = links._expected_s

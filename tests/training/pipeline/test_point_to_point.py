@@ -75,8 +75,14 @@ def test_nothing_is_rounded_where_nothing_is_saved() -> None:
 
 @pytest.mark.integration
 def test_rounding_changes_losses_by_little() -> None:
-    common: dict[str, Any] = {"layers": [[1], [1]], "micro_batches": [4], "schedule": "ahead", "in_flight": [3, 1],
-                              "steps": 8, "trace": False}
+    common: dict[str, Any] = {
+        "layers": [[1], [1]],
+        "micro_batches": [4],
+        "schedule": "ahead",
+        "in_flight": [3, 1],
+        "steps": 8,
+        "trace": False,
+    }
     results = play_apart([Case(edge_dtype=name, **common) for name in ("same", "bf16", "fp8")])
     exact, half, quarter = ([sum(step) / len(step) for step in ranks[-1]["losses"]] for ranks in results)
     assert exact != half != quarter
@@ -87,25 +93,46 @@ def test_rounding_changes_losses_by_little() -> None:
 # ---- which groups are made
 
 
-@pytest.mark.parametrize(("parallel", "roles"), [
-    (Parallel(pp=3), [{"forward_out", "backward_in"}, {"forward_in", "forward_out", "backward_in", "backward_out"},
-                      {"forward_in", "backward_out"}]),
-    (Parallel(pp=2, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 2),
-    (Parallel(pp=3, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 3),
-])
+@pytest.mark.parametrize(
+    ("parallel", "roles"),
+    [
+        (
+            Parallel(pp=3),
+            [
+                {"forward_out", "backward_in"},
+                {"forward_in", "forward_out", "backward_in", "backward_out"},
+                {"forward_in", "backward_out"},
+            ],
+        ),
+        (Parallel(pp=2, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 2),
+        (Parallel(pp=3, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 3),
+    ],
+)
 def test_every_direction_of_every_edge_has_a_group_of_two(
-        monkeypatch: pytest.MonkeyPatch, parallel: Parallel, roles: list[set[str]]) -> None:
+    monkeypatch: pytest.MonkeyPatch, parallel: Parallel, roles: list[set[str]]
+) -> None:
     monkeypatch.setattr(point_to_point, "_try", lambda *_, sends: None)
     monkeypatch.setattr(point_to_point, "EdgeCommunicator", lambda group, config, channels, device: channels)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     rdma = Transport("rdma", NicType.IB, "ib-a")
-    plan: Any = SimpleNamespace(parallel=parallel, edge_dtype="fp8", edge_connections=2, transports=lambda: (
-        GroupTransport(g.kind, g.ranks, TCP if g.stages == (0, 1) else rdma, g.stages) for g in groups(parallel)))
+    plan: Any = SimpleNamespace(
+        parallel=parallel,
+        edge_dtype="fp8",
+        edge_connections=2,
+        transports=lambda: (
+            GroupTransport(g.kind, g.ranks, TCP if g.stages == (0, 1) else rdma, g.stages) for g in groups(parallel)
+        ),
+    )
     for rank in range(parallel.pp):
         asked: list[tuple[int, ...]] = []
         channels: Any = point_to_point.build(
-            plan, lambda edge: asked.append(edge.ranks) or len(asked), rank=rank, pp_group=None,  # noqa: B023
-            config=SimpleNamespace(pipeline_dtype=torch.float32), device=torch.device("cpu"))
+            plan,
+            lambda edge: asked.append(edge.ranks) or len(asked),  # noqa: B023
+            rank=rank,
+            pp_group=None,
+            config=SimpleNamespace(pipeline_dtype=torch.float32),
+            device=torch.device("cpu"),
+        )
         assert set(channels) == roles[rank]
         connections = [connection for channel in channels.values() for connection in channel.connections]
         assert len(connections) == len(set(connections))  # no two channels share a group
@@ -127,12 +154,22 @@ def test_sends_that_nobody_waits_for_are_not_kept(monkeypatch: pytest.MonkeyPatc
     channel = point_to_point.Channel("forward 0->1", [None], 1)  # type: ignore[list-item]
     config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32)
     monkeypatch.setattr(point_to_point.P2PCommunicator, "__init__", lambda self, group, config: None)
-    ends = point_to_point.EdgeCommunicator(None, config, {"forward_out": channel},  # type: ignore[arg-type]
-                                           torch.device("cpu"))
+    ends = point_to_point.EdgeCommunicator(
+        None,
+        config,
+        {"forward_out": channel},  # type: ignore[arg-type]
+        torch.device("cpu"),
+    )
     ends.pp_group = SimpleNamespace(rank=lambda: 0)  # type: ignore[assignment]
     for _ in range(10):
-        ends._communicate(tensor_send_next=torch.ones(2), tensor_send_prev=None, recv_prev=False, recv_next=False,
-                          tensor_shape=None, wait_on_reqs=False)
+        ends._communicate(
+            tensor_send_next=torch.ones(2),
+            tensor_send_prev=None,
+            recv_prev=False,
+            recv_next=False,
+            tensor_shape=None,
+            wait_on_reqs=False,
+        )
     assert len(channel._leaving) <= 2
 
 

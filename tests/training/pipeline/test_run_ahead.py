@@ -143,8 +143,9 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "as interleaved"] = Case(schedule="ahead", in_flight=most, **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=most, as_on_gpu=True, **common)
         cases[name, "interleaved as on a GPU"] = Case(schedule="edges", overlap=True, as_on_gpu=True, **common)
-        cases[name, "deeper"] = Case(schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(most)],
-                                     **common)
+        cases[name, "deeper"] = Case(
+            schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(most)], **common
+        )
     return cases
 
 
@@ -178,14 +179,20 @@ def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
     theirs: dict[tuple[int, int, int], Case] = {}
     for number in range(RUNS):
         stages, chunks = SHAPES[number % 10]
-        depths = ([1 + (number + stages - s) % 4 + stages - s for s in range(stages)] if chunks == 1
-                  else [2 * (stages - s) + 2 for s in range(stages)])
+        depths = (
+            [1 + (number + stages - s) % 4 + stages - s for s in range(stages)]
+            if chunks == 1
+            else [2 * (stages - s) + 2 for s in range(stages)]
+        )
         micro_batches = (2, 4, 6)[number % 3] if chunks > 1 else (1, 3, 5)[number % 3]
         common: dict[str, Any] = {"layers": [[1] * chunks] * stages, "micro_batches": [micro_batches]}
-        delayed.append(Case(schedule="ahead", in_flight=depths, pace_s=PACE_S, delay_s=4 * 3 * PACE_S * chunks,
-                            **common))
-        theirs.setdefault((stages, chunks, micro_batches), Case(
-            schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common))
+        delayed.append(
+            Case(schedule="ahead", in_flight=depths, pace_s=PACE_S, delay_s=4 * 3 * PACE_S * chunks, **common)
+        )
+        theirs.setdefault(
+            (stages, chunks, micro_batches),
+            Case(schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common),
+        )
     results = play_apart(delayed + list(theirs.values()))
     late, exact = results[:RUNS], dict(zip(theirs, results[RUNS:], strict=True))
     deeper, transfers = 0, []  # transfers: in paced stage times
@@ -196,7 +203,11 @@ def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
         order = Order("ahead", stages, micro_batches, chunks, tuple(case.in_flight or ()))
         assert [held(rank, 0) for rank in ranks] == [order.depth(s) for s in range(stages)], case
         deeper += order.depth(0) > in_flight(stages, micro_batches, chunks)[0]
-        transfers += [(end - start) / (3 * PACE_S * chunks) for rank in ranks
-                 for kind, _, _, start, end, _ in rank["events"][0] if kind == "send_forward"]
+        transfers += [
+            (end - start) / (3 * PACE_S * chunks)
+            for rank in ranks
+            for kind, _, _, start, end, _ in rank["events"][0]
+            if kind == "send_forward"
+        ]
     assert deeper > 24  # than Megatron's schedules
     assert len(transfers) > 300 and max(transfers) > 3  # the delays were there

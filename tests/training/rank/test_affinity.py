@@ -13,21 +13,30 @@ from holmes_hpc.training.rank import affinity
 NEAR, FAR = range(16), range(16, 32)
 
 
-@pytest.mark.parametrize(("text", "cpus"), [
-    ("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set()), ("\n", set()), ("all", set()), ("0-x", set()),
-])
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set()), ("\n", set()), ("all", set()), ("0-x", set())],
+)
 def test_the_kernels_lists(text: str, cpus: set[int]) -> None:
     assert affinity.cpu_list(text) == cpus
 
 
-@pytest.mark.parametrize(("own", "near", "kept", "why"), [
-    (range(32), NEAR, NEAR, "beside its GPU, of 32 that it was given"),
-    (range(12, 24), NEAR, range(12, 16), "beside its GPU, of 12"),
-    (range(4), NEAR, range(4), "all beside its GPU"),
-    (FAR, NEAR, FAR, r"none beside its GPU \(those are 0-15\)"),
-    (range(14, 32), NEAR, range(14, 32), "2 beside its GPU, too few"),  # Python, autograd and NCCL want more than two
-    (range(32), (), range(32), "does not tell"),
-])
+@pytest.mark.parametrize(
+    ("own", "near", "kept", "why"),
+    [
+        (range(32), NEAR, NEAR, "beside its GPU, of 32 that it was given"),
+        (range(12, 24), NEAR, range(12, 16), "beside its GPU, of 12"),
+        (range(4), NEAR, range(4), "all beside its GPU"),
+        (FAR, NEAR, FAR, r"none beside its GPU \(those are 0-15\)"),
+        (
+            range(14, 32),
+            NEAR,
+            range(14, 32),
+            "2 beside its GPU, too few",
+        ),  # Python, autograd and NCCL want more than two
+        (range(32), (), range(32), "does not tell"),
+    ],
+)
 def test_a_rank_keeps_its_cpus_beside_the_gpu(own: range, near: range, kept: range, why: str) -> None:
     found, said = affinity.choose(own, near)
     assert found == frozenset(kept)

@@ -46,8 +46,9 @@ for step in range(8):
 
 @pytest.mark.integration
 def test_a_model_trains_on_a_cpu() -> None:
-    ended = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], capture_output=True,
-                           text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     losses = [float(line) for line in ended.stdout.split()]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
@@ -57,10 +58,12 @@ def test_a_model_trains_on_a_cpu() -> None:
 @pytest.mark.integration
 def test_a_rank_loads_megatron_without_a_compiler() -> None:
     """Where there is no GPU; and torch.compile is itself again afterwards."""
-    script = ("import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
-              "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
-              "assert torch.compile is before\n"
-              "print(torch.cuda.is_available(), 'torch._inductor.compile_fx' in sys.modules)")
+    script = (
+        "import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
+        "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
+        "assert torch.compile is before\n"
+        "print(torch.cuda.is_available(), 'torch._inductor.compile_fx' in sys.modules)"
+    )
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
     cuda, compiler = ended.stdout.split()

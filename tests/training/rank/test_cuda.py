@@ -23,8 +23,12 @@ def on_gpus(*cpus: str) -> Site:
 
 def test_auto_is_the_cpu_where_a_fabric_is_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for fabrics, cpus, found in ((("ib-a",), (), True), (("ib-a",), ("ib-a",), False), (("ib-a",), ("roce-a",), True),
-                                 (("ib-a", "roce-a"), ("roce-a",), False)):
+    for fabrics, cpus, found in (
+        (("ib-a",), (), True),
+        (("ib-a",), ("ib-a",), False),
+        (("ib-a",), ("roce-a",), True),
+        (("ib-a", "roce-a"), ("roce-a",), False),
+    ):
         given = plan(*fabrics, site=on_gpus(*cpus))
         assert cuda.wanted("auto", given) is found
         assert not cuda.wanted("cpu", given) and cuda.wanted("cuda", given)
@@ -61,6 +65,10 @@ def test_the_sites_own_number_stays_and_is_said() -> None:
 
 def test_the_ring_of_two_stages_has_two_edges() -> None:
     two = plan("ib-a", "roce-a", nodes=1, site=on_gpus())
-    ring = replace(two, parallel=Parallel(pp=2, virtual_stages=3), schedule=Schedule("interleaved", (6, 4)),
-                   stages=tuple(replace(s, chunks=(1, 1, 1)) for s in two.stages))
+    ring = replace(
+        two,
+        parallel=Parallel(pp=2, virtual_stages=3),
+        schedule=Schedule("interleaved", (6, 4)),
+        stages=tuple(replace(s, chunks=(1, 1, 1)) for s in two.stages),
+    )
     assert cuda.streams(ring, 0) - cuda.streams(two, 0) == 2

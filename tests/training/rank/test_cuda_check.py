@@ -7,32 +7,46 @@ from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts, fp8_problem, gat
 GOOD = CudaFacts("13.0", 13000, 8, True)
 
 
-@pytest.mark.parametrize(("facts", "says"), [
-    (CudaFacts(None), "torch: this torch is built for CPUs; install a CUDA build"),
-    (CudaFacts("13.0", 12040, 0), "torch: the NVIDIA driver knows CUDA up to 12.4, torch is built for 13.0; install a "
-                                  "newer driver, or a torch built for CUDA 12"),
-    (CudaFacts("12.8", 0, 0), "no CUDA device, nor an NVIDIA driver; ask Slurm for GPUs (--gpus-per-node)"),
-    (CudaFacts("12.8", 12080, 0), "no CUDA device; ask Slurm"),
-    (CudaFacts("13.0", 13000, 8, False), "torch: this torch has no NCCL; install"),
-    (CudaFacts("13.0", 13000, 8, True, "2.4", "undefined symbol: _ZN3c10"),
-     "torch: Transformer Engine 2.4 cannot be imported: undefined symbol: _ZN3c10; install one built for this torch"),
-])
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (CudaFacts(None), "torch: this torch is built for CPUs; install a CUDA build"),
+        (
+            CudaFacts("13.0", 12040, 0),
+            "torch: the NVIDIA driver knows CUDA up to 12.4, torch is built for 13.0; install a "
+            "newer driver, or a torch built for CUDA 12",
+        ),
+        (CudaFacts("12.8", 0, 0), "no CUDA device, nor an NVIDIA driver; ask Slurm for GPUs (--gpus-per-node)"),
+        (CudaFacts("12.8", 12080, 0), "no CUDA device; ask Slurm"),
+        (CudaFacts("13.0", 13000, 8, False), "torch: this torch has no NCCL; install"),
+        (
+            CudaFacts("13.0", 13000, 8, True, "2.4", "undefined symbol: _ZN3c10"),
+            "torch: Transformer Engine 2.4 cannot be imported: undefined symbol: _ZN3c10; "
+            "install one built for this torch",
+        ),
+    ],
+)
 def test_each_problem_is_one_line(facts: CudaFacts, says: str) -> None:
     found = [str(problem) for problem in problems(facts)]
     assert len(found) == 1 and says in found[0] and "\n" not in found[0]
 
 
-@pytest.mark.parametrize("facts", [
-    GOOD, CudaFacts("12.8", 12020, 1),  # an older driver of the same major version serves
-    CudaFacts("12.8", 13000, 1), CudaFacts("13.0", 13000, 8, True, "2.10.0", None, ">=2.9.0a0,<2.12.0"),
-])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        GOOD,
+        CudaFacts("12.8", 12020, 1),  # an older driver of the same major version serves
+        CudaFacts("12.8", 13000, 1),
+        CudaFacts("13.0", 13000, 8, True, "2.10.0", None, ">=2.9.0a0,<2.12.0"),
+    ],
+)
 def test_what_fits_is_not_talked_about(facts: CudaFacts) -> None:
     assert not list(problems(facts)) and not list(remarks(facts))
 
 
 @pytest.mark.parametrize("version", ["1.13.0", "2.12.0"])
 def test_a_transformer_engine_of_another_time_is_said(version: str) -> None:
-    line, = remarks(CudaFacts("13.0", 13000, 8, True, version, None, ">=2.9.0a0,<2.12.0"))
+    (line,) = remarks(CudaFacts("13.0", 13000, 8, True, version, None, ">=2.9.0a0,<2.12.0"))
     assert line.startswith(f"Transformer Engine {version} is not of the versions that Megatron-Core was made for")
 
 
@@ -41,7 +55,8 @@ def test_memory_that_is_taken_is_told_from_memory_that_never_was() -> None:
     assert memory_problem(64 * GIB, 80 * GIB, 70 * GIB, "g") is None  # predictions are good to a tenth
     assert str(memory_problem(12 * GIB, 80 * GIB, 70 * GIB, "GPU 3 of node n1")) == (
         "GPU 3 of node n1: 12.0 of 80.0 GiB are free, the plan needs 70.0; another process holds its memory: end it "
-        "(`nvidia-smi` shows it), or have Slurm drain the node")
+        "(`nvidia-smi` shows it), or have Slurm drain the node"
+    )
     assert "plan again for this kind of GPU" in str(memory_problem(39 * GIB, 40 * GIB, 70 * GIB, "g"))
 
 
@@ -51,15 +66,20 @@ def test_the_facts_of_this_machine_can_be_gathered() -> None:
     assert facts.wheel is not None or facts.devices == facts.driver == 0
 
 
-@pytest.mark.parametrize(("recipe", "on_gpu", "te", "capability", "says"), [
-    ("delayed", True, True, (8, 9), None), ("tensorwise", True, True, (9, 0), None),
-    ("mxfp8", True, True, (10, 0), None),
-    ("mxfp8", True, True, (9, 0), "train.fp8=mxfp8: this GPU has compute capability 9.0, it needs 10.0"),
-    ("delayed", True, True, (8, 0), "compute capability 8.0, it needs 8.9"),
-    ("delayed", True, False, (9, 0), "needs Transformer Engine, which is not installed"),
-    ("delayed", False, True, (0, 0), "fp8 needs a GPU"),
-])
-def test_fp8_where_it_cannot_be_had_is_refused(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int],
-                                               says: str | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "on_gpu", "te", "capability", "says"),
+    [
+        ("delayed", True, True, (8, 9), None),
+        ("tensorwise", True, True, (9, 0), None),
+        ("mxfp8", True, True, (10, 0), None),
+        ("mxfp8", True, True, (9, 0), "train.fp8=mxfp8: this GPU has compute capability 9.0, it needs 10.0"),
+        ("delayed", True, True, (8, 0), "compute capability 8.0, it needs 8.9"),
+        ("delayed", True, False, (9, 0), "needs Transformer Engine, which is not installed"),
+        ("delayed", False, True, (0, 0), "fp8 needs a GPU"),
+    ],
+)
+def test_fp8_where_it_cannot_be_had_is_refused(
+    recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int], says: str | None
+) -> None:
     problem = fp8_problem(recipe, on_gpu, te, capability)
     assert (problem is None) == (says is None) and (says or "") in str(problem or "")

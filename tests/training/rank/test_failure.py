@@ -27,11 +27,16 @@ from holmes_hpc.training.rank.launch import Launch
 SLOW = {"steps": 500, "pace_layer_ms": 5}
 
 
-@pytest.mark.parametrize(("error", "line"), [
-    (dist.DistNetworkError("Failed to recv"), "Connection lost: rank 0 on its node failed: its store is gone"),
-    (RuntimeError("out of memory"), "RuntimeError: out of memory")])
-def test_a_rank_that_comes_when_rank_0_has_given_up_says_one_line(error: RuntimeError, line: str, tmp_path: Path,
-                                                                  capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (dist.DistNetworkError("Failed to recv"), "Connection lost: rank 0 on its node failed: its store is gone"),
+        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
+    ],
+)
+def test_a_rank_that_comes_when_rank_0_has_given_up_says_one_line(
+    error: RuntimeError, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def gone(_: list[str]) -> bool:
         raise dist.DistNetworkError("Failed to recv")
 
@@ -90,8 +95,9 @@ def stick(path: Path) -> int:
 @pytest.mark.parametrize("layout", [{"pp": 2, "dp": 2}, {"pp": 3, "schedule": "ahead"}])
 def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: dict[str, Any], tmp_path: Path) -> None:
     """As shipped: a collective's time-out is a fifth of the watchdog's."""
-    run = spawn.begin(tmp_path / "run", spawn.plan(**layout), {
-        "train": {**SLOW, "trace": True, "watchdog_s": 40, "net_timeout_s": 8}})
+    run = spawn.begin(
+        tmp_path / "run", spawn.plan(**layout), {"train": {**SLOW, "trace": True, "watchdog_s": 40, "net_timeout_s": 8}}
+    )
     run.wait_for_step(2)
     handle = stick(run.run.trace_path(1))
     ended = run.finish()

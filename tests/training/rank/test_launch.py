@@ -25,10 +25,22 @@ from holmes_hpc.training.rank import launch
 from holmes_hpc.training.rank.launch import Launch
 
 # What Slurm 22.05 shows a task of a spanning step of three components: the plain variables are the last one's.
-HET = {"SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_NNODES": "6", "SLURM_JOB_ID": "41",
-       "SLURM_HET_JOB_ID": "40", "SLURM_HET_SIZE": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_PARTITION": "eth",
-       "SLURM_NTASKS_PER_NODE": "1", "SLURMD_NODENAME": "roce1", "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
-       "SLURM_JOB_NODELIST_HET_GROUP_1": "roce[1,3]", "SLURM_JOB_NODELIST_HET_GROUP_2": "eth[1-2]"}
+HET = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "6",
+    "SLURM_JOB_ID": "41",
+    "SLURM_HET_JOB_ID": "40",
+    "SLURM_HET_SIZE": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_PARTITION": "eth",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURMD_NODENAME": "roce1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "ib[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "roce[1,3]",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "eth[1-2]",
+}
 
 
 def test_a_task_of_a_hetjob_finds_its_component_by_its_node() -> None:
@@ -65,13 +77,28 @@ def test_a_plain_job_says_nothing_about_components() -> None:
 
 
 def test_torchrun() -> None:
-    own = launch.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-                       "MASTER_ADDR": "n1", "MASTER_PORT": "29500", **HET})
+    own = launch.read(
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "n1",
+            "MASTER_PORT": "29500",
+            **HET,
+        }
+    )
     assert (own.rank, own.local_rank, own.one_host, own.address, own.port) == (3, 1, False, "n1", 29500)
 
 
-@pytest.mark.parametrize("environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"},
-                                     {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+    ],
+)
 def test_variables_that_make_no_sense_are_one_line(environ: dict[str, str]) -> None:
     with pytest.raises(HolmesError) as e:
         launch.read(environ)
@@ -85,6 +112,7 @@ def test_alone() -> None:
 
 
 # -- rendezvous -------------------------------------------------------------------------------------------------------
+
 
 def member(rank: int, size: int = 2, key: str = "slurm-1-0-0") -> Launch:
     return Launch(rank, size, rank, "srun", f"n{rank}", key, True)
@@ -108,7 +136,7 @@ def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
 
 
 def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
-    stranger = rendezvous.host_store(tmp_path / "." , member(0, key="other"), "127.0.0.1", 1, 5)
+    stranger = rendezvous.host_store(tmp_path / ".", member(0, key="other"), "127.0.0.1", 1, 5)
     meeting = json.loads(rendezvous.meeting_path(tmp_path, member(0, key="other")).read_text())
     write_whole(rendezvous.meeting_path(tmp_path, member(0)), json.dumps({**meeting, "secret": "00" * 32}), 0o600)
     with pytest.raises(NetworkError, match="another process answers there"):
@@ -128,8 +156,9 @@ def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("agent", [True, False])
-def test_a_store_that_asks_for_no_secret_is_said_to_be_one(agent: bool, monkeypatch: pytest.MonkeyPatch,
-                                                           capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_asks_for_no_secret_is_said_to_be_one(
+    agent: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     port = spawn.free_port()
     launch = Launch(0, 1, 0, "torchrun", "n0", "torchrun-none", True, (), "127.0.0.1", port)
     torchruns = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
@@ -150,6 +179,7 @@ def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> Non
 
 # -- networks ---------------------------------------------------------------------------------------------------------
 
+
 def nics(*names: str, **changes: Any) -> NodeNics:
     kinds = {"ib": NicType.IB, "roce": NicType.ROCE}
     made = []
@@ -159,13 +189,17 @@ def nics(*names: str, **changes: Any) -> NodeNics:
     return NodeNics(tuple(made))
 
 
-@pytest.mark.parametrize(("rank", "names", "interfaces", "environment"), [
-    (0, ("eth0", "ib0", "mgmt0"), {"local": "lo", "tcp": "eth0", "rdma": "ib0"}, "=eth0"),
-    (2, ("mgmt0", "eth1", "roce0"), {"local": "lo", "tcp": "eth1", "rdma": "roce0"}, "=eth1"),
-    (4, ("eth0", "mgmt0"), {"local": "lo", "tcp": "eth0"}, "=eth0"),
-])
-def test_every_node_uses_its_own_interfaces(rank: int, names: tuple[str, ...], interfaces: dict[str, str],
-                                            environment: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "names", "interfaces", "environment"),
+    [
+        (0, ("eth0", "ib0", "mgmt0"), {"local": "lo", "tcp": "eth0", "rdma": "ib0"}, "=eth0"),
+        (2, ("mgmt0", "eth1", "roce0"), {"local": "lo", "tcp": "eth1", "rdma": "roce0"}, "=eth1"),
+        (4, ("eth0", "mgmt0"), {"local": "lo", "tcp": "eth0"}, "=eth0"),
+    ],
+)
+def test_every_node_uses_its_own_interfaces(
+    rank: int, names: tuple[str, ...], interfaces: dict[str, str], environment: str
+) -> None:
     made = transports.node_transports(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
     assert {k: v[0] for k, v in made.interfaces.items()} == interfaces
     assert made.environment["NCCL_SOCKET_IFNAME"] == environment
@@ -187,18 +221,23 @@ def test_groups_get_the_interface_of_their_transport() -> None:
     assert made.interface(transport_of(single, "dp", 0, 1)) == "eth0"
 
 
-@pytest.mark.parametrize(("names", "changes", "match"), [
-    (("eth0",), {}, "no ib interface"),
-    (("eth0", "ib0"), {"ib0": {"up": False}}, "ib interface ib0 is down"),
-    (("eth0", "ib0"), {"ib0": {"address": None}}, "ib interface ib0 has no IPv4 address"),
-    (("ib0",), {}, "no ethernet interface"),
-    (("eth0", "mgmt0", "ib0"), {"eth0": {"up": False}}, "eth0 is down, and mgmt0 is no substitute"),
-])
-def test_a_missing_network_is_one_line_with_node_nic_and_cure(names: tuple[str, ...], changes: dict[str, Any],
-                                                              match: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "changes", "match"),
+    [
+        (("eth0",), {}, "no ib interface"),
+        (("eth0", "ib0"), {"ib0": {"up": False}}, "ib interface ib0 is down"),
+        (("eth0", "ib0"), {"ib0": {"address": None}}, "ib interface ib0 has no IPv4 address"),
+        (("ib0",), {}, "no ethernet interface"),
+        (("eth0", "mgmt0", "ib0"), {"eth0": {"up": False}}, "eth0 is down, and mgmt0 is no substitute"),
+    ],
+)
+def test_a_missing_network_is_one_line_with_node_nic_and_cure(
+    names: tuple[str, ...], changes: dict[str, Any], match: str
+) -> None:
     with pytest.raises(NetworkError, match=match) as e:
-        transports.node_transports(spawn.plan(pp=3, dp=2), 0, nics(*names, **changes), "ib7", one_host=False,
-                                   cuda=False)
+        transports.node_transports(
+            spawn.plan(pp=3, dp=2), 0, nics(*names, **changes), "ib7", one_host=False, cuda=False
+        )
     assert "ib7" in str(e.value) and e.value.hint
 
 
@@ -226,7 +265,7 @@ def test_a_container_without_infiniband_in_sysfs_is_not_refused_for_that_alone()
         transports.node_transports(plan, 0, bare, "n", one_host=False, cuda=True)
     made = transports.node_transports(plan, 0, replace(bare, verbs=True), "n", one_host=False, cuda=True)
     assert "NCCL_IB_HCA" not in made.environment and "rdma" not in made.interfaces
-    line, = transports.remarks(made, {}, [])
+    (line,) = transports.remarks(made, {}, [])
     assert line.startswith("node n: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its ib")
 
 
@@ -247,10 +286,13 @@ def test_the_sites_names_reach_the_rank_and_a_nodes_own_win() -> None:
         transports.site_nics(plan, 0, nics("eth0"), "ib9", {})
 
 
-@pytest.mark.parametrize(("changes", "settings"), [
-    ({"ethernet_gbps": 100.0}, {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}),  # one rank a node
-    ({"ethernet_gbps": 5.0}, {}),
-])
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"ethernet_gbps": 100.0}, {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}),  # one rank a node
+        ({"ethernet_gbps": 5.0}, {}),
+    ],
+)
 def test_sockets_get_connections_for_the_plans_rate(changes: dict[str, Any], settings: dict[str, str]) -> None:
     plan, here = with_fabric(spawn.plan(pp=3, dp=2), **changes), replace(nics("eth0", "ib0"), verbs=True)
     made = transports.node_transports(plan, 0, here, "n", one_host=False, cuda=True)
@@ -270,12 +312,16 @@ def test_a_link_that_is_said_gives_the_rate_between_its_fabrics() -> None:
     assert made.defaults == nccl.socket_settings(40.0, 1) != {}
 
 
-@pytest.mark.parametrize(("environ", "match"), [
-    ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket"), ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
-    ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME=ib0 rules out eth0"),
-    ({"GLOO_SOCKET_IFNAME": "mgmt0"}, "GLOO_SOCKET_IFNAME=mgmt0"),
-    ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
-])
+@pytest.mark.parametrize(
+    ("environ", "match"),
+    [
+        ({"NCCL_NET": "Socket"}, "NCCL_NET=Socket"),
+        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME=ib0 rules out eth0"),
+        ({"GLOO_SOCKET_IFNAME": "mgmt0"}, "GLOO_SOCKET_IFNAME=mgmt0"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
+    ],
+)
 def test_variables_that_would_choose_otherwise_are_refused(environ: dict[str, str], match: str) -> None:
     made = transports.node_transports(spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False)
     assert transports.refuse(made, {}, []) == []
@@ -286,8 +332,10 @@ def test_variables_that_would_choose_otherwise_are_refused(environ: dict[str, st
 
 def test_ranks_that_share_a_node_by_plan_must_do_so() -> None:
     plan = spawn.plan(tp=2, pp=2)
+
     def node(name: str) -> NodeTransports:
         return NodeTransports(name, "f", {}, {}, False)
+
     transports.check_places(plan, [node("a"), node("a"), node("b"), node("b")])
     with pytest.raises(NetworkError, match="rank 1 is planned on the node of its neighbours, a, and runs on b"):
         transports.check_places(plan, [node("a"), node("b"), node("a"), node("b")])
@@ -295,10 +343,14 @@ def test_ranks_that_share_a_node_by_plan_must_do_so() -> None:
         transports.check_places(plan, [node("a")] * 4)
 
 
-@pytest.mark.parametrize(("text", "hint"), [
-    ("Unable to find address for: ib0", "give ib0 an IPv4 address"),
-    ("connect: Network is unreachable", "connect the networks"), ("timed out", "reach each other over ib0"),
-])
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("Unable to find address for: ib0", "give ib0 an IPv4 address"),
+        ("connect: Network is unreachable", "connect the networks"),
+        ("timed out", "reach each other over ib0"),
+    ],
+)
 def test_an_error_of_a_group_names_group_ranks_and_transport(text: str, hint: str) -> None:
     plan = spawn.plan(pp=3, dp=2)
     error = transports.as_network_error(RuntimeError(text), "dp", (0, 1), transport_of(plan, "dp", 0, 1), "ib1", "ib0")
