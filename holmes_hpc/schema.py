@@ -177,7 +177,7 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
         value = float(value)  # of numpy's too, which msgspec does not know
     try:
         msgspec.convert(value, _bounded(cls, name), strict=True)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeError):  # half of a surrogate pair is no text
         return False
     return True
 

@@ -106,6 +106,7 @@ def test_plans(document: Any) -> None:
 
 
 @given(changed(SITE))
+@example(at(SITE, "ethernet_gbps", value="\ud800"))
 @settings(max_examples=25)
 def test_site_files(document: Any) -> None:
     with one_line():
@@ -166,6 +167,13 @@ LINE = {
 
 
 @given(changed({"run": RUN, "exit": EXIT, "result": RESULT, "line": LINE}))
+@example({"exit": at(EXIT, "rank", gone=True)})
+@example({"exit": at(EXIT, "rank", value=None)})
+@example({"exit": at(EXIT, "time", value="a")})
+@example({"exit": at(EXIT, "attempt", value={})})
+@example({"exit": at(EXIT, "attempt", value=float("inf"))})
+@example({"run": at(RUN, "attempts", value=True)})
+@example({"run": at(RUN, "attempts", value=False)})
 @settings(max_examples=25)
 def test_run_records(document: Any) -> None:
     said = {**{"run": None, "exit": None, "result": None, "line": None}, **document}

@@ -266,9 +266,12 @@ class RunDirectory:
     def read_exits(self) -> list[dict[str, Any]]:
         """Ends of the latest attempt's ranks, by time: the first failed one is the cause, the others follow from it."""
         attempt = self.attempt
-        found = [data for path in self.exits.glob("rank-*.json") if (data := _read_json(path)) is not None]
-        kept = [data for data in found if int(data.get("attempt") or 0) >= attempt]
-        return sorted(kept, key=lambda data: (float(data.get("time") or 0), int(data.get("rank") or 0)))
+        found = []
+        for path in self.exits.glob("rank-*.json"):
+            data = _read_json(path)
+            if data is not None and (order := _order(data)) is not None and order[0] >= attempt:
+                found.append((*order[1:], data))
+        return [data for _, _, data in sorted(found, key=lambda each: each[:2])]
 
     def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
         """Record how the latest attempt ended; True when this became the record.
@@ -359,6 +362,15 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def _order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
+    """(attempt, time, rank) of a rank's end; None where it does not say them."""
+    try:
+        attempt, ended = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
+        return attempt, ended, int(exit_record["rank"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _plain(value: Any) -> Any:
