@@ -76,7 +76,8 @@ def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     assert [ended.codes[r] for r in (0, 1, 3)] == [1, 1, 1], ended.output
     assert any(re.search(r"step \d+ takes longer than 8 s", e["error"]) for e in ended.run.read_exits())
     for rank in (0, 1, 3):
-        assert "stacks of all threads" in ended.log(rank) and "_one_step" in ended.log(rank)
+        stacks = ended.log(rank).partition("stacks of all threads")[2]
+        assert "holmes_hpc/training/loop.py" in stacks  # in a step, or (rank 0) in what follows one
 
 
 def stick(path: Path) -> int:
