@@ -41,7 +41,7 @@ from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 from holmes_hpc.training.rank.watchdog import LONG, Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
 
-SLOW_STEP_S = 1.0  # beside it, waiting for what the others say of a step is nothing
+LINE_WAIT_S, LINE_WAIT = 0.02, 0.002  # at most so long, and such a part of a step, a step's line is waited for
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
@@ -204,8 +204,8 @@ class Trainer:
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             began = self._between_steps(any_rank, ended)
-            if step_time_s > SLOW_STEP_S:  # its line is not to wait for the next one
-                self._finish_record()
+            if self._gathering is not None and self._gathering.ready(min(LINE_WAIT_S, LINE_WAIT * step_time_s)):
+                self._finish_record()  # else after the next step: no stage waits for a slower one to tell its figures
         self._finish_record()
         self.control_flags.finish()
         self._settle()

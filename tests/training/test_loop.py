@@ -29,14 +29,12 @@ def test_what_was_loaded_is_thrown_away_at_the_end(tmp_path: Path, monkeypatch: 
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize(("limit_s", "lines"), [(-1.0, "step line step line line"), (60.0, "step step line")])
-def test_the_line_of_a_slow_step_does_not_wait_for_the_next(
-    limit_s: float, lines: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "SLOW_STEP_S", limit_s)
+@pytest.mark.parametrize(("come", "lines"), [(True, "step line step line line"), (False, "step step line")])
+def test_a_step_whose_figures_have_come_has_its_line_before_the_next(come: bool, lines: str) -> None:
     trainer, done = MagicMock(), list[str]()
     trainer.step, trainer.settings.steps, trainer.trace = 0, 2, None
     trainer._one_step.return_value = [], {}
+    trainer._gathering.ready.return_value = come
     trainer.control_flags.exchange.return_value = AnyRank()
     trainer._between_steps.side_effect = lambda _, ended: ended
     trainer._record.side_effect = lambda *_: done.append("step")

@@ -100,6 +100,15 @@ class Gathering:
         self.rows = [torch.empty_like(own) for _ in range(world_size)] if rank == 0 else None
         self._work = dist.gather(own, self.rows, dst=0, group=group, async_op=True)
 
+    def ready(self, wait_s: float) -> bool:
+        """Whether they have come, at the latest in so long."""
+        end = time.perf_counter() + wait_s
+        while not self._work.is_completed():
+            if time.perf_counter() > end:
+                return False
+            time.sleep(wait_s / 10)
+        return True
+
     def finish(self) -> list[torch.Tensor] | None:
         """Every rank's row, on rank 0."""
         self._work.wait()
