@@ -84,9 +84,8 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
         "slurm": {},
         "attempts": [],
     }
-    for key, value in empty.items():
-        if isinstance(value, (dict, list)) and not isinstance(data.get(key), (type(value), type(None))):
-            raise RecordError(f"{key} is {data[key]!r}", where=where, hint="restore the file")
+    if not isinstance(data.get("attempts"), (list, type(None))):
+        raise RecordError(f"attempts is {data['attempts']!r}", where=where, hint="restore the file")
     return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
 
 
