@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def resumed(out: Path, seeds: Iterable[int], measured: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows of `out`, a line each, to which those of `seeds` that it lacks are added as they are measured."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    for seed in seeds:
+        if any(row["seed"] == seed for row in rows):
+            continue
+        rows.append(measured(seed))
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -142,21 +155,18 @@ def main() -> None:
     parser.add_argument("--told", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="the first")
     arguments = parser.parse_args()
-    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
-    for seed in range(arguments.seed, arguments.seed + arguments.sites):
-        if any(row["seed"] == seed for row in rows):
-            continue
-        told = arguments.told * (MORE if seed < THOROUGH else 1)
-        rows.append(measured(seed, told))
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        r = rows[-1]
+
+    def of(seed: int) -> dict[str, Any]:
+        r = measured(seed, arguments.told * (MORE if seed < THOROUGH else 1))
         print(
             f"{seed:4} {r['model']:11} {r['ethernet_gbps']:5g} Gb/s, {len(r['fabrics'])} fabrics:"
             f" {r['free_s'] or float('nan'):8.3f} s in {r['search_cpu_s']:5.1f} s, regret {r['regret']:6.2%}"
             f" against {r['told']} ({r['best_told']})",
             flush=True,
         )
+        return r
+
+    rows = resumed(arguments.out, range(arguments.seed, arguments.seed + arguments.sites), of)
     print("\n".join(summary(rows)))
 
 

@@ -12,12 +12,13 @@ added to OUT.jsonl, and sites that are there are not planned again.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import Any
+
+from planner_regret import resumed
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -143,14 +144,13 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first")
     arguments = parser.parse_args()
-    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
-    for seed in range(arguments.seed, arguments.seed + arguments.sites):
-        if any(row["seed"] == seed for row in rows):
-            continue
-        rows.append(measured(seed))
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(f"{seed:4} {rows[-1]['regret']:+7.2%}  {' + '.join(rows[-1]['fabrics'])}: {rows[-1]['plan']}", flush=True)
+
+    def of(seed: int) -> dict[str, Any]:
+        row = measured(seed)
+        print(f"{seed:4} {row['regret']:+7.2%}  {' + '.join(row['fabrics'])}: {row['plan']}", flush=True)
+        return row
+
+    rows = resumed(arguments.out, range(arguments.seed, arguments.seed + arguments.sites), of)
     regrets = [max(0.0, row["regret"]) for row in rows]
     print(f"{len(rows)} sites: mean regret {sum(regrets) / len(regrets):.2%}, worst {max(regrets):.2%}")
 

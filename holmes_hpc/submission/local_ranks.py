@@ -8,7 +8,6 @@ their own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -22,8 +21,9 @@ from submitit.core.submission import process_job
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalJobEnvironment
 
+from holmes_hpc.lifetime import end_with
+
 F = TypeVar("F", bound=Callable[..., Any])
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 PICKLE_WAIT_S = 60  # as submitit: the job's number, and so its pickle's name, is known only after its start
 
 
@@ -85,9 +85,7 @@ def _forked(ranks: int, folder: Path) -> int | None:
 
 def _be(rank: int, ranks: int, paths: JobPaths, both: bool, parent: int) -> None:
     """Make this fork the task `rank`; it ends with its parent, however that ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with(parent)
     os.environ.update(
         SUBMITIT_LOCAL_NTASKS=str(ranks), SUBMITIT_LOCAL_LOCALID=str(rank), SUBMITIT_LOCAL_GLOBALID=str(rank)
     )

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.local_ranks import loads_first
@@ -40,8 +39,7 @@ def rank_here(config: dict[str, Any]) -> None:
 def begin(tmp_path: Path) -> tuple[Any, RunDirectory, dict[int, int]]:
     """The job, its directory, and each rank's (process: parent), when all ranks run."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
-    plan = plans.plan("local", nodes=1, site=site)
+    plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
     job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
     while True:

@@ -49,6 +49,12 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
     )
 
 
+def local_plan() -> Plan:
+    """Two ranks of this machine."""
+    own = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    return plan("local", nodes=1, site=own)
+
+
 CONFIG: dict[str, Any] = {"train": {"steps": 4, "max_restarts": 0}}
 
 

@@ -91,11 +91,7 @@ class RoutedOrder:
 
     def passes(self, row: int) -> list[Pass]:
         """What `row` computes: forward passes up to its depth less one, then one forward and one backward in turn."""
-        forward = [Pass(True, m, 0) for m in self.own(row)]
-        backward = [Pass(False, m, 0) for m in self.own(row)]
-        ahead = self.depth(row) - 1
-        paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
-        return [*forward[:ahead], *paired, *backward[len(forward) - ahead :]]
+        return [Pass(not number & 1, number >> 1, 0) for number in self.numbers(row)]
 
     def numbers(self, row: int) -> list[int]:
         """:meth:`passes`, each as a number: twice its micro-batch, and one more if it is a backward pass."""

@@ -7,13 +7,10 @@ the layout it was saved under. What makes a directory a checkpoint is in checkpo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
 import queue
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +33,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, RunFailed
+from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
@@ -50,7 +48,6 @@ METADATA = {
 }
 RESULT_WAIT_S = 30  # after the writer has ended
 LOOK_S = 0.05  # while a save is waited for
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ERRORS = (CheckpointingException, CheckpointException)
 
 
@@ -411,22 +408,14 @@ def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncReques
 
     def write_and_check(*args: Any, **kwargs: Any) -> None:
         writer = os.getpid()
-        _end_with(own_rank)
-        os.register_at_fork(after_in_child=lambda: _end_with(writer))  # Megatron-Core forks one more for the file
+        end_with(own_rank)
+        os.register_at_fork(after_in_child=lambda: end_with(writer))  # Megatron-Core forks one more for the file
         write(*args, **kwargs)
         own = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
         with contextlib.suppress(OSError):  # of a full disk the writer itself tells
             (path / f".crc-{rank}.json").write_text(json.dumps(own))
 
     return request._replace(async_fn=write_and_check)
-
-
-def _end_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends, however that ends. Elsewhere than on Linux nobody does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it has ended before it was asked for
-            os._exit(1)
 
 
 def _inner_error(error: BaseException) -> Any:

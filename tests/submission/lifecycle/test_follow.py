@@ -18,7 +18,6 @@ import pytest
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, RunFailed, SubmissionError
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
@@ -350,8 +349,7 @@ def rank_here(config: dict[str, Any]) -> dict[str, Any]:
 
 def here(tmp_path: Path, **config: Any) -> RunDirectory:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
-    plan = plans.plan("local", nodes=1, site=site)
+    plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
     job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
     code = follow(run, job, poll_s=0.1)
@@ -387,13 +385,8 @@ def waits_here(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("what", ["cancel", "go"])
 def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
-    run = RunDirectory.create(
-        tmp_path / "run", plan_text=plans.plan("local", nodes=1, site=site).to_yaml(), config=plans.CONFIG
-    )
-    job = run_plan_here(
-        plans.plan("local", nodes=1, site=site), run.path, waits_here, run.config, SlurmSettings(timeout_min=1)
-    )
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.local_plan().to_yaml(), config=plans.CONFIG)
+    job = run_plan_here(plans.local_plan(), run.path, waits_here, run.config, SlurmSettings(timeout_min=1))
     while not run.metrics():
         time.sleep(0.05)
     os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it

@@ -64,9 +64,8 @@ def rank(config):
 def plan_job(cfg, where):
     if cfg.x > 8:
         raise PlanError(f"x is {{cfg.x}}", where="plan", hint="use less")
-    site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     config = {{"x": cfg.x, "good": cfg.good, "train": {{"steps": 1, "max_restarts": 0}}}}
-    return Planned(plans.plan("local", nodes=1, site=site), config, rank, SlurmSettings(timeout_min=1))
+    return Planned(plans.local_plan(), config, rank, SlurmSettings(timeout_min=1))
 
 def app(cfg):
     raise AssertionError("a job with a plan is run by its ranks")
