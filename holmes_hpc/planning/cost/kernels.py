@@ -84,21 +84,21 @@ class Stack:
     `transfer`: share of the nominal rate that collectives in a node, those over InfiniBand and stage transfers reach.
     """
 
-    product: Share = 0.998
+    product: Share = 0.965
     memory: Share = 0.85
-    stream: Share = 0.775
+    stream: Share = 0.817
     flash: Share = 1.0
-    flash1: Share = 0.557
-    unfused: Share = 0.848
-    loose: Share = 1.99
-    loss_bytes: Share = 7.06
-    launch_s: Time = 2.99e-5
-    gap_s: Time = 5.93e-6
-    pass_s: Time = 9.2e-4
-    step_s: Time = 1.55e-3
+    flash1: Share = 0.576
+    unfused: Share = 0.916
+    loose: Share = 1.87
+    loss_bytes: Share = 8.48
+    launch_s: Time = 2.82e-5
+    gap_s: Time = 4.57e-6
+    pass_s: Time = 1.5e-3
+    step_s: Time = 2.47e-3
     ring_s: Time = 2e-5
     hop_s: Time = 7e-6
-    local: Share = 0.64
+    local: Share = 0.679
     ib: Share = 0.92
     transfer: Share = 0.9
 
