@@ -154,6 +154,14 @@ def test_data_are_looked_at_before_anything_is_planned(holmes, tmp_path):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_data_are_not_tokenized_without_what_joins_them(holmes, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("all work and no play")
+    monkeypatch.setattr("holmes_hpc.extras.find_spec", lambda name: None if name == "torch" else name)
+    done = holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d"))
+    refused(done, "the package torch is not installed", "pip install 'holmes-hpc[train]'")
+    assert not list(tmp_path.glob("d*"))
+
+
 def test_data_are_not_overwritten_unasked(holmes, tmp_path):
     (tmp_path / "texts" / "below").mkdir(parents=True)
     for name in ("texts/a.txt", "texts/below/b.txt", "texts/.hidden", "c.txt"):
@@ -366,6 +374,7 @@ def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     assert code == 0
     assert json.loads(out)["step_time_s"] > own["step_time_s"]
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert holmes(*layout, "--json", "--hidden", "3080", "--head-dim", "96")[0] == 0  # no multiple of the heads
     refused(holmes("predict"), "PLAN", "--site")
     refused(holmes("predict", "--site", str(site), "--layers", "30"), "--global-batch")
     refused(holmes("predict", "--site", str(site), "--layers", "30", "--global-batch", "8"), "--sequence")

@@ -42,6 +42,32 @@ def test_untitled_blocks_run_as_they_stand(page, tmp_path):
     run_block("".join(text for title, text in own_blocks(page) if not title), tmp_path)
 
 
+def titled(start: str) -> list[Path]:
+    return [page for page in PAGES if any(title.startswith(start) for title, _ in own_blocks(page))]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("page", titled("needs holmes-hpc[train]"), ids=lambda page: page.stem)
+def test_blocks_that_train_without_root_run_as_they_stand(page, tmp_path):
+    for title, text in own_blocks(page):
+        if title.startswith("needs holmes-hpc[train]"):
+            run_block(text, tmp_path)
+    (result,) = (tmp_path / "runs").glob("*/result.json")
+    assert '"state": "completed"' in result.read_text()
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("page", titled("on the testbed"), ids=lambda page: page.stem)
+def test_blocks_on_the_testbed_run_as_they_stand(testbed, page, tmp_path):
+    for title, text in own_blocks(page):
+        if title.startswith("on the testbed"):
+            *lines, last = text.strip().splitlines()
+            assert last == "holmes testbed down"  # the other tests go on using it
+            run_block("\n".join(lines), tmp_path)
+    (result,) = (tmp_path / "runs").glob("*/result.json")
+    assert '"state": "completed"' in result.read_text()
+
+
 def test_titles_say_where_a_block_runs():
     for page in PAGES:
         for title, _ in blocks(page, "sh"):

@@ -9,6 +9,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.extras import need
 
 group = typer.Typer(no_args_is_help=True, help="Data sets.")
 
@@ -28,8 +29,6 @@ def data_prepare(
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
     """
-    from holmes_hpc.training.data import prepare
-
     if not output:
         raise ConfigError("no output", where="data prepare", hint="give -o PREFIX")
     if bool(files) == stdlib:
@@ -38,6 +37,10 @@ def data_prepare(
             where="data prepare",
             hint="give FILES, or --stdlib",
         )
+    need("torch")  # before everything is tokenized: what joins the parts is Megatron-Core's
+    need("megatron")
+    from holmes_hpc.training.data import prepare
+
     made = (
         prepare.demo_corpus(output, progress=console.Progress(), force=force)
         if stdlib

@@ -12,7 +12,7 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, SiteFile, app, check_output, configuration
-from holmes_hpc.config.plan_options import RECOMPUTE
+from holmes_hpc.config.plan_options import RECOMPUTE, SCHEDULES
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.metrics import PART_NAMES
 
@@ -46,7 +46,7 @@ def predict(
     recompute_layers: Annotated[
         int | None, typer.Option(help="Layers of each stage that full recomputation computes again. [all]")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b, interleaved or ahead; auto: as `plan` would choose")] = "auto",
+    schedule: Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}; auto: as `plan` would choose")] = "auto",
     sequence_parallel: Annotated[bool, typer.Option(help="Activations split over the TP ranks.")] = False,
     distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
     transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
@@ -214,8 +214,7 @@ def _interval(found: tuple[float, float] | None) -> list[tuple[str, str]]:
 def _model(name: str | None, sequence: int, **said: float | None) -> ModelSpec:
     """A named model, with what is said of it instead, or a GPT of the given sizes."""
     from holmes_hpc.config.composition import load
-    from holmes_hpc.config.model import ModelSpec
-    from holmes_hpc.schema import make
+    from holmes_hpc.config.models import gpt
 
     given: dict[str, Any] = {k: v for k, v in said.items() if v is not None}
     if name is not None:
@@ -224,23 +223,7 @@ def _model(name: str | None, sequence: int, **said: float | None) -> ModelSpec:
     missing = [f"--{k}" for k in ("layers", "hidden", "heads") if k not in given]
     if missing:
         raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
-    return make(
-        ModelSpec,
-        {
-            "name": "gpt",
-            "vocab": 51200,
-            "ffn": 4 * given["hidden"],
-            "kv_heads": given["heads"],
-            "swiglu": False,
-            "rmsnorm": False,
-            "rope": False,
-            "tied": True,
-            "bias": True,
-            "max_positions": sequence,
-            **given,
-        },
-        "model",
-    )
+    return gpt(**{"name": "gpt", "vocab": 51200, "positions": sequence, "tied": True, **given})
 
 
 def _batch(model: str | None, global_batch: int | None, micro_batch: int | None, sequence: int | None) -> Batch:
@@ -262,11 +245,11 @@ def _chosen_layout(config: Configuration, on: Site, costs: Costs) -> Plan:
     """The layout that --tp, --pp, --dp, … give, with the schedule and the recomputation that `plan` would choose where
     they are not given: of those that fit the shortest step, the plainer of equals."""
     from holmes_hpc.planning.request import given_layout
+    from holmes_hpc.planning.schedule.orders import in_question
 
     plan = config.plan
-    own = "1f1b" if (plan.virtual_stages or 1) == 1 else "interleaved"
-    free = plan.schedule == "auto" and plan.transport == "holmes" and (plan.pp or 1) > 1
-    schedules = (own, "ahead") if free else (own if plan.schedule == "auto" else plan.schedule,)
+    background = plan.transport == "holmes" and (plan.pp or 1) > 1
+    schedules = in_question(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the plainer first
     made = [
         given_layout(replace(config, plan=replace(plan, recompute=again, schedule=schedule)), on, costs)
         for again in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))

@@ -209,6 +209,7 @@ def status(
     from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import UNKNOWN
+    from holmes_hpc.submission.lifecycle.outcome import unsaid
     from holmes_hpc.submission.lifecycle.status import run_statuses
     from holmes_hpc.submission.sweeps.status_table import is_sweep
 
@@ -255,7 +256,7 @@ def status(
         if s.error:
             rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
             console.text(f"\n{s.name}: {rank}{s.error}")
-            for line in s.log_tail:
+            for line in unsaid(s.log_tail, s.error):
                 console.text(f"  | {line}")
 
 

@@ -101,23 +101,13 @@ def _qwen3(name: str, layers: int, hidden: int, heads: int, ffn: int, tied: bool
     )
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool) -> ModelSpec:
-    """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020): GELU, LayerNorm, biases, learned positions."""
-    return ModelSpec(
-        name,
-        layers,
-        hidden,
-        heads,
-        vocab,
-        ffn=4 * hidden,
-        kv_heads=heads,
-        swiglu=False,
-        rmsnorm=False,
-        rope=False,
-        tied=tied,
-        bias=True,
-        max_positions=positions,
-    )
+def gpt(
+    name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **more: Any
+) -> ModelSpec:
+    """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020): GELU, LayerNorm, biases, learned positions. `more`:
+    other keys of a model, or `ffn` and `kv_heads` instead of theirs."""
+    theirs = {"ffn": 4 * hidden, "kv_heads": heads, "swiglu": False, "rmsnorm": False, "rope": False, "bias": True}
+    return ModelSpec(name, layers, hidden, heads, vocab, max_positions=positions, tied=tied, **{**theirs, **more})
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -125,11 +115,11 @@ MODELS: dict[str, ModelSpec] = {
     for m in (
         # Bytes and an end-of-document token; a step takes a CPU seconds at most.
         ModelSpec("gpt_tiny", 8, 256, 8, 257, ffn=640, kv_heads=8, max_positions=256),
-        _gpt("gpt_small", 12, 768, 12, 50257, 1024, tied=True),
+        gpt("gpt_small", 12, 768, 12, 50257, 1024, tied=True),
         _paper("gpt_3_6b", 30, 3072, 32, 50304),
         _paper("gpt_7_5b", 36, 4096, 32, 50304),
         _paper("gpt_39b", 48, 8192, 64, 51200),
-        _gpt("gpt3_175b", 96, 12288, 96, 51200, 2048, tied=False),
+        gpt("gpt3_175b", 96, 12288, 96, 51200, 2048, tied=False),
         _llama("llama2_7b", 32, 4096, 32, 32000, 11008, 32, 4096),
         _llama("llama2_70b", 80, 8192, 64, 32000, 28672, 8, 4096),
         _llama("llama3_8b", 32, 4096, 32, 128256, 14336, 8, 8192, 500000.0),

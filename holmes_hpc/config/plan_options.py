@@ -11,7 +11,8 @@ from holmes_hpc.schema import check, key
 
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved", "ahead")  # Megatron-Core's two, and this project's own
+MEGATRON_SCHEDULES = ("1f1b", "interleaved")  # run by Megatron-Core's own functions
+SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # what they are: planning/schedule/orders.py
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
 PARTITIONS = ("exact", "proportional", "uniform")
@@ -19,7 +20,11 @@ PARTITIONS = ("exact", "proportional", "uniform")
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
     """Why Megatron-Core's own exchange between stages would ignore what is said of edges; empty if nothing is."""
-    if transport != "single" or schedule == "ahead" or (edge_dtype == "same" and edge_connections == 1):
+    if (
+        transport != "single"
+        or schedule not in ("auto", *MEGATRON_SCHEDULES)
+        or (edge_dtype == "same" and edge_connections == 1)
+    ):
         return ""
     said = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
     return f"{said} does nothing with transport=single under Megatron-Core's own schedules"

@@ -13,6 +13,7 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
+from holmes_hpc.planning.schedule.orders import megatrons_own
 from holmes_hpc.planning.search.alternatives import PREDICTED
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
@@ -173,7 +174,7 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
     cost = stage_transfer_cost(plan, costs)
     if cost is None:
         return []
-    own = "1F1B" if plan.parallel.virtual_stages == 1 else "interleaved schedule"
+    own = megatrons_own(plan.parallel.virtual_stages).words
     text = (
         f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
         f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch. Those of a step, "
@@ -181,7 +182,7 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
         f"beside computing and each other: the step is {max(0.0, cost.exposed_s):.3g} s longer than without "
         "transfers"
     )
-    if plan.schedule.kind == "ahead":
+    if plan.order.schedule.megatron is None:
         text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
     return [f"{text}."]
 

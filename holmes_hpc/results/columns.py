@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
 
 RUN_COLUMNS: dict[str, tuple[str, str]] = {
@@ -46,7 +47,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "plan_id": ("string", "what the plan does, as 12 hex digits"),
     "strategy": ("string", "one-fabric, pipeline or hierarchical-dp"),
     "transport": ("string", "holmes: the best of each group; single: plain Megatron-LM's one for all"),
-    "schedule": ("string", "1f1b, interleaved or ahead"),
+    "schedule": ("string", ", ".join(SCHEDULES)),
     "recompute": ("string", "none, selective or full"),
     "edge_dtype": ("string", "of activations on TCP edges"),
     "overlap": ("boolean", "gradient reduction and parameter gather overlapped with computing"),

@@ -16,7 +16,7 @@ from typing import Any
 from submitit.core import utils
 
 from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
-from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.errors import HolmesError, SubmissionError, nearest
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
@@ -33,7 +33,8 @@ WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint en
 
 
 class RankTask:
-    """What each task runs: `function(config)`; submitit's checkpoint protocol goes on as long as steps are gained."""
+    """What each task runs: `function(config)`; submitit's checkpoint protocol goes on as long as steps are gained. An
+    error of our own is a line of the log, without a stack, which submitit would add."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any]) -> None:
         self.function, self.config = function, dict(config)
@@ -42,7 +43,11 @@ class RankTask:
         # submitit lets tasks live through SIGTERM until they are killed; so would a whole job whose one rank died.
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return self.function(self.config)
+        try:
+            return self.function(self.config)
+        except HolmesError as e:
+            print(f"failed: {e}", flush=True)
+            sys.exit(e.exit_code)
 
     def checkpoint(self) -> utils.DelayedSubmission | None:
         """Called in rank 0 when the job is preempted or out of time, if the function did not handle that itself."""

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError, HolmesError
-from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.schedule.orders import Order, megatrons_own
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
@@ -135,13 +135,8 @@ class Trainer:
         )
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = schedules.forward_backward(plan, self.trace)
-        if self.trace is not None and not schedules.runs_ahead(plan):
-            order = Order(
-                "interleaved" if len(self.models) > 1 else "1f1b",
-                plan.parallel.pp,
-                plan.micro_batches,
-                len(self.models),
-            )
+        if self.trace is not None and not schedules.in_background(plan):
+            order = Order(megatrons_own(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             self.model_config.timers = TracedTimers(self.breakdown, self.trace, order.passes(pipeline_rank))
         everyone = range(plan.world_size)
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD

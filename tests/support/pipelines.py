@@ -43,6 +43,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from holmes_hpc.planning.schedule.orders import SCHEDULES
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.plan import GroupTransport
 from holmes_hpc.planning.spec.transport import TCP
@@ -57,12 +58,12 @@ SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
 
 @dataclass
 class Case:
-    """`layers`: per stage, and per chunk within. `micro_batches`: of each step in turn, again from the first when there
-    are more steps. `schedule`: megatron (its own communicator), edges (Megatron's schedule over ours), ahead.
-    `delay_s`: a transfer takes a random time up to that. `rate`: bytes per second of each, at most. `pace_s`: a layer's
-    forward takes that long, its backward twice as long, by waiting. `as_on_gpu`: a warm-up before
-    the first step, receives posted in NCCL's order, and the worst that a GPU can do: every launch waits for the one
-    before it, a send until it is received."""
+    """`layers`: per stage, and per chunk within. `micro_batches`: of each step in turn, again from the first when
+    there are more steps. `schedule`: megatron (its own communicator), edges (Megatron's schedule over ours), or one
+    of SCHEDULES that exchanges in the background. `delay_s`: a transfer takes a random time up to that. `rate`:
+    bytes per second of each, at most. `pace_s`: a layer's forward takes that long, its backward twice as long, by
+    waiting. `as_on_gpu`: a warm-up before the first step, receives posted in NCCL's order, and the worst that a GPU
+    can do: every launch waits for the one before it, a send until it is received."""
 
     layers: list[list[int]]
     micro_batches: list[int]
@@ -276,8 +277,10 @@ def run(case: Case) -> dict[str, Any]:
             "p2p_communicator": communicator(case, config),
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
-    if case.schedule == "ahead":
-        schedule = functools.partial(run_ahead, in_flight=case.in_flight, tracer=events.append if case.trace else None)
+    if case.schedule in SCHEDULES:
+        schedule = functools.partial(
+            run_ahead, kind=case.schedule, in_flight=case.in_flight, tracer=events.append if case.trace else None
+        )
     losses, digests, times, ends = [], [], [], []
     if case.as_on_gpu:
         with_edges["p2p_communicator"].on_device = True

@@ -231,11 +231,11 @@ def held_passes(order: Order, stage: int) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _posted(order: Order) -> tuple[int, ...]:
-    """Stage transfers that each stage holds buffers for: received and sent, ahead of need in this project's
-    schedule."""
+    """Stage transfers that each stage holds buffers for: received and sent, ahead of need where it exchanges in the
+    background."""
     if order.stages == 1:
         return (0,)
-    if order.kind != "ahead":
+    if order.schedule.megatron:
         return (2,) * order.stages
     windows = [0, *(order.window_below(s) for s in range(order.stages - 1)), 0]
     return tuple(2 * (above + below) for above, below in pairwise(windows))

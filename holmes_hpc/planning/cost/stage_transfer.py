@@ -11,7 +11,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import timing
-from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.schedule.orders import megatrons_own
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.planning.spec.widths import Widths
@@ -57,8 +57,8 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     if both[at] <= 0:
         return None
     chunks = p.virtual_stages
-    kind = "1f1b" if chunks == 1 else "interleaved"
-    own = replace(layout, schedule=Schedule(kind, in_flight(p.pp, layout.order.micro_batches, chunks)))
+    theirs = megatrons_own(chunks)
+    own = replace(layout, schedule=Schedule(theirs.name, theirs.in_flight(p.pp, layout.order.micro_batches, chunks)))
     computing = float((d.forward + d.backward)[0].sum(axis=1).max())
     one_way_s = float(both[at]) / 2
     return StageTransferCost(

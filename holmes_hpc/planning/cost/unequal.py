@@ -24,6 +24,7 @@ from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes, collective
 from holmes_hpc.planning.cost.uncertainty import interval_s
+from holmes_hpc.planning.schedule.orders import FOR_UNEQUAL
 from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, ends, went
 from holmes_hpc.planning.spec.parallel import Parallel
@@ -135,7 +136,7 @@ class Unequal:
                 batch,
                 parallel,
                 self.recompute,
-                Schedule("ahead", (1,) * self.widths.pp),
+                Schedule(FOR_UNEQUAL.name, (1,) * self.widths.pp),
                 alike,
                 self.site,
                 self.costs,
@@ -315,7 +316,7 @@ class Unequal:
         """Bytes of a rank by the layers on every stage, (layers, S), where all stages hold so many micro-batches."""
         return self._once(
             ("memory", id(view), depth),
-            lambda: memory(view.varied(Schedule("ahead", (depth,) * self.widths.pp)), self._rows).total(),
+            lambda: memory(view.varied(Schedule(FOR_UNEQUAL.name, (depth,) * self.widths.pp)), self._rows).total(),
         )
 
     def sent(self, plan: Plan) -> Iterator[tuple[GroupTransport, int, float]]:

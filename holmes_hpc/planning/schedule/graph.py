@@ -158,9 +158,9 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
     return [(pairs[:, 0], pairs[:, 1])], moved
 
 
-def _ahead(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """This project's own: a stage waits only for what it computes on, and for a send that is more than a window behind;
-    a transfer starts when its data is there, its receive is posted, and the one before it has gone."""
+def _background(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
+    """Exchanging in the background: a stage waits only for what it computes on, and for a send that is more than a
+    window behind; a transfer starts when its data is there, its receive is posted, and the one before it has gone."""
     n, order = numbers, numbers.order
     s_count, t_count = n.stages, n.turns
     turns = np.arange(t_count)
@@ -171,11 +171,7 @@ def _ahead(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray
     windows = [order.window_below(s) if s_count > 1 else 1 for s in range(s_count)]
 
     for stage in range(s_count):
-        warm = order.depth(stage) - 1
-        at = np.empty(2 * t_count, dtype=int)  # forward turn t at place..., backward turn u at place...
-        paired = t_count - warm
-        at[np.where(turns < warm, turns, 2 * turns - warm)] = turns
-        at[np.where(turns < paired, warm + 2 * turns + 1, turns + t_count)] = turns + t_count
+        at = order.computing(stage)
         nodes = 2 * stage * t_count + at
         sequence.append(nodes)
         arcs.append((nodes[1:], nodes[:-1]))
@@ -284,7 +280,7 @@ def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
     Raises PlanError if the schedule would wait for itself for ever."""
     numbers = Numbers(order)
     for nic in (shared or (False,) * order.stages, (False,) * order.stages):
-        arcs, moved = (_ahead if order.kind == "ahead" else _waiting)(numbers, nic)
+        arcs, moved = (_waiting if order.schedule.megatron else _background)(numbers, nic)
         first = np.zeros(numbers.count, dtype=bool)
         first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True
         before_first: dict[int, list[int]] = {}

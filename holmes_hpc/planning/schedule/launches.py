@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer
+from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer, alternating
 from holmes_hpc.planning.schedule.routed import RoutedOrder
 
 
@@ -59,12 +59,13 @@ def passes(order: AnyOrder, stage: int, forward_only: bool = False) -> list[Pass
 
 @lru_cache(maxsize=8)
 def launches(order: AnyOrder, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
-    """What `stage` launches under the order `ahead`. `on_device`: are transfers kernels of a GPU (NCCL)?"""
+    """What `stage` launches that exchanges in the background. `on_device`: are transfers kernels of a GPU (NCCL)?"""
     return tuple((in_line if on_device else windowed)(order, forward_only)[stage])
 
 
 def in_line(order: AnyOrder, forward_only: bool = False) -> Launches:
-    """For `ahead` with NCCL: every receive is posted before the pass during which its tensor leaves the other end.
+    """In the background, with NCCL: every receive is posted before the pass during which its tensor leaves the other
+    end.
 
     One line of all events is made, and each rank launches its part of it: a step is gone through with passes of equal
     length, as many held as `order` says, transfers taking half of what the depth hides (`in_flight[s]` is
@@ -129,8 +130,8 @@ def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
 
 
 def windowed(order: AnyOrder, forward_only: bool = False) -> Launches:
-    """For `ahead` with gloo: on each edge a window of receives is posted before anything is computed, and one more
-    whenever one is taken."""
+    """In the background, with gloo: on each edge a window of receives is posted before anything is computed, and one
+    more whenever one is taken."""
     found: Launches = []
     for row in range(order.rows):
         steps = passes(order, row, forward_only)
@@ -190,10 +191,11 @@ def check_launches(order: AnyOrder) -> None:
 @lru_cache(maxsize=256)
 def _check(order: AnyOrder) -> None:
     if order.stages > 1:
-        check_line(
-            order, in_line(order) if isinstance(order, RoutedOrder) or order.kind == "ahead" else of_megatron(order)
-        )
-    if isinstance(order, RoutedOrder):
+        if isinstance(order, Order) and order.schedule.megatron:
+            check_line(order, of_megatron(order))
+        else:
+            check_line(order, in_line(order))
+    if isinstance(order, RoutedOrder) or order.schedule.turns is not alternating:
         check_windows(order, windowed(order))
 
 
@@ -227,8 +229,8 @@ class _Together:
 def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
     """Go through a step of :func:`windowed` launches as gloo does them: a row computes once its input has been sent,
     and goes on after a send once the send a window before it has a receive to go to, posted by then. Raises PlanError
-    where one would wait for ever. (In a pipeline of equal widths two stages are never further apart than their window;
-    where a row has several neighbours, one may hold up another.)"""
+    where one would wait for ever. (In a pipeline of equal widths whose stages alternate forward and backward passes,
+    two are never further apart than their window; where a row has several neighbours, one may hold up another.)"""
     at = [0] * len(rows)
     done: list[set[Launch]] = [set() for _ in rows]
     sent: dict[tuple[int, int], list[Post]] = {}

@@ -1,4 +1,4 @@
-"""What each pipeline stage does, one thing after the other, under the three schedules.
+"""The pipeline schedules (`SCHEDULES`), and what each stage does under them, one thing after the other.
 
 Megatron-Core's two (read in megatron-core 0.16.1, pipeline_parallel/schedules.py) wait for what they send and receive;
 this project's own (`ahead`) posts receives before they are needed and lets sends complete in the background.
@@ -6,13 +6,15 @@ this project's own (`ahead`) posts receives before they are needed and lets send
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from holmes_hpc.errors import PlanError
+import numpy as np
+
+from holmes_hpc.errors import PlanError, nearest
 
 
 class Pass(NamedTuple):
@@ -43,13 +45,72 @@ class Exchange:
         return bool(self.sends or self.receives or self.waits)
 
 
+def alternating(turns: int, depth: int) -> np.ndarray:
+    """Forward passes up to the depth less one, then one forward and one backward in turn, (2 turns,)."""
+    at, before, pairs = np.empty(2 * turns, dtype=int), depth - 1, turns - depth + 1
+    turn = np.arange(turns)
+    at[np.where(turn < before, turn, 2 * turn - before)] = turn
+    at[np.where(turn < pairs, before + 2 * turn + 1, turn + turns)] = turn + turns
+    return at
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A pipeline schedule: all by which the planner, the simulation and training tell it from others.
+
+    `words`: what it is called in a sentence. `chunks`: the fewest and the most (None: any) virtual stages it has.
+    `in_flight`: of (stages, micro-batches, chunks), the passes of which each stage holds activations at most, by which
+    memory is reckoned; where `deepens`, the planner may have a stage hold more of them, as a plan's in_flight says.
+
+    `megatron`: what Megatron-Core's own function, which then runs it, does on a stage: passes, and exchanges that are
+    waited for. None: the executor of this project runs it, exchanging in the background. `turns`: of (T passes each
+    way, passes that the stage holds), the order of computing: forward passes are 0 … T-1, the backward ones T … 2T-1,
+    each way in the order in which micro-batches take turns (:meth:`Order.turns`). Only without virtual stages may it be
+    another than alternating.
+
+    `waits`: in the steady state a stage does nothing else while it exchanges, once below and once above it for every
+    micro-batch; a bound of the step may count on that. `unequal`: stages may have unequal widths under it.
+    """
+
+    name: str
+    words: str
+    chunks: tuple[int, int | None]
+    in_flight: Callable[[int, int, int], tuple[int, ...]]
+    megatron: Callable[[Order, int], list[Pass | Exchange]] | None = None
+    turns: Callable[[int, int], np.ndarray] = alternating
+    deepens: bool = False
+    waits: bool = False
+    unequal: bool = False
+
+    def __post_init__(self) -> None:
+        least, most = self.chunks
+        if least < 1 or (most is not None and most < least):
+            raise ValueError(f"schedule {self.name}: chunks are {self.chunks}")
+        if self.turns is not alternating and self.chunks != (1, 1):
+            raise ValueError(
+                f"schedule {self.name}: an order of its own with virtual stages, whose memory is not known"
+            )
+
+    def takes(self, chunks: int) -> bool:
+        """Whether it has so many virtual stages."""
+        return self.chunks[0] <= chunks and (self.chunks[1] is None or chunks <= self.chunks[1])
+
+    def refuse_more(self, chunks: int) -> None:
+        """PlanError where `chunks` are more virtual stages than it has."""
+        most = self.chunks[1]
+        if most is not None and chunks > most:
+            some = "no" if most == 1 else f"at most {most}"
+            others = " or ".join(kind.name for kind in SCHEDULES.values() if kind.takes(chunks))
+            raise PlanError(f"{self.name} has {some} virtual stages", where="schedule", hint=f"use {others}")
+
+
 @dataclass(frozen=True)
 class Order:
     """A pipeline's shape: everything about its schedule that is not a duration.
 
-    `kind`: 1f1b, interleaved, ahead. `in_flight`: per stage, passes whose activations it holds at most (only `ahead`
-    reads it). `overlap`: do interleaved stages compute while they exchange (overlap_p2p_comm, here always so;
-    Megatron-LM of 2021 waited)?
+    `kind`: a name of SCHEDULES. `in_flight`: per stage, passes whose activations it holds at most (read only of a
+    schedule that `deepens`). `overlap`: do interleaved stages compute while they exchange (overlap_p2p_comm, here
+    always so; Megatron-LM of 2021 waited)?
     """
 
     kind: str
@@ -60,22 +121,26 @@ class Order:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind == "1f1b" and self.chunks > 1:
-            raise PlanError("1f1b has no virtual stages", where="schedule.kind", hint="use interleaved or ahead")
+        self.schedule.refuse_more(self.chunks)
         if self.chunks > 1 and self.micro_batches % self.stages:
             raise PlanError(
                 f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",
                 where="schedule",
                 hint="with virtual stages use a multiple of PP micro-batches",
             )
-        if self.kind != "ahead":
-            object.__setattr__(self, "in_flight", in_flight(self.stages, self.micro_batches, self.chunks))
+        if not self.schedule.deepens:
+            held = self.schedule.in_flight(self.stages, self.micro_batches, self.chunks)
+            object.__setattr__(self, "in_flight", held)
         elif len(self.in_flight) != self.stages:
             raise PlanError(
                 f"in_flight is {self.in_flight} for {self.stages} stages",
                 where="schedule",
                 hint="give one number per stage",
             )
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        return schedule_kind(self.kind)
 
     @property
     def rows(self) -> int:
@@ -121,13 +186,15 @@ class Order:
             for m in range(first, min(first + self.group, self.micro_batches))
         ]
 
+    def computing(self, stage: int) -> np.ndarray:
+        """The turns that `stage` computes, one after the other, (2T,): forward ones 0 … T-1, backward ones T … 2T-1."""
+        return self.schedule.turns(self.micro_batches * self.chunks, self.depth(stage))
+
     def passes(self, stage: int) -> list[Pass]:
-        """What `stage` computes: forward passes up to its depth less one, then one forward and one backward in turn."""
-        forward = [Pass(True, m, c) for m, c in self.turns()]
-        backward = [Pass(False, m, self.chunks - 1 - c) for m, c in self.turns()]
-        ahead = self.depth(stage) - 1
-        paired = [p for pair in zip(forward[ahead:], backward, strict=False) for p in pair]
-        return [*forward[:ahead], *paired, *backward[len(forward) - ahead :]]
+        """What `stage` computes, one after the other."""
+        turns = self.turns()
+        both = [Pass(True, m, c) for m, c in turns] + [Pass(False, m, self.chunks - 1 - c) for m, c in turns]
+        return [both[turn] for turn in self.computing(stage).tolist()]
 
     def transfer_to(self, stage: int, needed: Pass) -> StageTransfer | None:
         """The transfer that brings `stage` what its pass `needed` works on; None: nothing comes over an edge."""
@@ -174,75 +241,81 @@ class Order:
 
     def program(self, stage: int) -> list[Pass | Exchange]:
         """Passes and exchanges of `stage` in order, for the schedules that wait."""
-        return self._interleaved(stage) if self.chunks > 1 else self._one_forward_one_backward(stage)
+        kind = self.schedule if self.schedule.takes(self.chunks) else megatrons_own(self.chunks)
+        assert kind.megatron is not None, f"{kind.name} exchanges in the background"
+        return kind.megatron(self, stage)
 
-    def _one_forward_one_backward(self, stage: int) -> list[Pass | Exchange]:
-        """Megatron-Core's: every pass waits for its input; in the steady state a send and the receive of the opposite
-        direction are one exchange."""
-        items: list[Pass | Exchange] = []
-        m, warm = self.micro_batches, min(self.micro_batches, self.stages - stage - 1)
-        f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
-        out, into = partial(self._out, stage), partial(self._into, stage)
-        for i in range(warm):
-            items += [Exchange(receives=into(f(i))), f(i), Exchange(sends=out(f(i)))]
-        if warm < m:
-            items.append(Exchange(receives=into(f(warm))))
-        for i in range(m - warm):
-            items += [f(i + warm), Exchange(out(f(i + warm)), into(b(i))), b(i)]
-            more = i + warm + 1 < m
-            items.append(Exchange(out(b(i)), into(f(i + warm + 1)) if more else ()))
-        for i in range(m - warm, m):
-            items += [Exchange(receives=into(b(i))), b(i), Exchange(sends=out(b(i)))]
-        return [item for item in items if item]
-
-    def _interleaved(self, stage: int) -> list[Pass | Exchange]:
-        """Megatron-Core's with virtual stages and overlap_p2p_comm: exchanges are waited for in the warm-up and at the
-        end; in the steady state a receive is waited for where it is needed, a send when the next one is posted."""
-        forward = [Pass(True, m, c) for m, c in self.turns()]
-        backward = [Pass(False, m, self.chunks - 1 - c) for m, c in self.turns()]
-        total, last = len(forward), self.stages - 1
-        warm = min(total, 2 * (last - stage) + (self.chunks - 1) * self.group)
-        out, into = partial(self._out, stage), partial(self._into, stage)
-
-        def incoming(order: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
-            """What is received after `order[k]`: the next pass's input; over the ring's closing edge what the other
-            end made `stages - 1` passes ago."""
-            if k + 1 >= total:
-                return ()
-            if stage != (0 if order[k].forward else last):
-                return into(order[k + 1])
-            made = order[k - last] if k >= last else None
-            return self._out(last if order[k].forward else 0, made) if made else ()
-
-        items: list[Pass | Exchange] = [Exchange(receives=into(forward[0]))]
-        for k in range(warm):
-            items += [forward[k], Exchange(out(forward[k]), incoming(forward, k))]
-        early = into(backward[0])
-        items.append(Exchange(receives=early, waits=early if warm == total else ()))
-        sent: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}
-        for k in range(total - warm):
-            if not self.overlap:
-                f, b = forward[k + warm], backward[k]
-                items += [
-                    Exchange(waits=into(b)) if k == 0 else Exchange(),
-                    f,
-                    b,
-                    Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k)),
-                ]
-                continue
-            for order, at in ((forward, k + warm), (backward, k)):
-                done, way = order[at], order[at].forward
-                items += [Exchange(waits=into(done)), done, Exchange(out(done), incoming(order, at), sent[way])]
-                sent[way] = out(done)
-        for k in range(total - warm, total):
-            items += [Exchange(waits=into(backward[k])), backward[k], Exchange(out(backward[k]), incoming(backward, k))]
-        return [item for item in items if item]
-
-    def _out(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]:
+    def sent(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]:
+        """What leaves `stage` after pass `made`: one transfer or none."""
         return tuple(t for t in [self.transfer_from(stage, made)] if t)
 
-    def _into(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]:
+    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]:
+        """What comes to `stage` for pass `needed`: one transfer or none."""
         return tuple(t for t in [self.transfer_to(stage, needed)] if t)
+
+
+def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]:
+    """Megatron-Core's: every pass waits for its input; in the steady state a send and the receive of the opposite
+    direction are one exchange."""
+    items: list[Pass | Exchange] = []
+    m, warm = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
+    f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
+    out, into = partial(order.sent, stage), partial(order.received, stage)
+    for i in range(warm):
+        items += [Exchange(receives=into(f(i))), f(i), Exchange(sends=out(f(i)))]
+    if warm < m:
+        items.append(Exchange(receives=into(f(warm))))
+    for i in range(m - warm):
+        items += [f(i + warm), Exchange(out(f(i + warm)), into(b(i))), b(i)]
+        more = i + warm + 1 < m
+        items.append(Exchange(out(b(i)), into(f(i + warm + 1)) if more else ()))
+    for i in range(m - warm, m):
+        items += [Exchange(receives=into(b(i))), b(i), Exchange(sends=out(b(i)))]
+    return [item for item in items if item]
+
+
+def _interleaved(order: Order, stage: int) -> list[Pass | Exchange]:
+    """Megatron-Core's with virtual stages and overlap_p2p_comm: exchanges are waited for in the warm-up and at the
+    end; in the steady state a receive is waited for where it is needed, a send when the next one is posted."""
+    forward = [Pass(True, m, c) for m, c in order.turns()]
+    backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]
+    total, last = len(forward), order.stages - 1
+    warm = min(total, 2 * (last - stage) + (order.chunks - 1) * order.group)
+    out, into = partial(order.sent, stage), partial(order.received, stage)
+
+    def incoming(ways: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
+        """What is received after `ways[k]`: the next pass's input; over the ring's closing edge what the other
+        end made `stages - 1` passes ago."""
+        if k + 1 >= total:
+            return ()
+        if stage != (0 if ways[k].forward else last):
+            return into(ways[k + 1])
+        made = ways[k - last] if k >= last else None
+        return order.sent(last if ways[k].forward else 0, made) if made else ()
+
+    items: list[Pass | Exchange] = [Exchange(receives=into(forward[0]))]
+    for k in range(warm):
+        items += [forward[k], Exchange(out(forward[k]), incoming(forward, k))]
+    early = into(backward[0])
+    items.append(Exchange(receives=early, waits=early if warm == total else ()))
+    sent: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}
+    for k in range(total - warm):
+        if not order.overlap:
+            f, b = forward[k + warm], backward[k]
+            items += [
+                Exchange(waits=into(b)) if k == 0 else Exchange(),
+                f,
+                b,
+                Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k)),
+            ]
+            continue
+        for ways, at in ((forward, k + warm), (backward, k)):
+            done, way = ways[at], ways[at].forward
+            items += [Exchange(waits=into(done)), done, Exchange(out(done), incoming(ways, at), sent[way])]
+            sent[way] = out(done)
+    for k in range(total - warm, total):
+        items += [Exchange(waits=into(backward[k])), backward[k], Exchange(out(backward[k]), incoming(backward, k))]
+    return [item for item in items if item]
 
 
 def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
@@ -250,3 +323,38 @@ def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ..
     if chunks == 1:
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     return tuple(min(micro_batches * chunks, 2 * (stages - s - 1) + (chunks - 1) * stages + 1) for s in range(stages))
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=_one_forward_one_backward, waits=True),
+        ScheduleKind("interleaved", "interleaved schedule", (2, None), in_flight, megatron=_interleaved),
+        ScheduleKind("ahead", "schedule that runs ahead", (1, None), in_flight, deepens=True, unequal=True),
+    )
+}
+
+FOR_UNEQUAL = next(kind for kind in SCHEDULES.values() if kind.unequal)  # of stages of unequal widths
+
+
+def schedule_kind(name: str) -> ScheduleKind:
+    """The schedule of that name; an unknown name is a PlanError."""
+    if name not in SCHEDULES:
+        raise PlanError(f"no schedule {name!r}", where="schedule.kind", hint=nearest(name, SCHEDULES))
+    return SCHEDULES[name]
+
+
+def megatrons_own(chunks: int) -> ScheduleKind:
+    """Megatron-Core's own with so many virtual stages."""
+    return next(kind for kind in SCHEDULES.values() if kind.megatron and kind.takes(chunks))
+
+
+def in_question(wanted: str, chunks: int, background: bool) -> tuple[str, ...]:
+    """The schedules to try for so many virtual stages, the one to be preferred first. `wanted`: a name (of one that
+    must have more virtual stages: Megatron-Core's own for so many), or ``auto``: where stages may exchange in the
+    `background` the one that runs as deep as memory allows, and Megatron-Core's own."""
+    own = megatrons_own(chunks).name
+    if wanted != "auto":
+        return (wanted if chunks >= schedule_kind(wanted).chunks[0] else own,)
+    deep = [kind.name for kind in SCHEDULES.values() if kind.deepens] if background else []
+    return (*deep, own)

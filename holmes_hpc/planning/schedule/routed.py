@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.orders import Pass, StageTransfer
+from holmes_hpc.planning.schedule.orders import FOR_UNEQUAL, Pass, ScheduleKind, StageTransfer
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class RoutedOrder:
             )
 
     @property
-    def kind(self) -> str:
-        return "ahead"
+    def schedule(self) -> ScheduleKind:
+        return FOR_UNEQUAL
 
     @property
     def stages(self) -> int:

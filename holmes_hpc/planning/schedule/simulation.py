@@ -78,12 +78,12 @@ def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] =
 
     Each stage has all its passes to do, after the first micro-batch has come down to it (each stage gathers its
     parameters when it comes) and before the last one's gradients have gone up from it; stages that wait for their
-    transfers (1f1b) also have those to do for every micro-batch of the steady state. Each edge has all transfers of
+    transfers (`waits`) also have those to do for every micro-batch of the steady state. Each edge has all transfers of
     its two directions to carry, one after the other, and where `shared` one NIC carries both.
     """
     d, stages, m = durations, order.stages, order.micro_batches
     work = m * (d.forward + d.backward).sum(axis=2)
-    if order.kind == "1f1b" and stages > 1:
+    if order.schedule.waits and stages > 1:
         below = np.maximum(d.down[:, :-1], d.up[:, 1:])
         steady = np.maximum(0, m - (stages - 1 - np.arange(stages)) - 1)
         work[:, :-1] += steady[:-1] * below

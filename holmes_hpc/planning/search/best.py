@@ -13,6 +13,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import refuse
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
+from holmes_hpc.planning.schedule.orders import megatrons_own, schedule_kind
 from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.alternatives import alternative
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
@@ -82,7 +83,7 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         if getattr(options, name) is None:
             raise PlanError(f"{name} is not given", where="layout", hint=f"give {name}")
     site, chunks = costs.on(site), options.virtual_stages or 1
-    schedule = options.schedule if options.schedule != "auto" else "1f1b" if chunks == 1 else "interleaved"
+    schedule = megatrons_own(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
         options,
         virtual_stages=chunks,
@@ -91,7 +92,7 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
         sequence_parallel=bool(options.sequence_parallel),
-        bucket_bytes=options.bucket_bytes or (None if schedule == "ahead" else BUCKET_BYTES),
+        bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
         fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)),
     )
     unlimited = replace(fixed, max_memory_gib=inf)
@@ -116,7 +117,7 @@ def _given(model: ModelSpec, batch: Batch, site: Site, fixed: PlanOptions, costs
     pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
     ways = [evaluator.simulated(way) for p in (pipelines or placements)[:GIVEN] for way in evaluator.ways(p)]
     ways.sort(key=Candidate.key)
-    if ways and ways[0].layout.schedule.kind == "ahead":
+    if ways and ways[0].layout.order.schedule.deepens:
         ways = _improved(evaluator, Explored(ways, inf), Clock())
     return ways[0] if ways else None
 

@@ -20,10 +20,10 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, most_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s, timing
 from holmes_hpc.planning.cost.traffic import transfers_s
-from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.schedule.orders import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
-from holmes_hpc.planning.search.one_size import MOST_CHUNKS
+from holmes_hpc.planning.search.one_size import most_chunks
 from holmes_hpc.planning.search.placement import Block, Placement
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import RECOMPUTE, Component, Schedule
@@ -71,6 +71,8 @@ class Evaluator:
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
+        if options.schedule != "auto":
+            schedule_kind(options.schedule).refuse_more(options.virtual_stages or 1)
         self._last: tuple[Placement, Layout] | None = None  # many ways of one placement are asked for in turn
         self._common: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = {}  # of layouts that are alike
         self._components: dict[tuple[object, ...], Component] = {}
@@ -102,17 +104,18 @@ class Evaluator:
         """Virtual stages to try. Megatron-Core deals micro-batches out to them in groups of PP."""
         wanted, kind = self.options.virtual_stages, self.options.schedule
         if wanted is not None:
-            return [wanted] if (wanted == 1 or kind != "1f1b") else []
+            return [wanted]
         micro_batches = self.batch.global_size // (placement.micro * placement.dp)
-        possible = range(2, min(self.model.layers // placement.pp, MOST_CHUNKS) + 1)
-        if placement.pp == 1 or micro_batches % placement.pp or kind == "1f1b":
+        possible = range(2, min(self.model.layers // placement.pp, most_chunks(kind)) + 1)
+        if placement.pp == 1 or micro_batches % placement.pp:
             possible = range(0)
-        return [*possible] if kind == "interleaved" else [1, *possible]
+        return [*possible] if kind != "auto" and schedule_kind(kind).chunks[0] > 1 else [1, *possible]
 
     def _could_fit(self, placement: Placement, recompute: str, chunks: int) -> bool:
         """Whether the stages could hold all layers, by what these keep themselves: quick, and never wrongly false."""
         batch = self._batch(placement.micro)
-        depth = np.array(in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
+        kind = schedule_kind(in_question(self.options.schedule, chunks, background=False)[-1])
+        depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         run = placement.dp // placement.instances if self.options.distributed_optimizer else 1
         parallel = placement.tp > 1 and self.options.sequence_parallel is not False
         most = [
@@ -139,18 +142,15 @@ class Evaluator:
     def _kinds(self, placement: Placement, chunks: int) -> tuple[str, ...]:
         """The schedules to try: the one asked for; else the one that runs ahead, which no other is faster than, and if
         there is no memory for its buffers Megatron-Core's own."""
-        own = "1f1b" if chunks == 1 else "interleaved"
-        if self.options.schedule == "ahead":
-            return ("ahead",)
-        free = self.options.schedule == "auto" and placement.pp > 1 and self.options.transport == "holmes"
-        return ("ahead", own) if free else (own,)
+        background = placement.pp > 1 and self.options.transport == "holmes"
+        return in_question(self.options.schedule, chunks, background)
 
     def layout(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Layout:
-        """The layout with as many passes in flight as Megatron-Core's own schedule has."""
+        """The layout under the schedule `kind`, with as many passes in flight as it has at least."""
         if self._last is None or self._last[0] is not placement:
             self._last = placement, self._layout(placement)
         made = self._last[1]
-        depths = in_flight(placement.pp, made.batch.micro_batches(placement.dp), chunks)
+        depths = schedule_kind(kind).in_flight(placement.pp, made.batch.micro_batches(placement.dp), chunks)
         return made.varied(_schedule(kind, depths), recompute=recompute, virtual_stages=chunks)
 
     def _layout(self, placement: Placement) -> Layout:
@@ -178,7 +178,8 @@ class Evaluator:
             distributed_optimizer=o.distributed_optimizer,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
         )
-        schedule = _schedule("1f1b", in_flight(pp, batch.micro_batches(placement.dp)))
+        plain = megatrons_own(chunks=1)
+        schedule = _schedule(plain.name, plain.in_flight(pp, batch.micro_batches(placement.dp), 1))
         alike = hierarchical and pp, placement.micro, placement.tp, placement.dp, placement.instances
         return Layout(
             self.model,
@@ -248,9 +249,8 @@ class Evaluator:
         return split.uniform(layout) if self.options.partition == "uniform" else split.proportional(layout)
 
     def simulated(self, candidate: Candidate, passes: int = WHOLE) -> Candidate:
-        """The candidate with its seconds; the schedule that runs ahead gets its depth."""
-        kind = candidate.layout.schedule.kind
-        if kind != "ahead":
+        """The candidate with its seconds; a schedule that may run deeper gets its depth."""
+        if not schedule_kind(candidate.layout.schedule.kind).deepens:
             return self._timed(candidate, passes)
         extra = extra_depth(candidate.layout, candidate.layers)
         return self._early(self._deepest(candidate, extra, passes), extra, passes)
@@ -297,10 +297,13 @@ class Evaluator:
 
     def noted(self, candidate: Candidate) -> Candidate:
         """The candidate, saying which depth it lacks the memory for with the layers it has now."""
-        if "ahead" not in self._kinds(candidate.placement, candidate.layout.parallel.virtual_stages):
+        s = candidate.layout
+        deep = [k for k in self._kinds(candidate.placement, s.parallel.virtual_stages) if schedule_kind(k).deepens]
+        if not deep:
             return candidate
-        wanted = extra_depth(candidate.layout, candidate.layers)
-        most, _ = next(self._depths(candidate, wanted))
+        wanted = extra_depth(s, candidate.layers)
+        ahead = replace(candidate, layout=s.varied(_schedule(deep[0], s.schedule.in_flight)))
+        most, _ = next(self._depths(ahead, wanted))
         return (
             candidate
             if most == max(wanted)
@@ -362,12 +365,12 @@ class Evaluator:
         """Megatron-Core's own schedule in place of the one that runs ahead, if that is hardly slower; what memory
         lacks for running ahead is still said."""
         s = candidate.layout
-        if self.options.schedule != "auto" or s.schedule.kind != "ahead":
+        if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate
         chunks, p = s.parallel.virtual_stages, candidate.placement
-        kind = "1f1b" if chunks == 1 else "interleaved"
-        depths = in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(candidate, layout=s.varied(_schedule(kind, depths))))
+        own = megatrons_own(chunks)
+        depths = own.in_flight(p.pp, s.order.micro_batches, chunks)
+        other = self._timed(replace(candidate, layout=s.varied(_schedule(own.name, depths))))
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
@@ -386,16 +389,18 @@ class Evaluator:
 
 def _may_be_early(layout: Layout) -> bool:
     """Whether stages may run farther ahead of those below them than hides the transfers."""
-    return layout.schedule.kind == "ahead" and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
+    return (
+        schedule_kind(layout.schedule.kind).deepens and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
+    )
 
 
 def deepened(layout: Layout, extra: list[int]) -> Layout:
     """With `extra` passes in flight at each stage beyond one more than the stage below."""
-    p = layout.parallel
-    base, total = in_flight(p.pp, layout.order.micro_batches, p.virtual_stages), layout.order.micro_batches
+    p, total = layout.parallel, layout.order.micro_batches
+    base = layout.order.schedule.in_flight(p.pp, total, p.virtual_stages)
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    order = replace(layout.order, kind="ahead", in_flight=depths)
-    return layout.varied(_schedule("ahead", tuple(order.depth(s) for s in range(p.pp))))
+    order = replace(layout.order, in_flight=depths)
+    return layout.varied(_schedule(order.kind, tuple(order.depth(s) for s in range(p.pp))))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:

@@ -13,10 +13,17 @@ from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
+from holmes_hpc.planning.schedule.orders import schedule_kind
 from holmes_hpc.planning.search.offers import Offer
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport, TransportRule
 
 MOST_CHUNKS = 8
+
+
+def most_chunks(wanted: str) -> int:
+    """Virtual stages to try at most under a schedule (a name or ``auto``)."""
+    most = None if wanted == "auto" else schedule_kind(wanted).chunks[1]
+    return MOST_CHUNKS if most is None else min(most, MOST_CHUNKS)
 
 
 class OneSize:
@@ -98,9 +105,9 @@ class OneSize:
         """Virtual stages that pipelines of so many stages could have."""
         if self.options.virtual_stages:
             return self.options.virtual_stages
-        if self.options.schedule == "1f1b" or stages < 2 or micro_batches % stages:
+        if stages < 2 or micro_batches % stages:
             return 1
-        return max(1, min(self.layers // stages, MOST_CHUNKS))
+        return max(1, min(self.layers // stages, most_chunks(self.options.schedule)))
 
     def all_chunks(self, stages: np.ndarray, micro_batches: int) -> np.ndarray:
         """:meth:`most_chunks` of many."""

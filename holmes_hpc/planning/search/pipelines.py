@@ -14,6 +14,7 @@ from math import gcd
 import numpy as np
 
 from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.schedule.orders import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate
 from holmes_hpc.planning.search.fabric_order import along, least_edges
 from holmes_hpc.planning.search.limit import Limit, required
@@ -149,7 +150,9 @@ def _estimate(size: OneSize, counts: np.ndarray, tau: np.ndarray, dp: int) -> Es
     reducing = (reduce * here).max(axis=1) - (tau * 2 / 3 if size.costs.software.overlap else 0)
     least = np.where(stages > 1, size.head + size.each.min(), 0)  # the last stage has a layer beside the head
     head = np.maximum(size.head / stages, least - tau)
-    early = EARLY if size.options.schedule in ("auto", "ahead") and size.options.transport == "holmes" else 1.0
+    wanted = size.options.schedule
+    may_be_early = wanted == "auto" or schedule_kind(wanted).deepens
+    early = EARLY if may_be_early and size.options.transport == "holmes" else 1.0
     return Estimate(
         micro_batches,
         stages,

@@ -11,6 +11,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import SLACK, memory, room
+from holmes_hpc.planning.schedule.orders import in_question
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.offers import divisors, offers
@@ -183,7 +184,7 @@ def _shortest(evaluator: Evaluator, placements: list[Placement]) -> tuple[Short 
     best: Short | None = None
     said: PlanError | None = None
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:TRIED]:
-        kind = "interleaved" if (o.virtual_stages or 1) > 1 else "1f1b"
+        kind = in_question(o.schedule, o.virtual_stages or 1, background=False)[-1]
         try:
             layout = evaluator.layout(placement, _recompute(o), kind, o.virtual_stages or 1)
             given, chunks = o.layers_per_stage, layout.parallel.virtual_stages

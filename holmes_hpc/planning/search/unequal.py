@@ -22,6 +22,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.cost.unequal import Unequal
+from holmes_hpc.planning.schedule.orders import FOR_UNEQUAL
 from holmes_hpc.planning.schedule.routed import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS, FEW_FABRICS
 from holmes_hpc.planning.search.explore import OVER, Clock
@@ -60,7 +61,12 @@ def _may_gain(equal: Plan, site: Site, options: PlanOptions, costs: Costs) -> bo
     """Whether unequal widths are allowed by what is told, and fabrics are unlike or nodes left out."""
     o = options
     told = (o.dp, o.virtual_stages, o.layers_per_stage, o.fabric_order)
-    free = o.unequal and all(t is None for t in told) and o.partition == "exact" and o.schedule in ("auto", "ahead")
+    free = (
+        o.unequal
+        and all(t is None for t in told)
+        and o.partition == "exact"
+        and o.schedule in ("auto", FOR_UNEQUAL.name)
+    )
     kinds = {(f.fabric.gpu, f.nodes, f.per_node) for f in offers(site, options)}
     return (
         free
@@ -354,7 +360,7 @@ def to_plan(way: _Way, site: Site) -> Plan:
         what.batch,
         what.widths,
         what.recompute,
-        Schedule("ahead", what.in_flight),
+        Schedule(FOR_UNEQUAL.name, what.in_flight),
         what.components,
         tuple(Stage(at[s], n) for s, n in enumerate(what.layers)),
         site,

@@ -18,7 +18,7 @@ from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, T
 from holmes_hpc.errors import HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.schedule.launches import check_launches
-from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.schedule.orders import FOR_UNEQUAL, Order
 from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.parts import Component, GroupTransport, Predicted, Schedule, Stage
@@ -207,11 +207,11 @@ class Plan:
                 )
 
     def _check_unequal(self, widths: Widths) -> None:
-        if self.schedule.kind != "ahead":
+        if self.schedule.kind != FOR_UNEQUAL.name:
             raise PlanError(
                 f"{self.schedule.kind} with stages of unequal widths",
                 where="schedule.kind",
-                hint="use ahead: Megatron's own schedules need one width for all stages",
+                hint=f"use {FOR_UNEQUAL.name}: Megatron's own schedules need one width for all stages",
             )
         if self.strategy == "hierarchical-dp" or self.transport_mode == "single":
             said = "strategy hierarchical-dp" if self.strategy == "hierarchical-dp" else "transport_mode single"

@@ -11,6 +11,7 @@ from holmes_hpc import console
 from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
+from holmes_hpc.submission.lifecycle.outcome import unsaid
 from holmes_hpc.submission.lifecycle.starts import last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 
@@ -111,7 +112,7 @@ def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str]
     blamed = f"rank {rank} on {result['failed_node']}: " if rank is not None else ""
     console.note(f"{run.name}: {result['state']}: {blamed}{result.get('error') or ''}")
     tail = result.get("log_tail")
-    for line in tail if isinstance(tail, list) else []:
+    for line in unsaid(tail if isinstance(tail, list) else [], str(result.get("error") or "")):
         if line not in told:
             console.note(f"  | {line}")
     if run.metrics_bytes():

@@ -26,6 +26,11 @@ def last_words(path: Path) -> list[str]:
     return [line for line in shown if line][-TAIL_LINES:]
 
 
+def unsaid(lines: Iterable[str], error: str) -> list[str]:
+    """A log's last lines without those that only say `error` once more."""
+    return [line for line in lines if not error or error not in line]
+
+
 def judge(
     run: RunDirectory,
     status: int | None,

@@ -74,14 +74,16 @@ def run_ahead(
     p2p_communicator: Any,
     pg_collection: Any,
     force_all_reduce: bool | None = False,
+    kind: str,
     in_flight: Sequence[int],
     routed: RoutedOrder | None = None,
     tracer: Tracer | None = None,
 ) -> list[Any]:
-    """Megatron-Core's ``forward_backward_func`` with three arguments more: bind `in_flight` (the plan's, one number per
-    stage), `routed` (the plan's order, where stages have unequal widths) and `tracer` with ``functools.partial``, and
-    use it in its place. Returns losses on the last stage, else []. With `routed`, `num_microbatches` are those of the
-    whole step, by which a loss is divided, and gradients are to be summed over a stage's replicas.
+    """Megatron-Core's ``forward_backward_func`` with four arguments more: bind `kind` and `in_flight` (the plan's
+    schedule, and one number per stage), `routed` (the plan's order, where stages have unequal widths) and `tracer` with
+    ``functools.partial``, and use it in its place. Returns losses on the last stage, else []. With `routed`,
+    `num_microbatches` are those of the whole step, by which a loss is divided, and gradients are to be summed over a
+    stage's replicas.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
@@ -89,7 +91,7 @@ def run_ahead(
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, adjust_tensor_shapes_fn, in_flight)
 
-    order = routed or Order("ahead", stages, num_microbatches, len(models), tuple(in_flight))
+    order = routed or Order(kind, stages, num_microbatches, len(models), tuple(in_flight))
     row = edges.row
     own = order.own(row)
     program = launches(order, row, forward_only, edges.on_device)

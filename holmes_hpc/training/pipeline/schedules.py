@@ -19,19 +19,21 @@ from holmes_hpc.training.pipeline.run_ahead import Tracer, run_ahead
 
 
 def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
-    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or the one that runs ahead. `tracer`:
-    is told of what the latter does."""
-    if runs_ahead(plan):
+    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or this project's executor, which tells
+    `tracer` what it does."""
+    if in_background(plan):
         routed = plan.order if isinstance(plan.order, RoutedOrder) else None
-        return partial(run_ahead, in_flight=plan.schedule.in_flight, routed=routed, tracer=tracer)
+        return partial(
+            run_ahead, kind=plan.schedule.kind, in_flight=plan.schedule.in_flight, routed=routed, tracer=tracer
+        )
     function: Callable[..., Any] = get_forward_backward_func()
     return function
 
 
-def runs_ahead(plan: Plan) -> bool:
-    """Is its schedule this project's own? A pipeline of one stage has Megatron-Core's, unless its replicas have
+def in_background(plan: Plan) -> bool:
+    """Does this project's executor run it? A pipeline of one stage is run by Megatron-Core's, unless its replicas have
     unequal shares."""
-    return plan.schedule.kind == "ahead" and (plan.parallel.pp > 1 or isinstance(plan.parallel, Widths))
+    return plan.order.schedule.megatron is None and (plan.parallel.pp > 1 or isinstance(plan.parallel, Widths))
 
 
 def communicator(
@@ -54,6 +56,6 @@ def communicator(
         )
     if plan.parallel.pp == 1:
         return None
-    if plan.transport_mode == "single" and plan.schedule.kind != "ahead" and point_to_point.is_nccl(groups.pp):
+    if plan.transport_mode == "single" and plan.order.schedule.megatron and point_to_point.is_nccl(groups.pp):
         return P2PCommunicator(groups.pp, config)
     return point_to_point.build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device)

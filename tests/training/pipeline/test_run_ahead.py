@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pipelines import Case, play_apart
 
-from holmes_hpc.planning.schedule.orders import Order, in_flight
+from holmes_hpc.planning.schedule.orders import SCHEDULES, Order, in_flight
 from holmes_hpc.training.pipeline import run_ahead as schedule
 
+BACKGROUND = [kind for kind in SCHEDULES.values() if not kind.megatron]
 STEPS = 6
 PIPELINES = [(2, True), (3, False), (4, True), (8, False)]  # stages, and whether they are even
 
@@ -126,13 +127,15 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         common: dict[str, Any] = {"layers": [[1], [2]], "micro_batches": [5, 1], "steps": 2, "dropout": 0.1, **options}
         cases[name, "megatron"] = Case(schedule="megatron", **common)
         cases[name, "edges"] = Case(schedule="edges", **common)
-        cases[name, "as 1f1b"] = Case(schedule="ahead", in_flight=[2, 1], **common)
+        for kind in BACKGROUND:
+            if kind.takes(1):
+                cases[name, kind.name] = Case(schedule=kind.name, in_flight=list(kind.in_flight(2, 5, 1)), **common)
         cases[name, "deeper"] = Case(schedule="ahead", in_flight=[4, 1], **common)
         cases[name, "starved"] = Case(schedule="ahead", in_flight=[1, 1], **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=[4, 1], as_on_gpu=True, **common)
         cases[name, "1f1b as on a GPU"] = Case(schedule="edges", as_on_gpu=True, **common)
     for stages, chunks, dp in ((2, 2, 2), (2, 3, 1), (3, 2, 1)):
-        most = [2 * (stages - s - 1) + (chunks - 1) * stages + 1 for s in range(stages)]
+        most = list(in_flight(stages, 2 * stages, chunks))
         common = {"layers": [[1] * chunks] * stages, "micro_batches": [stages, 2 * stages], "steps": 2, "dp": dp}
         name = f"{stages} stages of {chunks} chunks, {dp} replicas"
         # Megatron's own is right over gloo only so: without overlap two stages mix up activations and gradients,
@@ -140,7 +143,10 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "megatron"] = Case(schedule="megatron", overlap=True, deallocate=False, **common)
         cases[name, "edges"] = Case(schedule="edges", **common)
         cases[name, "overlapped"] = Case(schedule="edges", overlap=True, **common)
-        cases[name, "as interleaved"] = Case(schedule="ahead", in_flight=most, **common)
+        for kind in BACKGROUND:
+            if kind.takes(chunks):
+                depths = list(kind.in_flight(stages, 2 * stages, chunks))
+                cases[name, kind.name] = Case(schedule=kind.name, in_flight=depths, **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=most, as_on_gpu=True, **common)
         cases[name, "interleaved as on a GPU"] = Case(schedule="edges", overlap=True, as_on_gpu=True, **common)
         cases[name, "deeper"] = Case(

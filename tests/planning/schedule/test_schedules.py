@@ -1,0 +1,111 @@
+"""The table of schedules: what every one of them, of whoever's making, must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import sites
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.config import plan_options
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import HolmesError, PlanError
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.schedule.launches import check_launches
+from holmes_hpc.planning.schedule.orders import SCHEDULES, Order, Pass, ScheduleKind, alternating, in_question
+from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, step_seconds
+from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.spec.plan import Plan
+
+
+@st.composite
+def orders(draw: st.DrawFn, kind: ScheduleKind) -> Order:
+    """As a plan may have them: no deeper than the schedule itself."""
+    stages, most = draw(st.integers(1, 4)), kind.chunks[1]
+    chunks = draw(st.integers(kind.chunks[0], kind.chunks[0] + 2 if most is None else most))
+    count = stages * draw(st.integers(1, 4)) if chunks > 1 else draw(st.integers(1, 9))
+    return Order(kind.name, stages, count, chunks, kind.in_flight(stages, count, chunks))
+
+
+def test_the_configuration_knows_the_same_ones() -> None:
+    assert set(SCHEDULES) == set(plan_options.SCHEDULES)
+    assert {k.name for k in SCHEDULES.values() if k.megatron} == set(plan_options.MEGATRON_SCHEDULES)
+
+
+@given(st.sampled_from(list(SCHEDULES.values())).flatmap(orders))
+def test_a_stage_computes_everything_once_and_holds_what_is_said(order: Order) -> None:
+    for stage in range(order.stages):
+        done = order.passes(stage)
+        everything = {
+            Pass(way, m, c) for way in (True, False) for m in range(order.micro_batches) for c in range(order.chunks)
+        }
+        assert len(done) == len(everything) and set(done) == everything
+        assert all(done.index(p._replace(forward=True)) < done.index(p) for p in done if not p.forward)
+        assert max(np.cumsum([1 if p.forward else -1 for p in done])) == order.depth(stage) <= order.in_flight[stage]
+        if order.schedule.megatron:
+            assert [item for item in order.program(stage) if isinstance(item, Pass)] == done
+
+
+@given(st.sampled_from(list(SCHEDULES.values())).flatmap(orders))
+def test_no_stage_waits_for_ever_and_no_step_is_shorter_than_its_bound(order: Order) -> None:
+    check_launches(order)
+    each, per_stage = np.ones((1, order.stages, order.chunks)), np.full((1, order.stages), 0.5)
+    d = Durations(each, 2 * each, per_stage, per_stage, per_stage, 0 * each, 0 * each, 0 * each)
+    assert least_seconds(order, d)[0] <= step_seconds(order, d)[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_who_asks_for_one_gets_that_one(kind: ScheduleKind) -> None:
+    """From the search and for a given layout, with a memory that holds what it says, and nothing in its place."""
+    options = PlanOptions(pp=2, tp=1, dp=4, schedule=kind.name, virtual_stages=kind.chunks[0])
+    batch = Batch(32, 1, 1024)
+    for plan_of in (best_plan, given_plan):
+        plan: Plan = plan_of(named("gpt_small"), batch, sites.two_clusters(1), options, Costs())
+        assert plan.schedule.kind == kind.name
+        assert Plan.from_dict(plan.to_dict()).order == plan.order
+        least = kind.in_flight(2, plan.micro_batches, kind.chunks[0])
+        assert all(held >= n for held, n in zip(plan.schedule.in_flight, least, strict=True))
+
+
+def test_an_order_of_its_own_is_gone_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forward passes, then all backward ones; and one that computes on what it has not received."""
+    all_held = ScheduleKind(
+        "gpipe", "GPipe", (1, 1), lambda stages, count, chunks: (count,) * stages, turns=lambda t, _: np.arange(2 * t)
+    )
+    monkeypatch.setitem(SCHEDULES, "gpipe", all_held)
+    order = Order("gpipe", 3, 5)
+    check_launches(order)
+    assert [p.forward for p in order.passes(1)] == [True] * 5 + [False] * 5
+    assert order.passes(1) == replace(Order("ahead", 3, 5, 1, (5, 5, 5))).passes(1)
+    monkeypatch.setitem(SCHEDULES, "gpipe", replace(all_held, turns=lambda t, _: np.arange(2 * t)[::-1]))
+    with pytest.raises(PlanError, match="would wait for ever"):
+        check_launches(Order("gpipe", 3, 4))
+
+
+def test_virtual_stages_that_it_does_not_have_are_refused_by_name() -> None:
+    options = PlanOptions(tp=1, pp=2, dp=4, schedule="1f1b", virtual_stages=2)
+    for plan_of in (best_plan, given_plan):
+        with pytest.raises(PlanError, match="1f1b has no virtual stages; use interleaved or ahead"):
+            plan_of(named("gpt_small"), Batch(32, 1, 1024), sites.two_clusters(1), options, Costs())
+
+
+def test_what_is_no_schedule_is_one_line() -> None:
+    for wrong in (
+        lambda: Order("1fb1", 2, 4),
+        lambda: in_question("1fb1", 1, background=True),
+        lambda: PlanOptions(schedule="1fb1"),
+    ):
+        with pytest.raises(HolmesError, match="did you mean '1f1b'") as refused:
+            wrong()
+        assert "\n" not in str(refused.value)
+    for chunks in ((0, 1), (3, 2)):
+        with pytest.raises(ValueError, match="chunks are"):
+            replace(SCHEDULES["1f1b"], chunks=chunks)
+    with pytest.raises(ValueError, match="order of its own"):
+        replace(SCHEDULES["ahead"], turns=lambda t, _: np.arange(2 * t))
+    assert replace(SCHEDULES["ahead"], turns=alternating) == SCHEDULES["ahead"]
