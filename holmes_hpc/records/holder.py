@@ -2,7 +2,7 @@
 
 A holder keeps a lock file open, locked; the kernel lets go of it when the holder's process ends, however that ends, on
 NFS too (the server's lock). The file says who holds it. Where a node died the server may keep its lock for a while:
-then the state of the holder's job tells that it is over.
+then the state of the holder's job tells that it is over, and another file takes the place of the locked one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import failed
+from holmes_hpc.records.files import failed, locked
+from holmes_hpc.records.foreign import from_json, read_file
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _TAKES_A_MOMENT_S = 0.5  # a holder that has just locked the file and not yet said who it is
@@ -60,7 +61,8 @@ def held(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(path)  # while it is held: who waits for this file finds another one
+            if os.path.samestat(os.fstat(handle), os.stat(path)):  # nobody took us for over
+                os.unlink(path)  # while it is held: who waits for this file finds another one
         os.close(handle)
 
 
@@ -78,11 +80,13 @@ def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
             if kept := _locked(handle, path):
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, (json.dumps(asdict(own)) + "\n").encode(), 0)
+                os.fsync(handle)  # on NFS other nodes would not see it before the file is closed
                 return handle
             if time.monotonic() >= until:
                 other = _said(path)
-                if kept := other is not None and is_over(other):
-                    return handle
+                if other is not None and is_over(other):
+                    _put_away(path, other)
+                    continue
                 raise RecordError(
                     f"it is taken by {other or 'another process'}",
                     where=str(path.parent),
@@ -95,6 +99,13 @@ def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
             if not kept:
                 os.close(handle)
         time.sleep(0.1)
+
+
+def _put_away(path: Path, over: Holder) -> None:
+    """Remove the lock file of a holder that is over, once: who sees it too may find another's new file there."""
+    with locked(path.with_name(".lock")):  # as whoever changes the run's record
+        if _said(path) == over:
+            os.unlink(path)
 
 
 def _locked(handle: int, path: Path) -> bool:
@@ -117,7 +128,7 @@ def _said(path: Path) -> Holder | None:
     end = time.monotonic() + _TAKES_A_MOMENT_S
     while True:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads(path.read_text(encoding="utf-8"))
+            said = from_json(read_file(path))
             return Holder(
                 str(said["what"]),
                 str(said["user"]),

@@ -13,6 +13,7 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.foreign import from_json, read_file
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.statistics import warmup_steps
 
@@ -41,9 +42,9 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
             continue
         mine: list[dict[str, Any]] = []
         seen: set[tuple[Any, ...]] = set()
-        for line in path.read_bytes().split(b"\n"):
+        for line in read_file(path).split(b"\n"):
             try:
-                event = json.loads(line)
+                event = from_json(line)
                 event = {
                     "rank": int(rank),
                     "held": None,

@@ -69,6 +69,30 @@ def test_behind_a_link(folder: Path, tmp_path: Path) -> None:
     assert "belongs to user 54321" in (trust.strangers(tmp_path / "link" / "run") or "")
 
 
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+def test_behind_a_link_of_a_link(folder: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+    (theirs / "latest").symlink_to(folder)
+    (tmp_path / "link").symlink_to("theirs/latest")
+    assert trust.strangers(tmp_path / "link" / "run") is None
+    os.chown(theirs, 54321, 0)  # who may let it lead elsewhere at any time
+    assert trust.strangers(tmp_path / "link" / "run") == f"{theirs} belongs to user 54321"
+    assert trust.strangers(theirs / ".." / "runs") == f"{theirs} belongs to user 54321"
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert trust.strangers(tmp_path / "a" / "run") is None  # nothing can be run there
+
+
+def test_a_sticky_folder_lets_others_put_files_beside_ones_own(folder: Path) -> None:
+    folder.chmod(0o1777)
+    assert trust.strangers(folder / "new") is None
+    assert trust.strangers(folder) == f"{folder} can be written by everybody"
+
+
 def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunDirectory.create(folder / "run")
     find_run(folder / "run")

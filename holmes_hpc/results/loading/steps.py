@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 from holmes_hpc.records.files import to_json
+from holmes_hpc.records.foreign import MOST_LEVELS, from_json, too_deep
 from holmes_hpc.records.metrics import FIELDS, PARTS, WAYS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
@@ -99,6 +99,8 @@ def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
     data = run.metrics_bytes()
     data = data[: data.rfind(b"\n") + 1]
     try:
+        if any(len(line) > MOST_LEVELS and too_deep(line) for line in data.split(b"\n")):
+            raise _OutOfOrder  # pyarrow would crash
         return _steps(data, first_attempt)
     except (pa.ArrowException, _OutOfOrder):  # the record's own reader knows what counts
         lines = b"".join(to_json(_regular(line)).encode() + b"\n" for line in run.metrics())
@@ -111,7 +113,7 @@ def no_steps() -> Steps:
 
 
 class _OutOfOrder(Exception):
-    """Not every line counts: a step was made twice, or the lines are of several writers."""
+    """Not every line counts: a step was made twice, the lines are of several writers, or one is no line of ours."""
 
 
 def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
@@ -186,7 +188,7 @@ def _most(ranks: pa.ChunkedArray) -> float:
 
 def _readable(line: bytes) -> bool:
     try:
-        int(json.loads(line)["step"])
+        int(from_json(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError):
         return False
     return True

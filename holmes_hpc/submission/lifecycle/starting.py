@@ -28,6 +28,7 @@ def starting(path: Path, what: str) -> Iterator[None]:
             where=str(path),
             hint="give a directory that can be made, on a file system all nodes share",
         ) from e
+    refuse_strangers(path)  # again: in a sticky folder somebody else may have been quicker
     try:
         with held(path / LOCK, Holder.this(what)):
             yield

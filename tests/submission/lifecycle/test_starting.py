@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -158,6 +159,19 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="can be written by everybody"), starting(tmp_path / "b", "a test"):
         pass
     tmp_path.chmod(0o755)
+
+
+def test_somebody_who_is_quicker_in_a_folder_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_by_another(self: Path, *_: object, **__: object) -> None:
+        os.mkdir(self)
+        self.chmod(0o777)
+
+    monkeypatch.setattr(Path, "mkdir", made_by_another)
+    with (
+        pytest.raises(RecordError, match=f"{tmp_path / 'run'} can be written by everybody"),
+        starting(tmp_path / "run", "a test"),
+    ):
+        pass
 
 
 def test_a_batch_script_takes_no_run_from_a_living_job(
