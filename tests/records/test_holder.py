@@ -25,7 +25,7 @@ def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
         ),
     ):
         take(tmp_path / "lock", Holder.this("another"))
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "lock").read_text()
     with held(tmp_path / "lock", Holder.this("a third")):
         pass
 
@@ -115,3 +115,22 @@ def test_a_file_system_without_locks_holds_nothing_up(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with held(tmp_path / "lock", Holder.this("first")), held(tmp_path / "lock", Holder.this("second")):
         pass
+
+
+@pytest.mark.parametrize("gone", ["here", "on another node"])
+def test_a_file_that_its_holder_has_just_removed_is_left_for_the_next(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, tried = fcntl.flock, []
+
+    def ending(handle: int, how: int) -> None:
+        tried.append(handle)
+        if len(tried) == 1:
+            (tmp_path / "lock").unlink()
+            if gone != "here":
+                raise OSError(errno.ESTALE, "Stale file handle")  # as NFS says it
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", ending)
+    with held(tmp_path / "lock", Holder.this("second")):
+        assert len(tried) == 2

@@ -233,7 +233,8 @@ def hit(fault: Fault, run: RunDirectory) -> tuple[str, int, int, Callable[[], No
     if fault.kind == "KILL while saving":
         until(lambda: saving(run), "a save")
     pids, under_way, step = processes(run, fault.rank), saving(run), last_step(run)
-    return node, step, under_way, strike(fault, run, node, pids)
+    repair = strike(fault, run, node, pids)
+    return node, step, saving(run) or under_way, repair  # a link is cut some steps later, perhaps beside a save
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run, status
-from holmes_hpc.submission.lifecycle.starting import LOCK, starting
+from holmes_hpc.submission.lifecycle.starting import is_starting, starting
 
 PAIRS = 50
 
@@ -125,7 +125,7 @@ def test_two_submits_into_one_directory_make_one_job(jobs: Jobs, tmp_path: Path)
     refused = at_once(*[lambda: submitted(tmp_path / "run")] * 2)
     assert len(jobs.states) == 1 and len(refused) == 1
     assert "taken by `holmes submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
-    assert not (tmp_path / "run" / LOCK).exists()
+    assert not is_starting(tmp_path / "run")
 
 
 def test_two_resumes_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_pairs_of_verbs_on_one_run(seed: int, jobs: Jobs, tmp_path: Path) -> Non
         assert len(jobs.alive) <= 1, (seed, pair, one, other)
         assert str(record["slurm"]["job_id"]) == str(len(jobs.states)), (seed, pair, one, other)
         assert record["config"] and record["plan_id"] and record["overrides"] == []
-    assert len(jobs.states) > 3 and not (tmp_path / "run" / LOCK).exists()
+    assert len(jobs.states) > 3 and not is_starting(tmp_path / "run")
 
 
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
