@@ -18,6 +18,8 @@ import yaml
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the quick one, where it is built
 MOST_LEVELS = 100  # of nesting; what holmes writes has about ten
 MOST_REPEATED = 100_000  # values that aliases may add where a text is written out
+MOST_DIGITS = 300
+_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # Python writes out none of over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -54,6 +56,8 @@ def _measure(text: str) -> None:
             values += 1
             if event.anchor:
                 sizes[event.anchor] = 1
+            if len(event.value) > MOST_DIGITS and event.implicit[0] and _NUMBER.fullmatch(event.value):
+                raise yaml.YAMLError(f"a number of {len(event.value)} digits, {_place(event)}")
         elif isinstance(event, yaml.CollectionStartEvent):
             open_now.append((event.anchor, values))
             values += 1

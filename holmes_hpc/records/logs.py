@@ -89,4 +89,4 @@ def _logs(run: RunDirectory, ranks: Sequence[int] | None) -> list[tuple[int, Pat
     if ranks is not None:
         return [(rank, run.log_path(rank)) for rank in ranks]
     numbers = [(p.stem.removeprefix("rank-"), p) for p in run.logs.glob("rank-*.txt")]
-    return sorted((int(n), p) for n, p in numbers if n.isdigit())
+    return sorted((int(n), p) for n, p in numbers if n.isdecimal())

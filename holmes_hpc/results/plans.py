@@ -141,12 +141,17 @@ def text(value: Any) -> str | None:
 
 
 def whole(value: Any) -> int | None:
+    """An integer of 64 bits; None for anything else."""
     try:
-        return int(value)
+        found = int(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return found if -(2**63) <= found < 2**63 else None
 
 
 def number(value: Any) -> float:
     """A float; NaN for anything else."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan

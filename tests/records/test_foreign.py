@@ -12,8 +12,9 @@ import yaml
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml
+from holmes_hpc.records.find import find_run
 from holmes_hpc.records.foreign import MOST_LEVELS, from_json, from_yaml
-from holmes_hpc.records.logs import GrowingFile, tail
+from holmes_hpc.records.logs import GrowingFile, follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
 
 DEEP = 100_000  # levels, at which libyaml and pyarrow end the process
@@ -29,11 +30,12 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("{a: " * DEEP, "nested more than 100 levels"),
         ("- " * DEEP, "nested more than 100 levels"),
         ("created: 2025-13-45\n", "month must be in 1..12"),
-        (f"version: {'9' * 5000}\n", "4300 digits"),
+        (f"version: {'9' * 5000}\n", "a number of 5000 digits, line 1, column 10"),
+        (f"version: 0x{'f' * 5000}\n", "a number of 5002 digits"),
         (LAUGHS, r"aliases repeat more than 100000 values, line 5"),
         ("config: &a {b: *a}\n", r"alias 'a' of nothing before it, line 1, column 16"),
     ],
-    ids=["brackets", "braces", "dashes", "date", "number", "laughs", "circle"],
+    ids=["brackets", "braces", "dashes", "date", "number", "hexadecimal", "laughs", "circle"],
 )
 def test_yaml_that_is_none(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(yaml.YAMLError, match=why):
@@ -103,3 +105,11 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     run.run_path.unlink()
     run.run_path.write_text("version: 1\n")
     assert run.read_result() is None
+
+
+def test_names_and_ids_of_odd_digits(tmp_path: Path) -> None:
+    """`²` is a digit to str.isdigit, and no number."""
+    run = RunDirectory.create(tmp_path / "run", slurm={"job_id": "²", "job_ids": ["9" * 5000, 41]})
+    (run.logs / "rank-².txt").write_text("x\n")
+    assert find_run("41", tmp_path).name == "run"
+    assert list(follow_logs(run, lambda: True)) == []

@@ -46,7 +46,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
         said = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
         row.update(state="unreadable", error=said)
         return row, no_steps()  # as many as its row says: none
-    row["plan_id"] = record.get("plan_id")
+    row["plan_id"] = text(record.get("plan_id"))
     row["missing"] = "; ".join(_missing(record, steps)) or None
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, ending)])) or None
     if row["nodes"] is None and isinstance(record.get("hosts"), list):

@@ -18,7 +18,7 @@ from holmes_hpc.records.foreign import MOST_LEVELS, from_json, too_deep
 from holmes_hpc.records.metrics import FIELDS, PARTS, WAYS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
-from holmes_hpc.results.plans import mapping
+from holmes_hpc.results.plans import mapping, number
 from holmes_hpc.results.statistics import warmup_steps
 
 SCALARS = tuple(name for name in STEP_COLUMNS if name in FIELDS and name not in ("step", "attempt"))
@@ -161,8 +161,8 @@ def _breakdown(lines: pa.Table) -> Floats:
     made = np.full((len(PARTS), stages, len(lines)), math.nan)
     at = pc.list_parent_indices(lists).to_numpy()
     stage = np.arange(len(at)) - np.searchsorted(at, at)  # how many of the same line come before
-    for index, values in enumerate(lists.flatten().flatten() if len(at) else ()):
-        made[index, stage, at] = values.to_numpy(zero_copy_only=False)
+    for index, part in enumerate(PARTS if len(at) else ()):  # a newer release's lines may have more
+        made[index, stage, at] = pc.struct_field(lists.flatten(), part).to_numpy(zero_copy_only=False)
     return made
 
 
@@ -212,4 +212,5 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    found = number(value)
+    return None if math.isnan(found) else found

@@ -291,7 +291,7 @@ def log_paths(run: RunDirectory) -> list[Path]:
 
     def rank(path: Path) -> int:
         digits = path.stem.removeprefix("rank-")
-        return int(digits) if digits.isdigit() else 10**9
+        return int(digits) if digits.isdecimal() else 10**9
 
     return sorted(run.logs.glob("rank-*.txt"), key=rank) + [p for p in (run.logs / "batch.txt",) if p.exists()]
 
