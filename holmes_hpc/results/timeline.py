@@ -67,7 +67,7 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
     """A line of a rank's trace; None for one that is half-written, or no event."""
     try:
         said = from_json(line)
-        event = {
+        event: dict[str, Any] = {
             "rank": rank,
             **{key: whole(said[key]) for key in ("step", "stage")},
             "kind": str(said["kind"]),
