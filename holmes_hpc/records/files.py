@@ -73,7 +73,7 @@ def append_line(path: Path, line: str) -> None:
 def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     """Hold the lock file `path`; another holder, also on another node of a shared file system, is waited for."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as e:
         raise failed(path, e) from e
     try:

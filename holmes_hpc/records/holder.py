@@ -105,7 +105,7 @@ def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
 def _attempt(path: Path, own: Holder) -> int | None:
     """The file at `path`, open, locked and saying who has it; None where somebody else has it. _Gone where it is
     another file by now."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     kept = False
     try:
         if not _locked(handle):
