@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.errors import RecordError
+from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import trust
-from holmes_hpc.records.files import append_line, write_whole
+from holmes_hpc.records.files import append_line, locked, write_whole
 from holmes_hpc.records.find import find_run
+from holmes_hpc.records.holder import Holder, take
 from holmes_hpc.records.run import RunDirectory
 
 ROOT = os.getuid() == 0
@@ -91,6 +92,15 @@ def test_a_sticky_folder_lets_others_put_files_beside_ones_own(folder: Path) -> 
     folder.chmod(0o1777)
     assert trust.strangers(folder / "new") is None
     assert trust.strangers(folder) == f"{folder} can be written by everybody"
+
+
+def test_a_lock_is_no_link(folder: Path) -> None:
+    (folder / ".lock").symlink_to(folder / "elsewhere")
+    with pytest.raises(RunFailed, match=r"\.lock: Too many levels of symbolic links"), locked(folder / ".lock"):
+        pass
+    with pytest.raises(RunFailed, match="symbolic links"):
+        take(folder / ".lock", Holder.this("one"))
+    assert not (folder / "elsewhere").exists()
 
 
 def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
