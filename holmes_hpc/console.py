@@ -60,7 +60,7 @@ _LIKE = {"–": "-", "—": "-", "…": "...", "×": "x", "µ": "u", "’": "'",
 def width(stderr: bool = False) -> int:
     """Columns to print in: $COLUMNS where it is a number, the terminal's, or 100 where there is none."""
     said = os.environ.get("COLUMNS", "")
-    if said.isdigit() and int(said) >= NARROWEST:
+    if said.isdecimal() and int(said) >= NARROWEST:
         return int(said)
     stream = sys.stderr if stderr else sys.stdout
     with contextlib.suppress(OSError, ValueError):
@@ -89,7 +89,7 @@ def table(
         for index, room in zip(block, widths, strict=True):
             cells = [row[index] for row in rows if row[index] not in ("", NONE)]
             numeric = bool(cells) and all(
-                c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdigit()
+                c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdecimal()
                 for c in cells
                 if c.strip()
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import made_runs
 import plans
@@ -29,6 +30,8 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import parse_run
 from holmes_hpc.slurm import hostlist, job_queries, scontrol
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.lifecycle import status
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, culprit
 from holmes_hpc.submission.lifecycle.outcome import judge
 
@@ -173,6 +176,11 @@ LINE = {
 @example({"exit": at(EXIT, "attempt", value={})})
 @example({"exit": at(EXIT, "attempt", value=float("inf"))})
 @example({"run": at(RUN, "attempts", value=True)})
+@example({"run": at(RUN, "config", value=[1])})
+@example({"run": RUN, "line": at(LINE, "loss", value="x")})
+@example({"run": RUN, "line": at(LINE, "loss", value=10**400)})
+@example({"run": RUN, "result": at(RESULT, "final", value=[1])})
+@example({"run": RUN, "result": at(RESULT, "log_tail", value=5)})
 @example({"run": at(RUN, "attempts", value=False)})
 @settings(max_examples=25)
 def test_run_records(document: Any) -> None:
@@ -194,11 +202,30 @@ def test_run_records(document: Any) -> None:
             run.read_result,
             run.metrics,
             lambda: judge(run, 1),
+            lambda: stands(run),
             lambda: run.attempt,
             lambda: run.config,
         ):
             with one_line():
                 read()
+
+
+class Over:
+    """A job that has ended."""
+
+    id = "41"
+
+    def state(self, mode: str = "standard") -> JobState:
+        return JobState("FAILED", exit_code=1)
+
+
+def stands(run: RunDirectory) -> None:
+    """`holmes status` of it, and of a listing with it."""
+    with mock.patch.object(status, "job_of", lambda _: Over()), mock.patch.object(status, "record_end", lambda *_: {}):
+        row, _ = status.run_statuses([run, run])
+        assert f"{row.step or 0:d} {row.steps or 0:d} {row.loss or 0:.4f} {row.step_time_s or 0:.3f}"
+        assert all(isinstance(line, str) for line in row.log_tail)
+        status.run_status(run)
 
 
 def plain_yaml(document: Any) -> str:

@@ -106,7 +106,7 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
             if made["slurm"] or made.get("local"):
                 console.note(f"{record.path} goes on; `holmes cancel {record.path}` ends it")
             else:
-                shutil.rmtree(record.path)
+                shutil.rmtree(record.path, ignore_errors=True)  # on NFS the lock is in it until it is closed
             raise
 
 

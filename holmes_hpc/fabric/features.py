@@ -15,7 +15,7 @@ import yaml
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu, NicNames
-from holmes_hpc.records.files import SAFE_LOADER
+from holmes_hpc.records.foreign import from_yaml
 
 _SECTIONS = ("features", "rates", "ignored", "gpus", "networks")
 _GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu", "interface", "hca", "storage", "ranks")
@@ -257,7 +257,7 @@ def _vocabulary(path: str | None) -> Vocabulary:
 def _load(path: Path) -> tuple[str, dict[str, Any]]:
     hint = "see holmes_hpc/fabric/features.yaml for what it may hold"
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
+        data = from_yaml(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise SiteError(e.strerror or str(e), where=str(path), hint="correct HOLMES_FEATURES") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:

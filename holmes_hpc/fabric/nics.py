@@ -25,7 +25,7 @@ def role_of(name: str) -> str:
 
 def natural(name: str) -> list[tuple[int, int | str]]:
     """A sort key in which eth2 comes before eth10."""
-    return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p]
+    return [(0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", name) if p]
 
 
 @dataclass(frozen=True)

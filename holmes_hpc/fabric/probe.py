@@ -157,7 +157,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
     found = []
     for port in tree.names(f"{base}/ports"):
         where = f"{base}/ports/{port}"
-        if not port.isdigit():
+        if not port.isdecimal():
             continue
         layer = tree.text(f"{where}/link_layer") or ""
         kind = _kind(device, node_type, layer)
@@ -210,7 +210,7 @@ def _kind(device: str, node_type: str, layer: str) -> str:
 def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
     """Index, GID and interface of the first RoCE v2 GID that maps an IPv4 address."""
     for index in tree.names(f"{port}/gids"):
-        if not index.isdigit() or tree.text(f"{port}/gid_attrs/types/{index}") != "RoCE v2":
+        if not index.isdecimal() or tree.text(f"{port}/gid_attrs/types/{index}") != "RoCE v2":
             continue  # an empty slot, RoCE v1, or EINVAL in a container
         gid = tree.text(f"{port}/gids/{index}") or ""
         if gid_address(gid) is not None:

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
+from holmes_hpc.records.foreign import from_yaml
 
 LOCK_WAIT_S = 30.0
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the quick one, where it is built
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
@@ -73,7 +73,7 @@ def append_line(path: Path, line: str) -> None:
 def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     """Hold the lock file `path`; another holder, also on another node of a shared file system, is waited for."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as e:
         raise failed(path, e) from e
     try:
@@ -102,10 +102,10 @@ def read_yaml(
 ) -> dict[str, Any]:
     """A YAML mapping from a file, safely loaded. `error` with the file's name and `hint` where it is none."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
+        data = from_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
         raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise error(f"not YAML: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
     if not isinstance(data, dict):
         raise error("not a mapping of keys to values", where=str(path), hint=hint)

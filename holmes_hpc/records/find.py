@@ -49,7 +49,7 @@ def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> 
         if RunDirectory(path).exists():
             return RunDirectory(path)
     runs = list(run_directories(base)) if base.is_dir() else []
-    if word.isdigit() and (
+    if word.isdecimal() and (
         held := [
             (str(data["created"] or ""), run) for run in runs if (data := _readable(run)) and int(word) in job_ids(data)
         ]
@@ -90,8 +90,8 @@ def job_ids(run: dict[str, Any]) -> set[int]:
             for key in ("job_id", "job_ids", "het_job_ids"):
                 value = holder.get(key)
                 for item in value if isinstance(value, list) else [value]:
-                    if str(item).isdigit():
-                        ids.add(int(str(item)))
+                    if isinstance(item, (int, str)) and str(item).isdecimal() and len(str(item)) < 20:
+                        ids.add(int(item))
     return ids
 
 

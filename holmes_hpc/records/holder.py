@@ -2,7 +2,7 @@
 
 A holder keeps a lock file open, locked; the kernel lets go of it when the holder's process ends, however that ends, on
 NFS too (the server's lock). The file says who holds it. Where a node died the server may keep its lock for a while:
-then the state of the holder's job tells that it is over.
+then the state of the holder's job tells that it is over, and another file takes the place of the locked one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import failed
+from holmes_hpc.records.files import failed, locked
+from holmes_hpc.records.foreign import from_json, read_file
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _TAKES_A_MOMENT_S = 0.5  # a holder that has just locked the file and not yet said who it is
@@ -51,6 +52,10 @@ class Holder:
         return f"{self.what} of {self.user} on {self.host} (process {self.pid}{job}, for {age:.0f} s)"
 
 
+class _Gone(Exception):
+    """The file that was opened is no longer the one at its path."""
+
+
 @contextlib.contextmanager
 def held(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: False) -> Iterator[None]:
     """Hold the lock file `path` as `own`. RecordError where somebody else holds it, who it is in it, unless `is_over`
@@ -60,8 +65,16 @@ def held(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(path)  # while it is held: who waits for this file finds another one
-        os.close(handle)
+            os.ftruncate(handle, 0)
+        os.close(handle)  # the file stays: on NFS a node may go on seeing for seconds one that another has removed
+
+
+def says_a_holder(path: Path) -> bool:
+    """Whether somebody holds the lock file `path`, or was killed while holding it."""
+    try:
+        return bool(read_file(path))
+    except OSError:
+        return False
 
 
 def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: False, patience_s: float = 0) -> int:
@@ -70,46 +83,68 @@ def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
     until = time.monotonic() + patience_s
     while True:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as e:
-            raise failed(path, e) from e
-        kept = False
-        try:
-            if kept := _locked(handle, path):
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, (json.dumps(asdict(own)) + "\n").encode(), 0)
+            if (handle := _attempt(path, own)) is not None:
                 return handle
-            if time.monotonic() >= until:
-                other = _said(path)
-                if kept := other is not None and is_over(other):
-                    return handle
-                raise RecordError(
-                    f"it is taken by {other or 'another process'}",
-                    where=str(path.parent),
-                    hint="wait for its end, `holmes cancel` the run, or end that process",
-                )
+        except _Gone:
+            continue
         except OSError as e:
-            kept = False
             raise failed(path, e) from e
-        finally:
-            if not kept:
-                os.close(handle)
-        time.sleep(0.1)
+        if time.monotonic() < until:
+            time.sleep(0.1)
+            continue
+        other = _said(path)
+        if other is None or not is_over(other):
+            raise RecordError(
+                f"it is taken by {other or 'another process'}",
+                where=str(path.parent),
+                hint="wait for its end, `holmes cancel` the run, or end that process",
+            )
+        _put_away(path, other)
 
 
-def _locked(handle: int, path: Path) -> bool:
-    """Lock an open file, if nobody else has and it is still the one at `path`."""
+def _attempt(path: Path, own: Holder) -> int | None:
+    """The file at `path`, open, locked and saying who has it; None where somebody else has it. _Gone where it is
+    another file by now."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    kept = False
+    try:
+        if not _locked(handle):
+            return None
+        opened = os.fstat(handle)  # on NFS as the server has it, since it has just been locked
+        if not opened.st_nlink or not os.path.samestat(opened, os.stat(path)):
+            raise _Gone
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, (json.dumps(asdict(own)) + "\n").encode(), 0)
+        os.fsync(handle)  # on NFS other nodes would not see it before the file is closed
+        kept = True
+        return handle
+    except OSError as e:
+        if e.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: what NFS says of a file that another node has removed
+            raise _Gone from e
+        raise
+    finally:
+        if not kept:
+            os.close(handle)
+
+
+def _put_away(path: Path, over: Holder) -> None:
+    """Remove the lock file of a holder that is over, once: who sees it too may find another's new file there."""
+    with locked(path.with_name(".lock")):  # as whoever changes the run's record
+        if _said(path) == over:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _locked(handle: int) -> bool:
+    """Lock an open file, if nobody else has."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
     except OSError as e:
-        if e.errno in _NO_LOCKS:
-            return True
         if e.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        raise
+        if e.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def _said(path: Path) -> Holder | None:
@@ -117,7 +152,7 @@ def _said(path: Path) -> Holder | None:
     end = time.monotonic() + _TAKES_A_MOMENT_S
     while True:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads(path.read_text(encoding="utf-8"))
+            said = from_json(read_file(path))
             return Holder(
                 str(said["what"]),
                 str(said["user"]),

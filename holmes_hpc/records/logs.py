@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from holmes_hpc.records.foreign import open_file
 from holmes_hpc.records.run import RunDirectory
 
 _PIECE = 1 << 20  # bytes read at once
@@ -15,11 +16,11 @@ _PIECE = 1 << 20  # bytes read at once
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
     """The last lines of a log, without reading all of it; empty when there is none."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - max(4096, 400 * lines))
             file.seek(start)
-            text = file.read(size - start).decode("utf-8", errors="replace")  # a device has no size, and no end
+            text = file.read(size - start).decode("utf-8", errors="replace")
     except OSError:
         return []
     found = text.splitlines()
@@ -45,7 +46,7 @@ class GrowingFile:
 
     def _read(self) -> bytes:
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 size = file.seek(0, os.SEEK_END)
                 if size < self._offset:
                     self._offset, self._rest = 0, b""
@@ -88,4 +89,4 @@ def _logs(run: RunDirectory, ranks: Sequence[int] | None) -> list[tuple[int, Pat
     if ranks is not None:
         return [(rank, run.log_path(rank)) for rank in ranks]
     numbers = [(p.stem.removeprefix("rank-"), p) for p in run.logs.glob("rank-*.txt")]
-    return sorted((int(n), p) for n, p in numbers if n.isdigit())
+    return sorted((int(n), p) for n, p in numbers if n.isdecimal())

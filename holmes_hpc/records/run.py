@@ -18,6 +18,7 @@ import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, to_json, write_whole
+from holmes_hpc.records.foreign import from_json, read_file
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 
@@ -148,7 +149,7 @@ class RunDirectory:
     def read_run(self) -> dict[str, Any]:
         """run.yaml as plain data, with at least `version, name, created, config, overrides, slurm, attempts`."""
         try:
-            text = self.run_path.read_text(encoding="utf-8")
+            text = read_file(self.run_path).decode("utf-8")
         except FileNotFoundError as e:
             raise RecordError(
                 "not a run directory (no run.yaml)",
@@ -220,7 +221,7 @@ class RunDirectory:
         steps: dict[int, dict[str, Any]] = {}
         for raw in self.metrics_bytes().split(b"\n"):
             try:
-                entry = json.loads(raw)
+                entry = from_json(raw)
                 step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
@@ -241,7 +242,7 @@ class RunDirectory:
     def metrics_bytes(self) -> bytes:
         """metrics.jsonl as it is; empty when there is none."""
         try:
-            return self.metrics_path.read_bytes()
+            return read_file(self.metrics_path)
         except FileNotFoundError:
             return b""
         except OSError as e:
@@ -347,18 +348,22 @@ class RunDirectory:
 
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
+    """How much a result's word weighs; one that cannot be weighed, which no writer of ours made, weighs nothing."""
     writer, final = result.get("writer"), result.get("final") or {}
-    return (
-        int(result.get("attempt") or 0),
-        WRITERS.index(writer) if writer in WRITERS else -1,
-        int(final.get("step") or 0),
-    )
+    try:
+        return (
+            int(result.get("attempt") or 0),
+            WRITERS.index(writer) if writer in WRITERS else -1,
+            int(final.get("step") or 0),
+        )
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return (-1, -1, -1)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None when it is missing or broken (a record that cannot be read says nothing)."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = from_json(read_file(path))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import SAFE_LOADER
+from holmes_hpc.records.foreign import from_yaml
 
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
@@ -69,7 +69,7 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
     """run.yaml's text as plain data; keys that older versions or half-made runs lack get their empty values.
     RecordError for what is no run record, or one of a newer version."""
     try:
-        data = yaml.load(text, Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
+        data = from_yaml(text)
     except yaml.YAMLError as e:
         raise RecordError(f"not YAML: {e}", where=where, hint="restore the file") from e
     if not isinstance(data, dict):

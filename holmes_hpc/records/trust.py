@@ -6,15 +6,15 @@ control lists, and not what a file server makes of them.
 
 from __future__ import annotations
 
-import contextlib
 import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from holmes_hpc.errors import RecordError
+
+_MOST_LINKS = 40  # as Linux follows
 
 
 def careful_umask() -> None:
@@ -37,15 +37,15 @@ def strangers(path: str | os.PathLike[str]) -> str | None:
     """Who else may put something in the place of what lies at `path`, in words; None where nobody but this user and
     root may, or, where the site's profile sets HOLMES_TRUST_GROUP=1, the groups of folders."""
     trusted = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # said by no file that such a group could write
-    for place in _chain(Path(os.path.abspath(path))):
+    for number, place in enumerate(_way(Path(os.getcwd(), path))):
         try:
             found = os.lstat(place)
         except OSError:
             continue  # not made yet, or not to be seen
         if found.st_uid not in (0, os.getuid()):
             return f"{place} belongs to {_user(found.st_uid)}"
-        if stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
-            continue  # a link's own mode says nothing; in a sticky folder each may replace only what is their own
+        if stat.S_ISLNK(found.st_mode) or (number and found.st_mode & stat.S_ISVTX):
+            continue  # a link's own mode says nothing; in a sticky folder above each may replace only what is their own
         if found.st_mode & stat.S_IWOTH:
             return f"{place} can be written by everybody"
         if found.st_mode & stat.S_IWGRP and not trusted and not _alone_in(found.st_gid):
@@ -68,15 +68,29 @@ def refuse_strangers(path: str | os.PathLike[str]) -> None:
         )
 
 
-def _chain(path: Path) -> Iterator[Path]:
-    """`path` and all folders above it, as it is written and as it is with all links followed."""
-    yield path
-    yield from path.parents
-    with contextlib.suppress(OSError, RuntimeError):
-        real = path.resolve()
-        if real != path:
-            yield real
-            yield from real.parents
+def _way(path: Path) -> list[Path]:
+    """What is passed on the way to `path`, its end first: folders, links, where these lead, and what lies above that.
+    None of it has a link above it."""
+    passed, here, left, links = [Path("/")], Path("/"), list(reversed(path.parts[1:])), 0
+    while left:
+        word = left.pop()
+        if word == "..":
+            here = here.parent
+            passed.append(here)
+            continue
+        passed.append(here / word)
+        try:
+            target = os.readlink(here / word)
+        except OSError:
+            here /= word  # no link, or not there yet
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            break
+        if os.path.isabs(target):
+            here = Path("/")
+        left += [part for part in reversed(Path(target).parts) if part != "/"]
+    return list(reversed(passed))
 
 
 def _alone_in(group: int) -> bool:

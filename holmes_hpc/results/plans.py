@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from holmes_hpc.records.files import SAFE_LOADER, to_json
+from holmes_hpc.records.files import to_json
+from holmes_hpc.records.foreign import from_yaml, read_file
 from holmes_hpc.records.run import RunDirectory
 
 NIC_WORDS = {
@@ -44,7 +45,7 @@ SHAPE: dict[str, Any] = {  # of what is reckoned with here
 def read_plan(run: RunDirectory) -> dict[str, Any]:
     """plan.yaml as plain data, not to be changed; empty where there is none that can be read."""
     try:
-        return _plan(run.plan_path.read_text(encoding="utf-8"))
+        return _plan(read_file(run.plan_path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
 
@@ -52,7 +53,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
     """Repeats share a plan, byte for byte."""
-    plan = mapping(yaml.load(text, Loader=SAFE_LOADER))  # noqa: S506 (a safe loader)
+    plan = mapping(from_yaml(text))
     return {key: _shaped(value, SHAPE.get(key)) for key, value in plan.items()}
 
 
@@ -140,12 +141,17 @@ def text(value: Any) -> str | None:
 
 
 def whole(value: Any) -> int | None:
+    """An integer of 64 bits; None for anything else."""
     try:
-        return int(value)
+        found = int(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return found if -(2**63) <= found < 2**63 else None
 
 
 def number(value: Any) -> float:
     """A float; NaN for anything else."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan

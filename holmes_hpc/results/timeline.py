@@ -4,6 +4,7 @@ and as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,9 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.foreign import from_json, read_file
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.results.plans import whole
 from holmes_hpc.results.statistics import warmup_steps
 
 COMPUTING = ("forward", "backward")
@@ -36,36 +39,47 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
     what an attempt did beyond the step from which a later one went on."""
     rows: list[dict[str, Any]] = []
     for path in sorted(run.trace.glob("rank-*.jsonl")):
-        rank = path.stem.removeprefix("rank-")
-        if not rank.isdecimal():
+        rank = whole(path.stem.removeprefix("rank-"))
+        if rank is None:
             continue
+        try:
+            lines = read_file(path).split(b"\n")
+        except OSError as e:
+            raise RecordError(e.strerror or str(e), where=str(path), hint="restore the file, or remove it") from e
         mine: list[dict[str, Any]] = []
         seen: set[tuple[Any, ...]] = set()
-        for line in path.read_bytes().split(b"\n"):
-            try:
-                event = json.loads(line)
-                event = {
-                    "rank": int(rank),
-                    "held": None,
-                    "micro_batch": None,
-                    "chunk": 0,
-                    **event,
-                    "step": int(event["step"]),
-                    "start_s": float(event["start_s"]),
-                    "end_s": float(event["end_s"]),
-                }
-            except (ValueError, TypeError, KeyError, OverflowError):
+        for line in lines:
+            if (event := _event(line, rank)) is None:
                 continue
-            computed = tuple(event.get(key) for key in ("step", "kind", "micro_batch", "chunk"))
+            computed = tuple(event[key] for key in ("step", "kind", "micro_batch", "chunk"))
             if computed in seen or (mine and event["step"] < mine[-1]["step"]):  # another attempt
                 mine = [e for e in mine if e["step"] < event["step"]]
                 seen = {key for key in seen if key[0] < event["step"]}
             mine.append(event)
-            if event.get("kind") in COMPUTING:
+            if event["kind"] in COMPUTING:
                 seen.add(computed)
         rows += mine
     frame = pd.DataFrame(rows, columns=list(TYPES)).astype(TYPES)
     return frame.sort_values(["rank", "start_s"], ignore_index=True)
+
+
+def _event(line: bytes, rank: int) -> dict[str, Any] | None:
+    """A line of a rank's trace; None for one that is half-written, or no event."""
+    try:
+        said = from_json(line)
+        event: dict[str, Any] = {
+            "rank": rank,
+            **{key: whole(said[key]) for key in ("step", "stage")},
+            "kind": str(said["kind"]),
+            "micro_batch": whole(said.get("micro_batch")),
+            "chunk": whole(said.get("chunk", 0)),
+            **{key: float(said[key]) for key in ("start_s", "end_s")},
+            "held": whole(said.get("held")),
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+    certain = (event["step"], event["stage"], event["chunk"])
+    return event if None not in certain and math.isfinite(event["start_s"] + event["end_s"]) else None
 
 
 def typical_step(trace: pd.DataFrame, step: int | None = None) -> pd.DataFrame:

@@ -43,7 +43,7 @@ def read_job_limits() -> dict[str, int]:
     least: dict[str, int] = {}
     for line in answer.out.splitlines() if answer.ok else ():
         for name, text in zip(names, line.split("|"), strict=False):
-            if text.isdigit():
+            if text.isdecimal():
                 least[name] = min(int(text), least.get(name, int(text)))
     return least
 
@@ -56,7 +56,7 @@ def read_qos() -> Qos:
         return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
 
     limits = {
-        name: {key: int(text) for key, text in zip(_OF_QOS, texts, strict=False) if text.isdigit()}
+        name: {key: int(text) for key, text in zip(_OF_QOS, texts, strict=False) if text.isdecimal()}
         for name, *texts in rows("qos", "format=" + ",".join(("Name", *_OF_QOS)))
     }
     own = [row[0] for row in rows("association", "where", f"user={getpass.getuser()}", "format=DefaultQOS") if row[0]]

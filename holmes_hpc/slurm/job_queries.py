@@ -147,7 +147,7 @@ def _identities(job_id: str) -> list[tuple[str, int]]:
     found = []
     for part in match.group(2).split(",") if match else ():
         low, _, high = part.partition("-")
-        if low.isdigit():
+        if low.isdecimal():
             found += [(f"{match.group(1)}_{i}", 0) for i in range(int(low), int(high or low) + 1)] if match else []
     return found
 

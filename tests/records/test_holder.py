@@ -25,7 +25,7 @@ def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
         ),
     ):
         take(tmp_path / "lock", Holder.this("another"))
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "lock").read_text()
     with held(tmp_path / "lock", Holder.this("a third")):
         pass
 
@@ -38,8 +38,44 @@ def test_a_lock_that_a_file_server_keeps_for_a_dead_node(tmp_path: Path) -> None
             asked.append(other)
             return other.job == "41"
 
-        take(tmp_path / "lock", Holder.this("an attempt", "42"), over)
+        handle = take(tmp_path / "lock", Holder.this("an attempt", "42"), over)
     assert asked[0].what == "an attempt"
+    assert '"job": "42"' in (tmp_path / "lock").read_text()  # the first one, at its end, leaves it alone
+    with pytest.raises(RecordError, match=r"taken by an attempt .* job 42"):
+        take(tmp_path / "lock", Holder.this("an attempt", "43"), over)
+    os.close(handle)
+
+
+def test_of_many_who_see_that_a_holder_is_over_one_takes_its_place(tmp_path: Path) -> None:
+    barrier, taken, refused = threading.Barrier(8), [], []
+
+    def over(other: Holder) -> bool:
+        if other.job == "41":
+            barrier.wait()  # all have seen it before any of them acts
+        return other.job == "41"
+
+    def work(number: int) -> None:
+        try:
+            taken.append(take(tmp_path / "lock", Holder.this("an attempt", str(number)), over))
+        except RecordError:
+            refused.append(number)
+
+    with held(tmp_path / "lock", Holder.this("an attempt", "41")):
+        threads = [threading.Thread(target=work, args=(50 + number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(taken) == 1 and len(refused) == 7
+    os.close(taken[0])
+
+
+def test_who_holds_it_is_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.pread(handle, 1000, 0)))
+    with held(tmp_path / "lock", Holder.this("first", "41")):
+        pass
+    assert b'"job": "41"' in synced[0]  # on NFS another node reads what the server has
 
 
 def test_one_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
@@ -79,3 +115,22 @@ def test_a_file_system_without_locks_holds_nothing_up(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with held(tmp_path / "lock", Holder.this("first")), held(tmp_path / "lock", Holder.this("second")):
         pass
+
+
+@pytest.mark.parametrize("gone", ["here", "on another node"])
+def test_a_file_that_its_holder_has_just_removed_is_left_for_the_next(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, tried = fcntl.flock, []
+
+    def ending(handle: int, how: int) -> None:
+        tried.append(handle)
+        if len(tried) == 1:
+            (tmp_path / "lock").unlink()
+            if gone != "here":
+                raise OSError(errno.ESTALE, "Stale file handle")  # as NFS says it
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", ending)
+    with held(tmp_path / "lock", Holder.this("second")):
+        assert len(tried) == 2

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.errors import RecordError
+from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import trust
-from holmes_hpc.records.files import append_line, write_whole
+from holmes_hpc.records.files import append_line, locked, write_whole
 from holmes_hpc.records.find import find_run
+from holmes_hpc.records.holder import Holder, take
 from holmes_hpc.records.run import RunDirectory
 
 ROOT = os.getuid() == 0
@@ -67,6 +68,39 @@ def test_behind_a_link(folder: Path, tmp_path: Path) -> None:
     os.chown(tmp_path / "theirs", 54321, 0)
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     assert "belongs to user 54321" in (trust.strangers(tmp_path / "link" / "run") or "")
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+def test_behind_a_link_of_a_link(folder: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+    (theirs / "latest").symlink_to(folder)
+    (tmp_path / "link").symlink_to("theirs/latest")
+    assert trust.strangers(tmp_path / "link" / "run") is None
+    os.chown(theirs, 54321, 0)  # who may let it lead elsewhere at any time
+    assert trust.strangers(tmp_path / "link" / "run") == f"{theirs} belongs to user 54321"
+    assert trust.strangers(theirs / ".." / "runs") == f"{theirs} belongs to user 54321"
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert trust.strangers(tmp_path / "a" / "run") is None  # nothing can be run there
+
+
+def test_a_sticky_folder_lets_others_put_files_beside_ones_own(folder: Path) -> None:
+    folder.chmod(0o1777)
+    assert trust.strangers(folder / "new") is None
+    assert trust.strangers(folder) == f"{folder} can be written by everybody"
+
+
+def test_a_lock_is_no_link(folder: Path) -> None:
+    (folder / ".lock").symlink_to(folder / "elsewhere")
+    with pytest.raises(RunFailed, match=r"\.lock: Too many levels of symbolic links"), locked(folder / ".lock"):
+        pass
+    with pytest.raises(RunFailed, match="symbolic links"):
+        take(folder / ".lock", Holder.this("one"))
+    assert not (folder / "elsewhere").exists()
 
 
 def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

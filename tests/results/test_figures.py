@@ -4,6 +4,7 @@ true."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -224,6 +225,24 @@ def test_a_trace_reads_back_and_half_lines_do_not_matter(tmp_path: Path) -> None
         file.write('{"step": 9, "sta')
     trace = timeline.read_trace(run)
     assert len(trace) == 4 * 16 and set(trace["rank"]) == {0, 1, 2, 3} and set(trace["stage"]) == {0, 1}
+
+
+def test_what_is_no_event_in_a_trace_is_left_out(tmp_path: Path) -> None:
+    run = traced(tmp_path / "a")
+    good = {"step": 5, "stage": 0, "kind": "send", "start_s": 1.8e9, "end_s": 1.8e9}
+    odd = [("kind", [1]), ("step", 10**30), ("stage", None), ("chunk", {}), ("start_s", 1e999), ("end_s", "x")]
+    lines = [json.dumps({**good, "kind": "forward", "micro_batch": []}), "[1]", "[" * 100_000]
+    lines += [json.dumps({**good, key: value}) for key, value in odd]
+    with open(run.trace_path(0), "a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    run.trace_path(10**30).write_text(json.dumps(good))
+    assert len(timeline.typical_step(timeline.read_trace(run))) > 0
+    # two are of step 5, made again after 7: what rank 0 recorded from there on was in vain
+    assert len(timeline.read_trace(run)) == 4 * 16 - 6 + 2
+    run.trace_path(1).unlink()
+    os.mkfifo(run.trace_path(1))
+    with pytest.raises(RecordError, match=r"rank-1\.jsonl: Not a file"):
+        timeline.read_trace(run)
 
 
 def test_the_typical_step_is_of_median_length_and_starts_at_zero(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def main() -> int:
                 "-q",
                 "--no-header",
                 "--tb=short",
+                "--timeout=0",  # as long as many examples take on a busy machine
                 "-p",
                 "no:cacheprovider",
                 "--hypothesis-profile=fresh",

@@ -153,8 +153,9 @@ def submit(directory: Path, *overrides: str) -> RunDirectory:
 
 
 def processes(run: RunDirectory, rank: int) -> list[int]:
-    """The process of a rank, and the writers of checkpoints that it has forked."""
+    """The process of a rank, and then what it has forked (writers of checkpoints)."""
     job, found = str(run.read_run()["slurm"]["job_id"]), []
+    folder = str(run.path / "submission")  # another testbed's job may have the same number
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             own = dict(e.partition("=")[::2] for e in (proc / "environ").read_text().split("\0"))
@@ -162,12 +163,14 @@ def processes(run: RunDirectory, rank: int) -> list[int]:
             if (
                 (own.get("HOLMES_LEADER_JOB_ID"), own.get("SLURM_PROCID")) == (job, str(rank))
                 and "submitit.core._submit" in words[:6]
+                and folder in words
                 and "python" in words[0]
             ):
-                found.append(int(proc.name))
+                started = int((proc / "stat").read_text().rpartition(")")[2].split()[19])
+                found.append((started, int(proc.name)))  # by age, for process numbers begin again
     if not found:
         raise ProcessLookupError(f"no process of rank {rank} of job {job}")
-    return sorted(found)
+    return [pid for _, pid in sorted(found)]
 
 
 def saving(run: RunDirectory) -> int:
@@ -233,7 +236,8 @@ def hit(fault: Fault, run: RunDirectory) -> tuple[str, int, int, Callable[[], No
     if fault.kind == "KILL while saving":
         until(lambda: saving(run), "a save")
     pids, under_way, step = processes(run, fault.rank), saving(run), last_step(run)
-    return node, step, under_way, strike(fault, run, node, pids)
+    repair = strike(fault, run, node, pids)
+    return node, step, saving(run) or under_way, repair  # a link is cut some steps later, perhaps beside a save
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 ODD = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from([0, -1, 1, 9, 2**31, 2**63, 10**30, -(10**30)]),
+    st.sampled_from([0, -1, 1, 9, 2**31, 2**63, 10**30, -(10**30), 10**400]),
     st.sampled_from([0.0, -0.5, 1e-300, 1e308, float("inf"), float("-inf"), float("nan")]),
     st.sampled_from(
         [
@@ -33,6 +33,7 @@ ODD = st.one_of(
             "$(id)",
             "<b>",
             "٣",
+            "²",
             "\ud800",
             "🙂",
             "2025-13-45T99:00:00",

@@ -24,7 +24,8 @@ from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.parts import Component, GroupTransport, Predicted, Schedule, Stage
 from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, refuse_unshared
 from holmes_hpc.planning.spec.widths import Widths, read_widths, unequal_groups, write_widths
-from holmes_hpc.records.files import SAFE_LOADER, write_whole
+from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.foreign import from_yaml
 from holmes_hpc.schema import check, key, make
 
 VERSION = 1
@@ -413,7 +414,7 @@ class Plan:
         """Read and check a plan.yaml."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-            data = yaml.load(text, Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
+            data = from_yaml(text)
         except OSError as e:
             raise PlanError(
                 e.strerror or str(e), where=str(path), hint="make it with `holmes plan -o plan.yaml`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import yaml
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json
+from holmes_hpc.records.foreign import from_json, from_yaml, read_file
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
 from holmes_hpc.results.columns import PARTS, RUN_COLUMNS
@@ -46,7 +46,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
         said = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
         row.update(state="unreadable", error=said)
         return row, no_steps()  # as many as its row says: none
-    row["plan_id"] = record.get("plan_id")
+    row["plan_id"] = text(record.get("plan_id"))
     row["missing"] = "; ".join(_missing(record, steps)) or None
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, ending)])) or None
     if row["nodes"] is None and isinstance(record.get("hosts"), list):
@@ -198,7 +198,7 @@ def _medians(values: Floats) -> Floats:
 def _ending(run: RunDirectory) -> dict[str, Any] | None:
     """What result.json says; empty when it cannot be read, None when there is none."""
     try:
-        return mapping(json.loads(run.result_path.read_bytes()))
+        return mapping(from_json(read_file(run.result_path)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -207,7 +207,7 @@ def _ending(run: RunDirectory) -> dict[str, Any] | None:
 
 def _hydra_overrides(directory: Path) -> str:
     try:
-        found = yaml.safe_load((directory / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+        found = from_yaml(read_file(directory / ".hydra" / "overrides.yaml").decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         found = None
     return to_json([str(o) for o in found] if isinstance(found, list) else [])

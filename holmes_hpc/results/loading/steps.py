@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,10 +14,11 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 from holmes_hpc.records.files import to_json
+from holmes_hpc.records.foreign import MOST_LEVELS, from_json, too_deep
 from holmes_hpc.records.metrics import FIELDS, PARTS, WAYS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
-from holmes_hpc.results.plans import mapping
+from holmes_hpc.results.plans import mapping, number
 from holmes_hpc.results.statistics import warmup_steps
 
 SCALARS = tuple(name for name in STEP_COLUMNS if name in FIELDS and name not in ("step", "attempt"))
@@ -99,6 +99,8 @@ def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
     data = run.metrics_bytes()
     data = data[: data.rfind(b"\n") + 1]
     try:
+        if any(len(line) > MOST_LEVELS and too_deep(line) for line in data.split(b"\n")):
+            raise _OutOfOrder  # pyarrow would crash
         return _steps(data, first_attempt)
     except (pa.ArrowException, _OutOfOrder):  # the record's own reader knows what counts
         lines = b"".join(to_json(_regular(line)).encode() + b"\n" for line in run.metrics())
@@ -111,7 +113,7 @@ def no_steps() -> Steps:
 
 
 class _OutOfOrder(Exception):
-    """Not every line counts: a step was made twice, or the lines are of several writers."""
+    """Not every line counts: a step was made twice, the lines are of several writers, or one is no line of ours."""
 
 
 def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
@@ -159,8 +161,8 @@ def _breakdown(lines: pa.Table) -> Floats:
     made = np.full((len(PARTS), stages, len(lines)), math.nan)
     at = pc.list_parent_indices(lists).to_numpy()
     stage = np.arange(len(at)) - np.searchsorted(at, at)  # how many of the same line come before
-    for index, values in enumerate(lists.flatten().flatten() if len(at) else ()):
-        made[index, stage, at] = values.to_numpy(zero_copy_only=False)
+    for index, part in enumerate(PARTS if len(at) else ()):  # a newer release's lines may have more
+        made[index, stage, at] = pc.struct_field(lists.flatten(), part).to_numpy(zero_copy_only=False)
     return made
 
 
@@ -186,7 +188,7 @@ def _most(ranks: pa.ChunkedArray) -> float:
 
 def _readable(line: bytes) -> bool:
     try:
-        int(json.loads(line)["step"])
+        int(from_json(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError):
         return False
     return True
@@ -210,4 +212,5 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    found = number(value)
+    return None if math.isnan(found) else found

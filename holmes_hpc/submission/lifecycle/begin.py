@@ -41,7 +41,7 @@ def _begun(run: RunDirectory, plan_path: Path, restarts: int, overrides: Sequenc
         config = replace(load(words), model=plan.model, batch=plan.batch, run_dir=str(run.path))
         new_run(config.with_data(), plan, words)
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    if job_id.isdigit():
+    if job_id.isdecimal():
         _refuse_a_living_job(run, job_id)
         run.update_run(
             slurm={

@@ -102,8 +102,8 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
         tasks: list[int] = []
         for part in match.group(2).strip("[]").split(","):
             low, _, high = part.partition("-")
-            if low.isdigit():
-                tasks += range(int(low), int(high if high.isdigit() else low) + 1)
+            if low.isdecimal():
+                tasks += range(int(low), int(high if high.isdecimal() else low) + 1)
         if tasks:
             how = match.group(3)
             if memory and how.startswith("Killed"):

@@ -24,7 +24,7 @@ from holmes_hpc.slurm.job_queries import end_for_good, ending_state
 from holmes_hpc.slurm.job_states import told_to_end
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.lifecycle.starting import LOCK
+from holmes_hpc.submission.lifecycle.starting import is_starting
 from holmes_hpc.submission.lifecycle.starts import START_MARK, failures, gained, note_progress, noted
 
 RECORDED_WAIT_S = 30.0  # from sbatch's answer to the record
@@ -121,7 +121,7 @@ def stranger(run: RunDirectory, job_id: str) -> bool:
     end = time.monotonic() + RECORDED_WAIT_S
     while True:
         recorded = (run.read_run()["slurm"] or {}).get("job_id")
-        if str(recorded) == job_id or not (run.path / LOCK).exists() or time.monotonic() > end:
+        if str(recorded) == job_id or not is_starting(run.path) or time.monotonic() > end:
             break
         time.sleep(0.2)
     other = bool(job_id) and recorded is not None and str(recorded) != job_id

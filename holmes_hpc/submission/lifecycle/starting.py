@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.holder import Holder, held
+from holmes_hpc.records.holder import Holder, held, says_a_holder
 from holmes_hpc.records.trust import refuse_strangers
 
 LOCK = ".starting"
@@ -28,13 +28,24 @@ def starting(path: Path, what: str) -> Iterator[None]:
             where=str(path),
             hint="give a directory that can be made, on a file system all nodes share",
         ) from e
+    refuse_strangers(path)  # again: in a sticky folder somebody else may have been quicker
     try:
         with held(path / LOCK, Holder.this(what)):
-            yield
+            try:
+                yield
+            finally:
+                if made and not others(path):  # nothing came of it
+                    with contextlib.suppress(OSError):
+                        os.unlink(path / LOCK)
     finally:
         if made:
             with contextlib.suppress(OSError):
-                os.rmdir(path)  # nothing came of it
+                os.rmdir(path)
+
+
+def is_starting(path: Path) -> bool:
+    """Whether somebody starts the job of the run in `path`, or was killed at it."""
+    return says_a_holder(path / LOCK)
 
 
 def others(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ def gained(run: RunDirectory, start: str) -> bool:
     if not attempts or attempts[-1].get("start", start) != start:
         return False
     steps = [int(m["step"]) for m in run.metrics() if int(m.get("attempt") or 1) >= len(attempts)]
-    before = [int(a["last_step"]) for a in attempts[:-1] if str(a.get("last_step", "")).isdigit()]
+    before = [int(a["last_step"]) for a in attempts[:-1] if str(a.get("last_step", "")).isdecimal()]
     return bool(steps) and max(steps) > max(before, default=-1)
 
 

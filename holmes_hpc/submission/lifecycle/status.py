@@ -20,6 +20,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.trust import strangers
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
@@ -186,7 +187,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
             record, result = run.read_run(), run.read_result()
             known = _job_id(record) is not None and not (result is not None and last_word(result))
             found.append((run, record, result, job_of(run) if known else None))
-        except (RecordError, TypeError, ValueError) as e:
+        except (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:
             made[run] = _unreadable(run, e, len(runs) == 1)
     for run, record, result, job in found:
         if job is not None:
@@ -198,7 +199,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
             state = JobState(NOT_SUBMITTED)
         try:
             made[run] = _status(run, record, job, state, result)
-        except (RecordError, TypeError, ValueError) as e:
+        except (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:
             made[run] = _unreadable(run, e, len(runs) == 1)
     return [made[run] for run in runs]
 
@@ -232,7 +233,8 @@ def _status(
     steps = ((record.get("config") or {}).get("train") or {}).get("steps")
     metrics = run.metrics()
     last = metrics[-1] if metrics else {}
-    if state.ended and job is not None and lags(result, last.get("step")):
+    step = _whole(last.get("step"))
+    if state.ended and job is not None and lags(result, step):
         result = record_end(run, state)
     over = state.ended or state.state == UNKNOWN
     blamed = result if result is not None and over else {}
@@ -246,21 +248,33 @@ def _status(
         state.components,
         state.source,
         len(record["attempts"]),
-        last.get("step"),
-        steps,
-        last.get("loss"),
-        last.get("step_time_s"),
-        blamed.get("error"),
-        blamed.get("failed_rank"),
-        blamed.get("failed_node"),
-        tuple(blamed.get("log_tail") or ()),
+        step,
+        _whole(steps),
+        _figure(last.get("loss")),
+        _figure(last.get("step_time_s")),
+        _text(blamed.get("error")),
+        _whole(blamed.get("failed_rank")),
+        _text(blamed.get("failed_node")),
+        tuple(map(str, blamed.get("log_tail") or ())),
         state.why,
     )
 
 
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _figure(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     """Write result.json as the follower, for a job whose batch script could not; what is recorded comes back, or where
-    the disk is full what would have been."""
+    the disk is full, or the run may be somebody else's, what would have been."""
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     said: list[Complaint] = []
     with contextlib.suppress(HolmesError, OSError):
@@ -268,7 +282,8 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
         said = complaints(text, ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
     result = judge(run, code, slurm=state, srun=said)
     with contextlib.suppress(HolmesError):
-        run.write_result(result, writer="follower")
+        if strangers(run.path) is None:  # else a link of theirs may lead what is written anywhere
+            run.write_result(result, writer="follower")
     return run.read_result() or {**result, "writer": "follower"}
 
 
@@ -291,7 +306,7 @@ def log_paths(run: RunDirectory) -> list[Path]:
 
     def rank(path: Path) -> int:
         digits = path.stem.removeprefix("rank-")
-        return int(digits) if digits.isdigit() else 10**9
+        return int(digits) if digits.isdecimal() else 10**9
 
     return sorted(run.logs.glob("rank-*.txt"), key=rank) + [p for p in (run.logs / "batch.txt",) if p.exists()]
 

@@ -15,6 +15,7 @@ from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.records.files import to_json, write_whole
+from holmes_hpc.records.foreign import from_json, read_file
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import strangers
 from holmes_hpc.slurm.job_states import JobState
@@ -90,7 +91,7 @@ def note_outcome(returned: Any) -> None:
 def noted_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
     """What a plain job's task noted of its end; nothing as long as it goes on, or where it died."""
     with contextlib.suppress(OSError, ValueError):
-        noted = json.loads(outcome_path(manifest.place(job.folder), job.job_id).read_text(encoding="utf-8"))
+        noted = from_json(read_file(outcome_path(manifest.place(job.folder), job.job_id)))
         return noted if isinstance(noted, dict) else {}
     return {}
 

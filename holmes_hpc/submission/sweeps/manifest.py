@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.foreign import from_json, read_file
 
 VERSION = 2
 NAME = "sweep.json"
@@ -92,16 +93,31 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
     """The manifest of a sweep directory, empty when there is none yet."""
     path = Path(directory).absolute() / NAME
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = from_json(read_file(path))
     except FileNotFoundError:
         return Manifest(path, [], created)
     except (OSError, ValueError) as e:
         raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
     if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
         raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
-    return Manifest(
-        path, [SweepJob(**j) for j in data.get("jobs", [])], data.get("created", 0.0), dict(data.get("programs") or {})
-    )
+    try:
+        jobs, programs = [_job(said) for said in data.get("jobs", [])], dict(data.get("programs") or {})
+        return Manifest(path, jobs, float(data.get("created", 0.0)), programs)
+    except (TypeError, ValueError) as e:
+        raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
+
+
+def _job(said: Any) -> SweepJob:
+    """A job as the manifest has it. TypeError for what is none."""
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "tuple[str, ...]": list}
+    if not isinstance(said, dict):
+        raise TypeError("a job that is no mapping")
+    for one in fields(SweepJob):
+        if one.name in said and not isinstance(said[one.name], kinds[str(one.type)]):
+            raise TypeError(f"{one.name} of a job is {said[one.name]!r}")
+    if not all(isinstance(word, str) for word in said.get("overrides", ())):
+        raise TypeError("an override of a job is no text")
+    return SweepJob(**said)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from holmes_hpc.records.foreign import from_json
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
@@ -97,7 +97,7 @@ def _last_metrics(path: Path) -> dict[str, Any]:
     """The last whole line of metrics.jsonl, without reading all of it."""
     for line in reversed(tail(path, 160)):
         try:
-            data = json.loads(line)
+            data = from_json(line)
         except ValueError:
             continue
         if isinstance(data, dict):

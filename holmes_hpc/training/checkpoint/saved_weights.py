@@ -68,7 +68,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def _name(self, name: str, key: str, value: TensorStorageMetadata) -> None:
         inside = name.removeprefix(_LAYERS)
-        if inside == name or inside.split(".")[0].isdigit():
+        if inside == name or inside.split(".")[0].isdecimal():
             self._saved[name] = key, value, None
         else:
             for layer in range(value.size[0]):

@@ -50,13 +50,14 @@ def _mac(secret: bytes, who: bytes, *parts: bytes) -> bytes:
 
 @dataclass
 class _Visitor:
-    """A connection to the gate. `port`: which it was let in for, None before it has proved anything."""
+    """A connection to the gate. `proved`: it knows the secret; `port`: which it was let in for, None before that."""
 
     connection: socket.socket
     address: bytes
     nonce: bytes
     until: float
     said: bytes = b""
+    proved: bool = False
     port: int | None = None
 
 
@@ -135,6 +136,7 @@ class Gate:
             theirs, port = visitor.said[:_NONCE], visitor.said[_NONCE : _NONCE + 2]
             want = _mac(self.secret, b"rank", visitor.nonce, theirs, port, visitor.address, packed(self.address))
             if hmac.compare_digest(want, visitor.said[-_MAC:]):
+                visitor.proved = True
                 self._waiting.append((visitor, theirs, int.from_bytes(port, "big")))
             else:
                 self._leave(visitor)
@@ -169,7 +171,7 @@ class Gate:
 
     def _drop_oldest(self) -> None:
         if self._visitors:
-            self._leave(min(self._visitors.values(), key=lambda visitor: visitor.until))
+            self._leave(min(self._visitors.values(), key=lambda visitor: (visitor.proved, visitor.until)))
 
     def _leave(self, visitor: _Visitor) -> None:
         self._visitors.pop(visitor.connection.fileno(), None)

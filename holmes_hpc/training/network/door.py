@@ -13,6 +13,7 @@ from pathlib import Path
 
 _MOST_INSTRUCTIONS = 4096  # of a filter
 _SO_ATTACH_FILTER = 26
+_BACKLOG = 1024
 _MAPPED = "0" * 16 + f"{socket.htonl(0xFFFF):08X}"  # ::ffff:0:0 as /proc/net/tcp6 writes it
 _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF of linux/filter.h; offsets without it count from the TCP header
@@ -45,7 +46,7 @@ class Door:
     """A listening socket on `address` that drops what does not come from an admitted (address, port)."""
 
     def __init__(self, address: str) -> None:
-        self.socket = listening(address)
+        self.socket = _bound(address)
         self.address, self.port = address, int(self.socket.getsockname()[1])
         one = (packed(address), 1)
         self.room = (_MOST_INSTRUCTIONS - 1) // (len(filter_program([one])) // 8 - 1)
@@ -54,6 +55,7 @@ class Door:
                 raise OSError(errno.ENOMEM, "no memory for a socket filter (net.core.optmem_max)")
             self.room //= 2
         self.admit([])
+        self.socket.listen(_BACKLOG)  # nobody has come before it was shut
 
     def _holds(self, admitted: list[tuple[bytes, int]]) -> bool:
         """Whether a filter of this size can be put in the place of another one: for a moment there are two."""
@@ -79,13 +81,23 @@ class Door:
 
 def listening(address: str, port: int = 0) -> socket.socket:
     """A listening socket on this address alone, a name or a number; OSError where it cannot be."""
+    made = _bound(address, port)
+    try:
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _bound(address: str, port: int = 0) -> socket.socket:
+    """A socket that has its address and does not listen yet."""
     family, kind, _, _, end = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind)
     try:
         if port:  # one that is told, which an earlier process may just have left
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(end)
-        made.listen(1024)
     except OSError:
         made.close()
         raise

@@ -156,6 +156,6 @@ def _use_cpu_generator() -> None:
 def threads(environ: Mapping[str, str], ranks_here: int, cores: int) -> int:
     """Threads for one rank's computing: as Slurm or OMP_NUM_THREADS say, else this machine's cores shared fairly."""
     for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        if environ.get(name, "").isdigit() and int(environ[name]) > 0:
+        if environ.get(name, "").isdecimal() and int(environ[name]) > 0:
             return int(environ[name])
     return max(1, cores // max(1, ranks_here))

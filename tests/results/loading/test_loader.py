@@ -282,6 +282,37 @@ def test_odd_names_and_files_that_cannot_be_read_stop_no_loading(tmp_path: Path)
     assert rows.loc["endless", "error"] == "metrics.jsonl: 1 lines cannot be read"
 
 
+def test_numbers_that_no_column_holds_and_parts_of_a_newer_release_stop_no_loading(tmp_path: Path) -> None:
+    large, newer = (make_run(tmp_path / "a" / name, steps=3) for name in ("large", "newer"))
+    large.update_run(slurm={"job_id": 10**30}, plan_id=[1])
+    large.append_metrics({**large.metrics()[-1], "step": 10, "loss": 10**400})
+    line = newer.metrics()[-1]
+    more = [{**stage, "waiting_s": 1.0} for stage in line["breakdown"]]
+    newer.append_metrics({**line, "step": line["step"] + 1, "breakdown": more})
+    rows = load_runs(tmp_path / "a").set_index("run")
+    assert list(rows.loc[["large", "newer"], "steps"]) == [4, 4]
+    assert rows["job_id"].isna().sum() == 1 and rows.loc["large", "plan_id"] == "[1]"
+    steps = read_steps(newer)
+    assert list(steps.breakdown[0, :, -1]) == [stage["compute_s"] for stage in line["breakdown"]]
+
+
+def test_what_would_crash_or_hang_who_reads_it_stops_no_loading(tmp_path: Path) -> None:
+    """Nested too deeply for pyarrow and for libyaml, aliases that make a plan endless, and a pipe."""
+    nested, laughing, pipe = (make_run(tmp_path / "a" / name, steps=3) for name in ("nested", "laughing", "pipe"))
+    with open(nested.metrics_path, "a") as file:
+        file.write('{"step": 9, "loss": 1.0, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    nested.result_path.write_text("[" * 100_000)
+    nested.plan_path.write_text("- " * 100_000)
+    more = (f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+    laughing.plan_path.write_text(f"a: &a [1, 2]\n{''.join(more)}model: {{name: *i}}\n")
+    pipe.metrics_path.unlink()
+    os.mkfifo(pipe.metrics_path)
+    rows = load_runs(tmp_path / "a").set_index("run")
+    assert list(rows.loc[["nested", "laughing"], "steps"]) == [3, 3]
+    assert "metrics.jsonl: 1 lines cannot be read" in rows.loc["nested", "error"]
+    assert rows["model_spec"].isna().sum() == 3 and "Not a file" in rows.loc["pipe", "error"]
+
+
 def test_steps_beyond_the_checkpoint_a_run_went_on_from_do_not_count(tmp_path: Path) -> None:
     """Twelve steps, resumed under another plan from the checkpoint of the sixth, three steps made since."""
     run = resumed(tmp_path / "a", "0123456789ab")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -22,7 +23,7 @@ from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run, status
-from holmes_hpc.submission.lifecycle.starting import LOCK, starting
+from holmes_hpc.submission.lifecycle.starting import is_starting, starting
 
 PAIRS = 50
 
@@ -124,7 +125,7 @@ def test_two_submits_into_one_directory_make_one_job(jobs: Jobs, tmp_path: Path)
     refused = at_once(*[lambda: submitted(tmp_path / "run")] * 2)
     assert len(jobs.states) == 1 and len(refused) == 1
     assert "taken by `holmes submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
-    assert not (tmp_path / "run" / LOCK).exists()
+    assert not is_starting(tmp_path / "run")
 
 
 def test_two_resumes_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_pairs_of_verbs_on_one_run(seed: int, jobs: Jobs, tmp_path: Path) -> Non
         assert len(jobs.alive) <= 1, (seed, pair, one, other)
         assert str(record["slurm"]["job_id"]) == str(len(jobs.states)), (seed, pair, one, other)
         assert record["config"] and record["plan_id"] and record["overrides"] == []
-    assert len(jobs.states) > 3 and not (tmp_path / "run" / LOCK).exists()
+    assert len(jobs.states) > 3 and not is_starting(tmp_path / "run")
 
 
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
@@ -158,6 +159,19 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="can be written by everybody"), starting(tmp_path / "b", "a test"):
         pass
     tmp_path.chmod(0o755)
+
+
+def test_somebody_who_is_quicker_in_a_folder_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_by_another(self: Path, *_: object, **__: object) -> None:
+        os.mkdir(self)
+        self.chmod(0o777)
+
+    monkeypatch.setattr(Path, "mkdir", made_by_another)
+    with (
+        pytest.raises(RecordError, match=f"{tmp_path / 'run'} can be written by everybody"),
+        starting(tmp_path / "run", "a test"),
+    ):
+        pass
 
 
 def test_a_batch_script_takes_no_run_from_a_living_job(

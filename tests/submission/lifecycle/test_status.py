@@ -53,6 +53,16 @@ def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -
     assert (found.state, found.error, found.ended) == ("failed", "rank 0: no", True)
 
 
+def test_nothing_is_written_into_a_run_that_others_may_write(tmp_path: Path) -> None:
+    """A link of theirs would lead it anywhere."""
+    ended = JobState("FAILED", exit_code=1)
+    run = run_with(tmp_path / "run")
+    run.path.chmod(0o777)
+    assert track.record_end(run, ended)["state"] == "failed" and not run.result_path.exists()
+    run.path.chmod(0o755)
+    assert track.record_end(run, ended)["state"] == "failed" and run.result_path.exists()
+
+
 @pytest.mark.parametrize(
     ("result", "record", "state"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from slurm_text import squeue_line
 
 from holmes_hpc import cli
 from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.errors import RecordError
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
 from holmes_hpc.submission.sweeps import jobs, progress
@@ -65,6 +67,29 @@ def test_a_task_notes_how_it_ended(
     (tmp_path / "41_outcome.json").unlink()
     jobs.note_outcome(JobReturn(_return_value=value, status=status))
     assert not (tmp_path / "41_outcome.json").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.update(jobs=5),
+        lambda data: data.update(jobs=[5]),
+        lambda data: data.update(jobs=[{"num": 0}]),
+        lambda data: data.update(created="yesterday"),
+        lambda data: data.update(programs=[1]),
+        lambda data: data["jobs"][0].update(folder=None),
+        lambda data: data["jobs"][0].update(job_id=[41]),
+        lambda data: data["jobs"][0].update(overrides=[{}]),
+        lambda data: data["jobs"][0].update(unknown=1),
+    ],
+)
+def test_a_manifest_that_is_none_is_one_line(damage: Callable[[Any], None], tmp_path: Path) -> None:
+    path = made(tmp_path, "41").path
+    data = json.loads(path.read_text())
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(RecordError, match=r"not a manifest: .*restore the file"):
+        open_manifest(tmp_path)
 
 
 def test_a_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -98,6 +99,38 @@ def test_a_flood_drops_the_oldest(gate: Gate, monkeypatch: pytest.MonkeyPatch) -
         assert len(gate._visitors) <= 21
     for connection in idle:
         connection.close()
+
+
+def test_a_flood_does_not_drop_who_has_proved_itself_and_waits(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PATIENCE_S", 60.0)
+    room, most = gate.door.room, gate._most
+    gate.door.room, gate._most = 0, 16
+    let_in: list[socket.socket] = []
+    rank = threading.Thread(target=lambda: let_in.append(connect(HERE, gate.port, gate.secret, 60.0)))
+    rank.start()
+    while not gate._waiting:
+        time.sleep(0.01)
+    idle = [socket.create_connection((HERE, gate.port)) for _ in range(60)]
+    assert len(idle[-1].recv(16)) == 16  # all of them have come in
+    gate.door.room, gate._most = room, most
+    rank.join()
+    for connection in (*idle, *let_in):
+        connection.close()
+    assert len(let_in) == 1
+
+
+def test_a_door_is_shut_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    listens: list[int] = []
+    admit = Door.admit
+
+    def seen(self: Door, admitted: list[tuple[bytes, int]]) -> None:
+        listens.append(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        admit(self, admitted)
+
+    monkeypatch.setattr(Door, "admit", seen)
+    made = Door(HERE)
+    assert set(listens) == {0} and made.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    made.close()
 
 
 def test_a_relay_serves_its_own_process_alone(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
