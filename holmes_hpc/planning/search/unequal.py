@@ -24,7 +24,7 @@ from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.cost.unequal import Unequal
 from holmes_hpc.planning.schedule.routed import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
-from holmes_hpc.planning.search.explore import GAP, OVER, Clock
+from holmes_hpc.planning.search.explore import OVER, Clock
 from holmes_hpc.planning.search.layers import STEPS
 from holmes_hpc.planning.search.offers import Offer, offers
 from holmes_hpc.planning.search.unequal_shapes import Shape, shapes
@@ -34,9 +34,9 @@ from holmes_hpc.planning.spec.widths import Width, Widths
 WORTH = 0.01  # what unequal widths must gain at least: they are less plain
 LOOKED_AT = 400  # shapes whose memory is looked at
 PASSES = 500_000  # simulated of shapes as they are
+NEAR, NEAR_PASSES = 1.02, 600_000  # shapes a change away: to the best, at most; passes simulated of them
 MORE, IMPROVED = 1_000_000, 12  # passes simulated to make the best of those better, and of one a share of them
 FAR = 1.12  # ways slower than the best by more than this are not made better
-ALIKE = 6  # ways made better, after which those that would have to gain twice as much as these did are not
 DEEPER = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 
@@ -108,27 +108,43 @@ def found(
     """The ways with the shortest steps, the shortest first; none where none promises less than `most` seconds."""
     chosen = offers(site, options)
 
-    done, better, passes = list[_Way](), list[_Way](), 0
-    for shape in shapes(model, batch, site, options, costs)[:LOOKED_AT]:
-        least = min((w.seconds for w in done), default=most)
-        if passes > PASSES or (done and clock.is_over()):
-            break
-        if shape.estimate > OVER * least:
-            continue
+    done, seen, passes = list[_Way](), set[Shape](), 0
+
+    def simulate(shape: Shape) -> None:
+        nonlocal passes
+        seen.add(shape)
         way = _laid_out(model, batch, site, options, costs, chosen, shape)
         tried = [w.simulated() for w in (way, way and _early(way, options)) if w is not None]
         passes += sum(w.passes for w in tried)
-        done += [min(tried, key=lambda w: w.seconds)] if tried else []
+        done.extend(tried)
         clock.tell(f"planning: {len(done)} ways with stages of unequal widths simulated")
+
+    def is_over(most: int) -> bool:
+        return passes > most or bool(done and clock.is_over())
+
+    for shape in shapes(model, batch, site, options, costs)[:LOOKED_AT]:
+        least = min((w.seconds for w in done), default=most)
+        if is_over(PASSES):
+            break
+        if shape.estimate <= OVER * least:
+            simulate(shape)
+    most_passes, changed = passes + NEAR_PASSES, set[Shape]()
+    while left := [w for w in done if w.shape not in changed]:  # the best first
+        way, least = min(left, key=lambda w: w.seconds), min(w.seconds for w in done)
+        if is_over(most_passes) or way.seconds > NEAR * least:
+            break
+        changed.add(way.shape)
+        for shape in way.shape.near():
+            promises = shape.estimate * way.seconds / way.shape.estimate
+            if shape not in seen and promises < NEAR * least and not is_over(most_passes):
+                simulate(shape)
     done.sort(key=lambda w: w.seconds)
-    left, gained = MORE, list[float]()
+    better, rest = list[_Way](), MORE
     for way in done:
-        hopeless = len(gained) >= ALIKE and way.seconds * (1 - 2 * max(gained[-ALIKE:]) - GAP) > better[0].seconds
-        if left <= 0 or clock.is_over() or (better and way.seconds > FAR * better[0].seconds) or hopeless:
+        if rest <= 0 or clock.is_over() or (better and way.seconds > FAR * better[0].seconds):
             break
         other, used = _improved(way, options, MORE // IMPROVED)
-        left -= used
-        gained.append(1 - other.seconds / way.seconds)
+        rest -= used
         better.append(other)
         better.sort(key=lambda w: w.seconds)
     if better and not clock.is_over():
@@ -284,25 +300,27 @@ def _improved(way: _Way, options: PlanOptions, passes: int) -> tuple[_Way, int]:
                 return True
         return False
 
-    if not options.bucket_bytes:
-        shorter(
-            (
-                {"bucket_bytes": size}
-                for size in BUCKETS
-                if _open_s(way.what.varied(bucket_bytes=size)) < _open_s(way.what)
-            ),
-            1e-4,
-        )
-    while shorter(_depths(way.what, options), 1e-3) or shorter(_moves(way.what, options), 1e-5):
+    while (
+        shorter(_buckets(way.what, options), 1e-4)
+        or shorter(_depths(way.what, options), 1e-3)
+        or shorter(_moves(way.what, options), 1e-5)
+    ):
         pass
     return way, (most - left) * way.passes
 
 
+def _buckets(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Other sizes of buckets that leave less of the data-parallel traffic in the open."""
+    for size in () if options.bucket_bytes else BUCKETS:
+        if _open_s(what.varied(bucket_bytes=size)) < _open_s(what):
+            yield {"bucket_bytes": size}
+
+
 def _depths(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Other numbers of passes in flight, with the layers as they are."""
-    for more in DEEPER:
+    for more in (0, *DEEPER):
         deep = _deeper(what, more)
-        if deep.in_flight > what.in_flight and _fits(deep, options):
+        if deep.in_flight != what.in_flight and _fits(deep, options):
             yield {"in_flight": deep.in_flight}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, permutations, product
 from math import factorial, inf
@@ -34,6 +34,7 @@ KEPT = 24  # shapes of one micro-batch size, recomputation and choice of TPs
 LISTED = 3000  # rows of stages, in every order, up to which all are looked at
 FEW_FABRICS = 3  # of which every order is looked at, and each one's wider stages first or last by themselves
 FORWARD = 1 / 3  # of a layer's seconds
+CROWDED = 1.3  # what a NIC takes that is never idle, to the bytes it sends: it waits for those of other nodes
 LONGEST, STEPS = 64, 14  # a step to the least one there could be, at most; of a bisection
 
 Stages = tuple[tuple[int, int, int], ...]
@@ -48,6 +49,13 @@ class Shape:
     recompute: str
     stages: Stages
     estimate: float
+    kind: _OneKind = field(repr=False, compare=False)
+
+    def near(self) -> list[Shape]:
+        """Those a change away, the most promising first."""
+        rows = (row for row in dict.fromkeys(_changed(self.stages)) if self.kind.wanted(row))
+        found = (replace(self, stages=row, estimate=self.kind.estimate(row)) for row in rows)
+        return sorted((s for s in found if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
 
 def shapes(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Shape]:
@@ -76,6 +84,22 @@ def _orders(row: list[tuple[int, int, int]]) -> Iterator[Stages]:
     for order in permutations(parts) if few else [parts, parts[::-1]]:
         ways = product(*((part, part[::-1]) for part in order)) if few else [order, [part[::-1] for part in order]]
         yield from (sum(way, ()) for way in ways)
+
+
+def _changed(stages: Stages) -> Iterator[Stages]:
+    """The stages with one of them cut in two, or two that follow each other made one or in each other's place, or a
+    node of one given to another: all within a fabric."""
+    for i, (f, nodes, tp) in enumerate(stages):
+        before, after = stages[:i], stages[i + 1 :]
+        for some in {1, nodes // 2, nodes - 1} - {0, nodes}:
+            yield (*before, (f, some, tp), (f, nodes - some, tp), *after)
+        if after and after[0][0] == f:
+            yield (*before, (f, nodes + after[0][1], tp), *after[1:])
+            yield (*before, after[0], stages[i], *after[1:])
+        for j, (g, more, other) in enumerate(stages if nodes > 1 else ()):
+            if g == f and i != j:
+                moved = {i: (f, nodes - 1, tp), j: (g, more + 1, other)}
+                yield tuple(moved.get(at, stage) for at, stage in enumerate(stages))
 
 
 class _OneKind:
@@ -204,7 +228,7 @@ class _OneKind:
                 row for sets in self._choices() for row in self._of([self._tables[f, t] for f, t in enumerate(sets)])
             )
             rows = list(dict.fromkeys(order for row in made for order in _orders(row)))
-        found = (Shape(self.batch.micro_size, self.recompute, row, self._estimate(row)) for row in rows)
+        found = (Shape(self.batch.micro_size, self.recompute, row, self.estimate(row), self) for row in rows)
         return [shape for shape in found if shape.estimate < inf]
 
     def _choices(self) -> list[tuple[tuple[int, ...], ...]]:
@@ -262,7 +286,7 @@ class _OneKind:
         found = list[Stages]()
         for order in permutations(range(len(self.chosen))):
             found += [sum(parts, ()) for parts in product(*(of_fabrics[f] for f in order))]
-        return [stages for stages in dict.fromkeys(found) if self._wanted(stages)]
+        return [stages for stages in dict.fromkeys(found) if self.wanted(stages)]
 
     def _on(self, fabric: int) -> list[Stages]:
         """Every row of stages on one fabric, that of none included."""
@@ -280,7 +304,8 @@ class _OneKind:
             )
         return ends[-1] if offer.fixed else [stages for some in ends for stages in some]
 
-    def _wanted(self, stages: Stages) -> bool:
+    def wanted(self, stages: Stages) -> bool:
+        """Whether there may be such stages, by what is told."""
         o = self.options
         return (
             0 < len(stages) <= self.model.layers
@@ -288,12 +313,13 @@ class _OneKind:
             and (o.strategy != "pipeline" or len({f for f, *_ in stages}) > 1)
         )
 
-    def _estimate(self, stages: Stages) -> float:
+    def estimate(self, stages: Stages) -> float:
         """Seconds of the step, infinite where the layers do not fit. For a limit of the step, stage after stage gets as
         many layers as it can compute between the first micro-batch's coming and the last gradients' way up; the least
         limit counts that deals out all. A stage of more replicas than one above waits for that one to have computed a
-        micro-batch for each of them; and all transfers between two fabrics may take longer."""
-        m, rows, moved, wire = self.micro_batches, [], 0.0, 0.0
+        micro-batch for each of them; and all transfers of one node may take longer."""
+        m, rows, moved = self.micro_batches, [], 0.0
+        sent = [[0.0, 0.0] for _ in stages]  # seconds for which a node of each sends in its fabric, to another one
         for at, (f, nodes, tp) in enumerate(stages):
             seconds, fit, each = self._kinds[f, tp]
             dp = nodes * (self.chosen[f].per_node // tp)
@@ -304,7 +330,8 @@ class _OneKind:
                 down, up = self._moved(above, f, other), self._moved(f, above, tp)
                 per_wave = (self.chosen[g].per_node / t / m for g, t in ((above, other), (f, tp)))
                 moved = sum(s * w for s, w in zip((down, up), per_wave, strict=True))
-                wire = max(wire, down / wide, up / nodes) if f != above else wire
+                sent[at - 1][f != above] += down / wide
+                sent[at][f != above] += up / nodes
             head = self.sizes[tp].head * -(-m // dp) if at == len(stages) - 1 else 0.0
             rows.append((each, float(seconds[nodes - 1]), float(fit[nodes - 1]), dp, moved, head))
 
@@ -332,7 +359,7 @@ class _OneKind:
         for _ in range(STEPS):
             middle = (low * high) ** 0.5
             low, high = (low, middle) if dealt(middle)[0] >= self.model.layers else (middle, high)
-        return max(high, wire + dealt(high)[1])
+        return max(high, CROWDED * max(map(max, sent)) + dealt(high)[1])
 
     def _moved(self, source: int, target: int, tp: int) -> float:
         """Seconds for which one node of fabric `source` would send a step's activations to `target`."""
