@@ -3,7 +3,7 @@
     holmes testbed up unequal; eval "$(holmes testbed env)"
     python benchmarks/unequal_widths.py [--cases 3+5,pace] [--repeats 5] [--steps 3] [--minutes N] [--runs DIR]
 
-Of every case: the rate (samples/s) of the unequal layout over that of as many ranks (of the usual pace) in equal
+Of every case: the rate (samples/s) of the unequal layout over that of as many replicas (of the usual pace) in equal
 layouts, whose rates are added up; the model, batch and pace are the same. Runs alternate: the order of a case's runs is
 turned round with each repeat. A run's rate is of the median of its step times but the first's. Printed too: what the
 planner said; layers' times over their pace (other work on the machine takes them: it is in every rate) and the ratio of
@@ -30,12 +30,13 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.schedule.routed import least_in_flight
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.unequal import found, to_plan
 from holmes_hpc.planning.spec.parts import Schedule
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Widths
+from holmes_hpc.planning.spec.widths import Width, Widths
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.audit import loads
 
@@ -49,7 +50,8 @@ class Case:
     """`unequal` and `equal`: the nodes of the one layout and of the others; `micro_size`: sequences, for the stage
     transfer's share of a stage's time; `factors`: of the pace, on a fabric or, in the unequal layout alone, on nodes;
     `wanted`: the ratio of rates at least; `weights`: of the last stage's replicas (the planner knows one speed a
-    fabric, so this rule is told)."""
+    fabric, so this rule is told); `tps`: of the stages, where that is not 1 (a paced layer takes as long with TP 2, so
+    this is told too)."""
 
     name: str
     layers: int
@@ -61,6 +63,7 @@ class Case:
     wanted: float
     factors: Nodes | None = None
     weights: tuple[float, ...] = ()
+    tps: tuple[int, ...] = ()
 
     @property
     def sides(self) -> list[Nodes]:
@@ -85,19 +88,28 @@ class Case:
         if side:
             return best_plan(model, batch, site, options, costs)
         made = to_plan(found(model, batch, site, options, costs, Clock(), inf)[0], site)
-        return self._weighted(made) if self.weights else made
+        assert isinstance(made.parallel, Widths)
+        if self.weights:
+            *others, last = made.parallel.stages
+            half = self.layers // 2
+            return _told(made, [*others, replace(last, weights=self.weights)], [half, half], 4)
+        if self.tps:
+            widths = [replace(w, tp=tp, dp=w.ranks // tp) for w, tp in zip(made.parallel.stages, self.tps, strict=True)]
+            first = self.layers * widths[0].dp // sum(w.dp for w in widths)
+            return _told(made, widths, [first, self.layers - first], 4)
+        return made
 
-    def _weighted(self, plan: Plan) -> Plan:
-        assert isinstance(plan.parallel, Widths)
-        *others, last = plan.parallel.stages
-        half = self.layers // len(plan.stages)
-        return replace(
-            plan,
-            parallel=Widths((*others, replace(last, weights=self.weights))),
-            stages=tuple(replace(s, layers=half, chunks=(half,)) for s in plan.stages),
-            schedule=Schedule("ahead", (plan.schedule.in_flight[0] + 4, 2)),
-            predicted=None,
-        )
+
+def _told(plan: Plan, widths: list[Width], layers: list[int], more: int) -> Plan:
+    """A plan of two stages with other widths and layers, and `more` in flight than hide nothing but computing."""
+    depths = least_in_flight(tuple(w.dp for w in widths), (more, 0))
+    return replace(
+        plan,
+        parallel=Widths(tuple(widths), sequence_parallel=max(w.tp for w in widths) > 1),
+        stages=tuple(replace(s, layers=n, chunks=(n,)) for s, n in zip(plan.stages, layers, strict=True)),
+        schedule=Schedule("ahead", depths),
+        predicted=None,
+    )
 
 
 CASES = {
@@ -129,6 +141,7 @@ CASES = {
             {"roce[3-4]": 2},
             (2, 2, 1, 1),
         ),
+        Case("tp", 20, 24, 120, 36, {"ib-b": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95, tps=(2, 1)),
         Case("ranks", 14, 40, 120, 72, {"ib-b": 2, "roce-a": 3}, ({"ib-b": 2, "roce-a": 4},), 0.95),
     )
 }
@@ -214,8 +227,9 @@ def shown(case: Case, repeats: int, runs: Path) -> None:
         if not all(map(completed, records)):
             continue
         rates = [rate(r) for r in records]
-        ranks = [Plan.read(r.plan_path).world_size for r in records]
-        scale = (ranks[0] - sum(1 - w / max(case.weights) for w in case.weights)) / sum(ranks[1:])
+        plans = [Plan.read(r.plan_path) for r in records]
+        replicas = [sum(p.parallel.dp_of(s) for s in range(p.parallel.pp)) for p in plans]
+        scale = (replicas[0] - sum(1 - w / max(case.weights) for w in case.weights)) / sum(replicas[1:])
         over = [over_pace(r) for r in records]
         at_pace = [r * o for r, o in zip(rates, over, strict=True)]
         ratios.append([one[0] / (sum(one[1:]) * scale) for one in (rates, at_pace)])

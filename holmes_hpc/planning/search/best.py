@@ -20,7 +20,7 @@ from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evalua
 from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
 from holmes_hpc.planning.search.near_batch import WORTH, near_batch
 from holmes_hpc.planning.search.space import Space
-from holmes_hpc.planning.search.unequal import with_unequal
+from holmes_hpc.planning.search.unequal import only_unequal, with_unequal
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
 BETTER = 24  # candidates made better at most
@@ -42,7 +42,13 @@ def best_plan(
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
     site, clock = costs.on(site), clock or Clock()
-    best, *others = search(model, batch, site, options, costs, clock)
+    try:
+        best, *others = search(model, batch, site, options, costs, clock)
+    except PlanError:  # of equal widths
+        made = only_unequal(model, batch, site, options, costs, clock)
+        if made is None:
+            raise
+        return made
     if not clock.is_over():
         best = _beside_a_near_batch(best, model, batch, site, options, costs, clock)
     return with_unequal(to_plan(best, site, others), site, options, costs, clock)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, permutations
+from itertools import groupby
 from math import ceil, inf
 from typing import Any
 
@@ -24,7 +24,7 @@ from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.cost.unequal import Unequal
 from holmes_hpc.planning.schedule.orders import FOR_UNEQUAL
 from holmes_hpc.planning.schedule.routed import least_in_flight
-from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS, FEW_FABRICS
+from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.explore import OVER, Clock
 from holmes_hpc.planning.search.layers import STEPS
 from holmes_hpc.planning.search.offers import Offer, offers
@@ -35,8 +35,9 @@ from holmes_hpc.planning.spec.widths import Width, Widths
 WORTH = 0.01  # what unequal widths must gain at least: they are less plain
 LOOKED_AT = 400  # shapes whose memory is looked at
 PASSES = 500_000  # simulated of shapes as they are
-IMPROVED = 6  # of those at most, made better
-MORE = 1_000_000  # passes simulated of those
+NEAR, NEAR_PASSES = 1.02, 600_000  # shapes a change away: to the best, at most; passes simulated of them
+MORE, IMPROVED = 1_000_000, 12  # passes simulated to make the best of those better, and of one a share of them
+FAR = 1.12  # ways slower than the best by more than this are not made better
 DEEPER = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 
@@ -45,7 +46,9 @@ def with_unequal(equal: Plan, site: Site, options: PlanOptions, costs: Costs, cl
     its runners-up."""
     assert equal.predicted is not None
     seconds = equal.predicted.step_time_s
-    if not _may_gain(equal, site, options, costs) or clock.is_over():
+    kinds = {(f.fabric.gpu, f.nodes, f.per_node) for f in offers(site, options)}
+    may_gain = _allowed(options, costs) and (len(kinds) > 1 or bool(equal.unused))
+    if not may_gain or clock.is_over():
         return equal
     made = next(_plans(found(equal.model, equal.batch, site, options, costs, clock, seconds * (1 - WORTH)), site), None)
     if made is None or made.predicted is None or made.predicted.step_time_s >= seconds * (1 - WORTH):
@@ -57,25 +60,29 @@ def with_unequal(equal: Plan, site: Site, options: PlanOptions, costs: Costs, cl
     return replace(made, alternatives=(_runner_up(equal, made.predicted.step_time_s), *others[:4]))
 
 
-def _may_gain(equal: Plan, site: Site, options: PlanOptions, costs: Costs) -> bool:
-    """Whether unequal widths are allowed by what is told, and fabrics are unlike or nodes left out."""
-    o = options
-    told = (o.dp, o.virtual_stages, o.layers_per_stage, o.fabric_order)
-    free = (
-        o.unequal
-        and all(t is None for t in told)
-        and o.partition == "exact"
-        and o.schedule in ("auto", FOR_UNEQUAL.name)
-    )
-    kinds = {(f.fabric.gpu, f.nodes, f.per_node) for f in offers(site, options)}
+def only_unequal(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
+) -> Plan | None:
+    """The best plan of unequal widths where there is none of equal ones; None where they are not allowed either, or
+    there is none."""
+    if not _allowed(options, costs):
+        return None
+    return next(_plans(found(model, batch, site, options, costs, clock, inf), site), None)
+
+
+def _allowed(o: PlanOptions, costs: Costs) -> bool:
+    """Whether unequal widths are asked for, and possible with what is told."""
+    told = (o.dp, o.layers_per_stage, o.fabric_order)
+    schedules = ("auto", FOR_UNEQUAL.name)
+    free = o.unequal and all(t is None for t in told) and o.partition == "exact" and o.schedule in schedules
     return (
         free
+        and o.virtual_stages in (None, 1)
         and o.strategy in ("auto", "pipeline")
         and o.transport == "holmes"
         and o.distributed_optimizer
         and o.sequence_parallel is not False
         and costs.software.sharding in ("none", "optimizer")
-        and (len(kinds) > 1 or bool(equal.unused))
     )
 
 
@@ -103,48 +110,48 @@ def found(
     """The ways with the shortest steps, the shortest first; none where none promises less than `most` seconds."""
     chosen = offers(site, options)
 
-    def ways(shape: Shape, orders: bool) -> Iterator[_Way]:
-        for stages in _orders(shape) if orders else [shape.stages]:
-            made = _laid_out(model, batch, site, options, costs, chosen, replace(shape, stages=stages))
-            if made is not None:
-                yield made
+    done, seen, passes = list[_Way](), set[Shape](), 0
 
-    seen, done, passes = set[object](), list[_Way](), 0
+    def simulate(shape: Shape) -> None:
+        nonlocal passes
+        seen.add(shape)
+        way = _laid_out(model, batch, site, options, costs, chosen, shape)
+        tried = [w.simulated() for w in (way, way and _early(way, options)) if w is not None]
+        passes += sum(w.passes for w in tried)
+        done.extend(tried)
+        clock.tell(f"planning: {len(done)} ways with stages of unequal widths simulated")
+
+    def is_over(most: int) -> bool:
+        return passes > most or bool(done and clock.is_over())
+
     for shape in shapes(model, batch, site, options, costs)[:LOOKED_AT]:
         least = min((w.seconds for w in done), default=most)
-        if passes > PASSES or (done and clock.is_over()):
+        if is_over(PASSES):
             break
-        if shape.estimate > OVER * least:
-            continue
-        key = shape.micro, shape.recompute, shape.stages
-        if key in seen:
-            continue
-        seen.add(key)
-        for way in ways(shape, orders=False):
-            done += [w.simulated() for w in (way, _early(way, options)) if w is not None]
-        passes = sum(way.passes for way in done)
-        clock.tell(f"planning: {len(done)} ways with stages of unequal widths simulated")
+        if shape.estimate <= OVER * least:
+            simulate(shape)
+    most_passes, changed = passes + NEAR_PASSES, set[Shape]()
+    while left := [w for w in done if w.shape not in changed]:  # the best first
+        way, least = min(left, key=lambda w: w.seconds), min(w.seconds for w in done)
+        if is_over(most_passes) or way.seconds > NEAR * least:
+            break
+        changed.add(way.shape)
+        for shape in way.shape.near():
+            promises = shape.estimate * way.seconds / way.shape.estimate
+            if shape not in seen and promises < NEAR * least and not is_over(most_passes):
+                simulate(shape)
     done.sort(key=lambda w: w.seconds)
-    better = list[_Way]()
-    for way in done[:IMPROVED]:
-        if clock.is_over() or (better and way.seconds * 0.95 > better[0].seconds):
+    better, rest = list[_Way](), MORE
+    for way in done:
+        if rest <= 0 or clock.is_over() or (better and way.seconds > FAR * better[0].seconds):
             break
-        others = [w for w in ways(way.shape, orders=True) if w.shape.stages != way.shape.stages]
-        tried = [way, *(e.simulated() for w in others for e in (w, _early(w, options)) if e is not None)]
-        better.append(_improved(min(tried, key=lambda w: w.seconds), options, MORE // (2 * IMPROVED)))
+        other, used = _improved(way, options, MORE // IMPROVED)
+        rest -= used
+        better.append(other)
         better.sort(key=lambda w: w.seconds)
     if better and not clock.is_over():
-        better[0] = _improved(better[0], options, MORE // 2)
+        better[0] = _improved(better[0], options, MORE // 2)[0]
     return sorted([*better, *done], key=lambda w: w.seconds)
-
-
-def _orders(shape: Shape) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """The shape's stages with the fabrics in other orders, and each fabric's wider stages first or last."""
-    parts = [list(part) for _, part in groupby(shape.stages, key=lambda s: s[0])]
-    for order in permutations(parts) if len(parts) <= FEW_FABRICS - 1 else [tuple(parts), tuple(parts[::-1])]:
-        yield tuple(stage for part in order for stage in part)
-        if len(parts) < FEW_FABRICS and any(len(set(part)) > 1 for part in order):
-            yield tuple(stage for part in order for stage in part[::-1])
 
 
 def _laid_out(
@@ -278,10 +285,10 @@ def _dealt(what: Unequal) -> tuple[int, ...]:
     return tuple(made)
 
 
-def _improved(way: _Way, options: PlanOptions, passes: int) -> _Way:
-    """With the bucket size, depth and layers that make its step shortest: a change at a time as long as one of
-    them does, `passes` simulated at most."""
-    left = passes // way.passes
+def _improved(way: _Way, options: PlanOptions, passes: int) -> tuple[_Way, int]:
+    """(The way with the bucket size, depth and layers that make its step shortest: a change at a time as long as one of
+    them does, `passes` simulated at most; how many were.)"""
+    most = left = passes // way.passes
 
     def shorter(changes: Iterator[dict[str, Any]], by: float) -> bool:
         """Take the first change that makes the step shorter."""
@@ -295,25 +302,27 @@ def _improved(way: _Way, options: PlanOptions, passes: int) -> _Way:
                 return True
         return False
 
-    if not options.bucket_bytes:
-        shorter(
-            (
-                {"bucket_bytes": size}
-                for size in BUCKETS
-                if _open_s(way.what.varied(bucket_bytes=size)) < _open_s(way.what)
-            ),
-            1e-4,
-        )
-    while shorter(_depths(way.what, options), 1e-3) or shorter(_moves(way.what, options), 1e-5):
+    while (
+        shorter(_buckets(way.what, options), 1e-4)
+        or shorter(_depths(way.what, options), 1e-3)
+        or shorter(_moves(way.what, options), 1e-5)
+    ):
         pass
-    return way
+    return way, (most - left) * way.passes
+
+
+def _buckets(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Other sizes of buckets that leave less of the data-parallel traffic in the open."""
+    for size in () if options.bucket_bytes else BUCKETS:
+        if _open_s(what.varied(bucket_bytes=size)) < _open_s(what):
+            yield {"bucket_bytes": size}
 
 
 def _depths(what: Unequal, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Other numbers of passes in flight, with the layers as they are."""
-    for more in DEEPER:
+    for more in (0, *DEEPER):
         deep = _deeper(what, more)
-        if deep.in_flight > what.in_flight and _fits(deep, options):
+        if deep.in_flight != what.in_flight and _fits(deep, options):
             yield {"in_flight": deep.in_flight}
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import groupby, permutations, product
+from math import factorial, inf
 
 import numpy as np
 
@@ -30,6 +31,14 @@ COMBINATIONS = 8000  # of numbers of stages of all fabrics, at most
 FIRST, FAR = 12, 1.3  # shapes of one TP that are looked at first, and how much longer than the best they may seem
 KEPT = 24  # shapes of one micro-batch size, recomputation and choice of TPs
 
+LISTED = 3000  # rows of stages, in every order, up to which all are looked at
+FEW_FABRICS = 3  # of which every order is looked at, and each one's wider stages first or last by themselves
+FORWARD = 1 / 3  # of a layer's seconds
+CROWDED = 1.3  # what a NIC takes that is never idle, to the bytes it sends: it waits for those of other nodes
+LONGEST, STEPS = 64, 14  # a step to the least one there could be, at most; of a bisection
+
+Stages = tuple[tuple[int, int, int], ...]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -38,8 +47,15 @@ class Shape:
 
     micro: int
     recompute: str
-    stages: tuple[tuple[int, int, int], ...]
+    stages: Stages
     estimate: float
+    kind: _OneKind = field(repr=False, compare=False)
+
+    def near(self) -> list[Shape]:
+        """Those a change away, the most promising first."""
+        rows = (row for row in dict.fromkeys(_changed(self.stages)) if self.kind.wanted(row))
+        found = (replace(self, stages=row, estimate=self.kind.estimate(row)) for row in rows)
+        return sorted((s for s in found if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
 
 def shapes(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Shape]:
@@ -61,6 +77,31 @@ def shapes(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, cos
     return [*firsts, *(shape for shape in found if shape not in set(firsts))]
 
 
+def _orders(row: list[tuple[int, int, int]]) -> Iterator[Stages]:
+    """The stages with the fabrics in other orders, and each fabric's wider stages first or last."""
+    parts = [tuple(part) for _, part in groupby(row, key=lambda stage: stage[0])]
+    few = len(parts) <= FEW_FABRICS
+    for order in permutations(parts) if few else [parts, parts[::-1]]:
+        ways = product(*((part, part[::-1]) for part in order)) if few else [order, [part[::-1] for part in order]]
+        yield from (sum(way, ()) for way in ways)
+
+
+def _changed(stages: Stages) -> Iterator[Stages]:
+    """The stages with one of them cut in two, or two that follow each other made one or in each other's place, or a
+    node of one given to another: all within a fabric."""
+    for i, (f, nodes, tp) in enumerate(stages):
+        before, after = stages[:i], stages[i + 1 :]
+        for some in {1, nodes // 2, nodes - 1} - {0, nodes}:
+            yield (*before, (f, some, tp), (f, nodes - some, tp), *after)
+        if after and after[0][0] == f:
+            yield (*before, (f, nodes + after[0][1], tp), *after[1:])
+            yield (*before, after[0], stages[i], *after[1:])
+        for j, (g, more, other) in enumerate(stages if nodes > 1 else ()):
+            if g == f and i != j:
+                moved = {i: (f, nodes - 1, tp), j: (g, more + 1, other)}
+                yield tuple(moved.get(at, stage) for at, stage in enumerate(stages))
+
+
 class _OneKind:
     """The shapes of one micro-batch size and one recomputation."""
 
@@ -78,6 +119,7 @@ class _OneKind:
         self.model, self.options, self.costs, self.chosen = model, options, costs, chosen
         self.batch, self.recompute = replace(batch, micro_size=micro), recompute
         self.micro_batches = self.batch.micro_batches(1)
+        self._seconds: dict[tuple[int, int, int], float] = {}
         told = replace(options, recompute=recompute)
         self.sizes = {
             tp: OneSize(model, batch, site, told, costs, micro, tp, [o for o in chosen if o.per_node % tp == 0])
@@ -136,10 +178,16 @@ class _OneKind:
         return np.where(dp <= self.micro_batches, seconds, np.inf), fit, each
 
     @cached_property
+    def _kinds(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
+        """:meth:`_stage` of each fabric and TP where there is one."""
+        found = ((f, tp, self._stage(f, tp)) for f in range(len(self.chosen)) for tp in self.sizes)
+        return {(f, tp): stage for f, tp, stage in found if stage is not None}
+
+    @cached_property
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], _Table]:
         found = {}
         for fabric, offer in enumerate(self.chosen):
-            each = {tp: stage for tp in self.sizes if (stage := self._stage(fabric, tp)) is not None}
+            each = {tp: self._kinds[fabric, tp] for tp in self.sizes if (fabric, tp) in self._kinds}
             sets = [(tp,) for tp in each] + ([tuple(each)] if len(each) > 1 else [])
             for tps in sets:
                 found[fabric, tps] = _Table(tps, [each[tp] for tp in tps], offer, self._most_stages, self.taus)
@@ -170,11 +218,18 @@ class _OneKind:
         least = self._needed * self.micro_batches / rate
         return np.asarray(least * FINE ** np.arange(int(np.log(WIDE) / np.log(FINE))))
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> list[Shape]:
+        """In every order that is looked at; all there are, where these are few."""
         if not self.sizes:
-            return
-        for sets in self._choices():
-            yield from self._of([self._tables[f, tps] for f, tps in enumerate(sets)])
+            return []
+        rows = self._listed()
+        if rows is None:
+            made = (
+                row for sets in self._choices() for row in self._of([self._tables[f, t] for f, t in enumerate(sets)])
+            )
+            rows = list(dict.fromkeys(order for row in made for order in _orders(row)))
+        found = (Shape(self.batch.micro_size, self.recompute, row, self.estimate(row), self) for row in rows)
+        return [shape for shape in found if shape.estimate < inf]
 
     def _choices(self) -> list[tuple[tuple[int, ...], ...]]:
         """The TPs to choose from in each fabric: one for all, any, and of few fabrics each one for itself."""
@@ -188,7 +243,8 @@ class _OneKind:
             tuple(every)
         ]
 
-    def _of(self, tables: list[_Table]) -> Iterator[Shape]:
+    def _of(self, tables: list[_Table]) -> Iterator[list[tuple[int, int, int]]]:
+        """Of the numbers of stages on each fabric that promise most, the stages."""
         counts = np.stack(np.meshgrid(*(np.arange(t.reach.shape[0]) for t in tables), indexing="ij"), axis=-1).reshape(
             -1, len(tables)
         )
@@ -216,32 +272,108 @@ class _OneKind:
         seconds = np.maximum(tables[0].taus[first], wire) + way * (1 - 1 / stages)
         for at in np.argsort(seconds, kind="stable")[:KEPT].tolist():
             tau = int(first[at])
-            made = [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[at, f]), tau)]
-            estimate, order = min((self._estimate(one, tables, tau), one) for one in (made, made[::-1]))
-            yield Shape(self.batch.micro_size, self.recompute, tuple(order), estimate)
+            yield [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[at, f]), tau)]
 
-    def _estimate(self, made: list[tuple[int, int, int]], tables: list[_Table], tau: int) -> float:
-        """Seconds of the step: tau, or all transfers between two fabrics where those take longer; the way of a
-        micro-batch through the other stages; and what a stage of more replicas than the one above waits until each of
-        them has had its first micro-batch, and the one above for their last."""
-        reach = [tables[f].own[tau, nodes - 1] for f, nodes, _ in made]
-        way = [
-            self.model.layers * r / sum(reach) * self.sizes[tp].seconds[self._at(f, tp)]
-            for r, (f, _, tp) in zip(reach, made, strict=True)
-        ]
-        wire = 0.0
-        for (a, here, tp), (b, there, other) in pairwise(made):
-            if a != b:
-                wire = max(wire, self._moved(a, b, tp) / here, self._moved(b, a, other) / there)
-        late = sum(max(0.0, below - above) for above, below in pairwise(way))
-        return float(max(tables[0].taus[tau], wire) + sum(way) * (1 - 1 / len(made)) + late)
+    def _listed(self) -> list[Stages] | None:
+        """Every row of stages there can be, in every order; None where these are too many to look at each."""
+        count, of_fabrics = factorial(len(self.chosen)), list[list[Stages]]()
+        for f, offer in enumerate(self.chosen):
+            tps = sum(offer.per_node % tp == 0 for tp in self.sizes)
+            count *= tps * (tps + 1) ** (offer.nodes - 1) if offer.fixed else (tps + 1) ** offer.nodes
+            if count > LISTED:
+                return None
+            of_fabrics.append(self._on(f))
+        found = list[Stages]()
+        for order in permutations(range(len(self.chosen))):
+            found += [sum(parts, ()) for parts in product(*(of_fabrics[f] for f in order))]
+        return [stages for stages in dict.fromkeys(found) if self.wanted(stages)]
+
+    def _on(self, fabric: int) -> list[Stages]:
+        """Every row of stages on one fabric, that of none included."""
+        offer = self.chosen[fabric]
+        ends: list[list[Stages]] = [[()]]  # by the number of nodes
+        for nodes in range(1, offer.nodes + 1):
+            ends.append(
+                [
+                    (*before, (fabric, n, tp))
+                    for n in range(1, nodes + 1)
+                    for before in ends[nodes - n]
+                    for tp in self.sizes
+                    if (fabric, tp) in self._kinds
+                ]
+            )
+        return ends[-1] if offer.fixed else [stages for some in ends for stages in some]
+
+    def wanted(self, stages: Stages) -> bool:
+        """Whether there may be such stages, by what is told."""
+        o = self.options
+        return (
+            0 < len(stages) <= self.model.layers
+            and (not o.pp or len(stages) == o.pp)
+            and (o.strategy != "pipeline" or len({f for f, *_ in stages}) > 1)
+        )
+
+    def estimate(self, stages: Stages) -> float:
+        """Seconds of the step, infinite where the layers do not fit. For a limit of the step, stage after stage gets as
+        many layers as it can compute between the first micro-batch's coming and the last gradients' way up; the least
+        limit counts that deals out all. A stage of more replicas than one above waits for that one to have computed a
+        micro-batch for each of them; and all transfers of one node may take longer."""
+        m, rows, moved = self.micro_batches, [], 0.0
+        sent = [[0.0, 0.0] for _ in stages]  # seconds for which a node of each sends in its fabric, to another one
+        for at, (f, nodes, tp) in enumerate(stages):
+            seconds, fit, each = self._kinds[f, tp]
+            dp = nodes * (self.chosen[f].per_node // tp)
+            if dp > m:
+                return inf
+            if at:
+                above, wide, other = stages[at - 1]
+                down, up = self._moved(above, f, other), self._moved(f, above, tp)
+                per_wave = (self.chosen[g].per_node / t / m for g, t in ((above, other), (f, tp)))
+                moved = sum(s * w for s, w in zip((down, up), per_wave, strict=True))
+                sent[at - 1][f != above] += down / wide
+                sent[at][f != above] += up / nodes
+            head = self.sizes[tp].head * -(-m // dp) if at == len(stages) - 1 else 0.0
+            rows.append((each, float(seconds[nodes - 1]), float(fit[nodes - 1]), dp, moved, head))
+
+        def dealt(limit: float) -> tuple[float, float]:
+            """(Layers dealt out, seconds of one micro-batch's way through all stages but the last.)"""
+            count = gone = way = slow = 0.0
+            wave = 1  # replicas of the stage above that takes longest for as many micro-batches, `slow` for each wave
+            for each, whole, fit, dp, moved, head in rows:
+                way = gone = gone + moved
+                room = min(
+                    limit - gone - head - (m - 1) % dp // wave * slow,  # the last replica with the larger share
+                    (limit - gone - head - (dp - 1) // wave * slow) * -(-m // dp) / (m // dp),  # the last one
+                )
+                made = min(fit, room / whole + 1e-9) // 1
+                if made < 1:
+                    return 0.0, way
+                count, gone = count + made, gone + made * each
+                if made * each * FORWARD * wave >= slow * dp:
+                    wave, slow = dp, made * each * FORWARD
+            return count, way
+
+        low, high = self.taus[0] / 2, self.taus[0] * LONGEST
+        if dealt(high)[0] < self.model.layers:
+            return inf
+        for _ in range(STEPS):
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if dealt(middle)[0] >= self.model.layers else (middle, high)
+        return max(high, CROWDED * max(map(max, sent)) + dealt(high)[1])
 
     def _moved(self, source: int, target: int, tp: int) -> float:
         """Seconds for which one node of fabric `source` would send a step's activations to `target`."""
+        if (source, target, tp) not in self._seconds:
+            self._seconds[source, target, tp] = self._moved_s(source, target, tp)
+        return self._seconds[source, target, tp]
+
+    def _moved_s(self, source: int, target: int, tp: int) -> float:
         size = self.sizes[tp]
         at = self._at(source, tp)
         to = next((i for i, o in enumerate(size.offers) if o is self.chosen[target]), None)
         gbps = size.ethernet[at] if to is None else size.between[at, to]
+        if source == target:
+            gbps = size.networks[""][at]
         element = self.costs.weight_bytes(self.chosen[source].fabric.gpu)
         return self.batch.tokens * self.model.hidden * element * 8e-9 / float(gbps)
 

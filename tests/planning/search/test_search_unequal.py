@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import planner_unequal
+import pytest
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
@@ -23,8 +25,9 @@ UNEVEN = Site(
 )
 
 
-def test_no_listed_plan_is_a_percent_faster() -> None:
-    found = planner_unequal.measured(0)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_listed_plan_is_a_percent_faster(seed: int) -> None:
+    found = planner_unequal.measured(seed)
     assert found["regret"] <= 0.01, found
 
 
@@ -40,3 +43,18 @@ def test_equal_widths_where_fabrics_are_alike() -> None:
     alike = replace(UNEVEN, fabrics=UNEVEN.fabrics[:1])
     plan = best_plan(SMALL, Batch(12, 1, 1024), alike, PlanOptions(unequal=True), Costs())
     assert not isinstance(plan.parallel, Widths) and plan.version == 1
+
+
+def test_no_virtual_stages_are_no_equal_widths() -> None:
+    options = PlanOptions(unequal=True, virtual_stages=1)
+    assert isinstance(best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs()).parallel, Widths)
+
+
+def test_where_no_grid_has_the_stages_asked_for() -> None:
+    options = PlanOptions(pp=2, nodes={"ib-a": 2, "roce-a": 3})
+    with pytest.raises(PlanError, match="equal stages"):
+        best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
+    wide = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, replace(options, unequal=True), Costs())
+    assert isinstance(wide.parallel, Widths) and wide.parallel.pp == 2 and not wide.unused
+    with pytest.raises(PlanError, match="PP 7"):  # there are 6 layers: what is said of a grid
+        best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, replace(options, pp=7, unequal=True), Costs())
