@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.holder import Holder, held, says_a_holder
+from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import refuse_strangers
 
 LOCK = ".starting"
@@ -34,7 +35,7 @@ def starting(path: Path, what: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                if made and not others(path):  # nothing came of it
+                if not RunDirectory(path).exists():  # nothing came of it
                     with contextlib.suppress(OSError):
                         os.unlink(path / LOCK)
     finally:
