@@ -131,8 +131,9 @@ class Unequal:
                 width.tp, self.widths.pp, width.dp, sequence_parallel=self.widths.sequence_parallel and width.tp > 1
             )
             alike = tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components)
+            wider = self.widths.vocabulary_parts // width.tp  # the vocabulary is padded for every stage's TP
             return Layout(
-                self.model,
+                replace(self.model, vocab_multiple=self.model.vocab_multiple * wider) if wider > 1 else self.model,
                 batch,
                 parallel,
                 self.recompute,

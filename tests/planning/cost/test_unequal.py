@@ -10,6 +10,7 @@ import pytest
 import spawn
 
 from holmes_hpc.config.model import Batch
+from holmes_hpc.fabric.site import CPU
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict, timeline
 from holmes_hpc.planning.cost.unequal import Unequal
@@ -66,3 +67,15 @@ def test_unlike_tp_sends_every_byte_once() -> None:
         plan = spawn.unequal(*widths, model=MODEL, batch=BATCH)
         sent = [amount for group, _, amount in Unequal.of(plan, Costs(dtype="fp32")).sent(plan) if group.kind == "edge"]
         assert sum(sent) == pytest.approx(2 * whole)  # activations down, their gradients up
+
+
+def test_the_vocabulary_is_padded_for_the_widest_tp_in_every_stage() -> None:
+    """Beside TP 2 the head of TP 1 has 512 rows, not 384: its replicas sum up so many more gradients."""
+    model = replace(MODEL, vocab=300)
+    wide, narrow = (
+        sum(amount for group, _, amount in Unequal.of(plan, Costs(dtype="fp32")).sent(plan) if group.stages == (1,))
+        for plan in (spawn.unequal(first, (1, 3), model=model, batch=BATCH) for first in ((2, 1), (1, 1)))
+    )
+    how = Costs().collectives(CPU)
+    whole = 4 * (how.reduce_scatter + how.all_gather) * (512 - 384) * MODEL.hidden
+    assert wide - narrow == pytest.approx(3 * whole * 2 / 3)  # each of three replicas sends two thirds
