@@ -29,11 +29,15 @@ from slurm_jobs import (  # noqa: F401 (fixtures)
     until,
 )
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.follow import follow
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
+from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.testbed.installed import release_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 
@@ -317,6 +321,20 @@ def test_restarts_stop_without_gain(folder: Path) -> None:
     run = start(folder, plans.until_told, die={"1": "kill"}, train={"steps": 9, "max_restarts": 5})
     assert follow(run, job_of(run)) == 1
     assert run.attempt == 1 and "no step was gained" in (run.logs / "batch.txt").read_text()
+
+
+@pytest.mark.parametrize("fabrics", [("ib-a",), ("ib-a", "roce-a")], ids=["plain", "heterogeneous"])
+def test_an_expedited_job_that_fails_for_good_ends_as_failed(folder: Path, fabrics: tuple[str, ...]) -> None:
+    """Left alone, Slurm would queue it again, and hold it."""
+    if release_of(subprocess.run(["sinfo", "-V"], capture_output=True, text=True).stdout) < (25, 11):
+        pytest.skip("sbatch --requeue=expedite is there from Slurm 25.11 on")
+    plan, config = plans.plan(*fabrics), {**plans.CONFIG, "die": {"1": "kill"}}
+    run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
+    site = SlurmSettings(timeout_min=3, additional={"requeue": "expedite"})
+    submit_plan(plan, run.path, plans.until_told, config, site)
+    assert follow(run, job_of(run)) == 1
+    until(lambda: job_of(run).id not in {job.partition("+")[0] for job in job_ids()})
+    assert (run_status(run).state, job_of(run).state("force").state, run.attempt) == ("failed", "FAILED", 1)
 
 
 def test_when_the_batch_script_dies_the_follower_writes_the_result(folder: Path) -> None:
