@@ -359,7 +359,8 @@ class _OneKind:
         for _ in range(STEPS):
             middle = (low * high) ** 0.5
             low, high = (low, middle) if dealt(middle)[0] >= self.model.layers else (middle, high)
-        return max(high, CROWDED * max(map(max, sent)) + dealt(high)[1])
+        busiest = max(map(max, sent))
+        return max(high, CROWDED * busiest, busiest + dealt(high)[1])
 
     def _moved(self, source: int, target: int, tp: int) -> float:
         """Seconds for which one node of fabric `source` would send a step's activations to `target`."""
