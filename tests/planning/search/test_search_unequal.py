@@ -51,7 +51,7 @@ def test_no_virtual_stages_are_no_equal_widths() -> None:
 
 
 def test_where_no_grid_has_the_stages_asked_for() -> None:
-    options = PlanOptions(pp=2, strategy="pipeline", nodes={"ib-a": 2, "roce-a": 3})
+    options = PlanOptions(pp=2, nodes={"ib-a": 2, "roce-a": 3}, strategy="pipeline")
     with pytest.raises(PlanError, match="equal stages"):
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
     wide = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, replace(options, unequal=True), Costs())
