@@ -14,9 +14,11 @@ from holmes_hpc.records.find import find_run
 
 
 def _check(run: str) -> None:
-    """Refuse a name of nothing before torch is imported, which takes long."""
-    if not Path(run).is_dir():
-        find_run(run)
+    """Refuse a name of nothing, or a run without a checkpoint, before torch is imported, which takes long."""
+    from holmes_hpc.training.checkpoint import checkpoint_directory
+
+    if not (Path(run) / checkpoint_directory.DESCRIPTION).is_file():
+        checkpoint_directory.newest(find_run(run).checkpoints)
 
 
 @app.command("import")

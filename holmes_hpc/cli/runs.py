@@ -127,7 +127,8 @@ def resume(
 
     record = find_run(run)
     with starting(record.path, "`holmes resume`"):
-        to_go_on = continuation(record, run_status(record).state, overrides or [], plan_path)
+        state = run_status(record).state
+        to_go_on = continuation(record, state, overrides or [], plan_path)
         chosen, before = to_go_on.plan, record.read_run()
         if to_go_on.missing:
             console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
@@ -135,6 +136,12 @@ def resume(
             console.note(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
         look_at_files(to_go_on.config)
         found = checkpoint_directory.complete(record.checkpoints)
+        if state == "completed" and not found:
+            raise ConfigError(
+                "it made all its steps and kept no checkpoint to go on from",
+                where=str(record.path),
+                hint="start a new run, with train.checkpoint_interval=N",
+            )
         console.note(
             f"it goes on after step {found[0].step}, from {found[0].path}"
             if found

@@ -91,6 +91,8 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
     from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
     from holmes_hpc.submission.lifecycle.starting import starting
 
+    if not config.train.checkpoint_interval:
+        console.note("train.checkpoint_interval is 0: only a run that is interrupted leaves a checkpoint")
     given = config.name is not None or bool(config.run_dir)
     config = replace(config, run_dir=str(new_run_path(config, chosen)))
     with starting(Path(config.run_dir or ""), "`holmes submit`"):

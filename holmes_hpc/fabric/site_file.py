@@ -92,6 +92,13 @@ def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
     known = read_vocabulary().gpu(gpu["name"])
+    if known is None and (missing := [name for name in FIGURES if name not in gpu]):
+        kinds = ", ".join(kind.name for _, kind in read_vocabulary().gpus)
+        raise SiteError(
+            f"gpu {gpu['name']!r} is no known kind and has no {', '.join(missing)}",
+            where="gpu",
+            hint=f"give all figures, or one of {kinds}",
+        )
     figures = {name: getattr(known, name) for name in FIGURES} if known is not None else {}
     return {**entry, "gpu": {**figures, **gpu}}
 

@@ -85,7 +85,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
         ("partition: gpu-ib,", "", "partition is missing"),
         ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
-        ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "peak_tflops is missing"),
+        ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "no known kind and has no peak_tflops"),
         ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
         ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
         ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),

@@ -27,7 +27,7 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
         raise PlanError(
             f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size}",
             where="batch",
-            hint="choose a multiple, or set search_micro_size",
+            hint="choose a multiple, or plan.search_micro_size=true",
         )
     found = offers(site, options)
     tp, dp, pp = options.tp, options.dp, options.pp

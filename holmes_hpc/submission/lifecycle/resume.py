@@ -61,4 +61,7 @@ def continuation(record: RunDirectory, state: str, overrides: Sequence[str], pla
         )
     if not config.local:
         check_site(chosen, site(config))
+    elif plan_path:  # this machine starts as many ranks as are wanted
+        ranks = chosen.components[0].gpus_per_node
+        check_site(chosen, site(replace(config, plan=replace(config.plan, gpus_per_node=ranks))))
     return Continuation(chosen, config, tuple(missing))

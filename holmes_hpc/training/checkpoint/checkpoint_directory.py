@@ -124,6 +124,16 @@ def complete(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 
+def newest(folder: Path) -> Checkpoint:
+    """The latest complete checkpoint in `folder`; DataError where there is none."""
+    found = complete(folder)
+    if not found:
+        raise DataError(
+            "no complete checkpoint", where=str(folder), hint="train with train.checkpoint_interval=N, which keeps some"
+        )
+    return found[0]
+
+
 def passed_over(folder: Path) -> list[tuple[Path, str]]:
     """What has a checkpoint's name in `folder` and is none, the latest first, each with what is wrong: half copied, or
     its description is damaged."""

@@ -75,12 +75,8 @@ def choose(name: str) -> Chosen:
             return Chosen(FolderWeights(folder), folder.model, chosen.path)
         return of_run(RunDirectory(chosen.path.resolve().parents[1]), chosen.path, chosen.step)
     record = find_run(name)
-    found = checkpoint_directory.complete(record.checkpoints)
-    if not found:
-        raise DataError(
-            "no complete checkpoint", where=str(record.checkpoints), hint="train with train.checkpoint_interval=N"
-        )
-    return of_run(record, found[0].path, found[0].step)
+    found = checkpoint_directory.newest(record.checkpoints)
+    return of_run(record, found.path, found.step)
 
 
 def of_run(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int | None = None) -> Chosen:
