@@ -76,8 +76,8 @@ def generate(
 
     Example: holmes generate my-run --prompt "import os"
     """
-    _check(run)
     need("transformers")
+    _check(run)
     from holmes_hpc.training.checkpoint.generate import generate as go_on
 
     with console.waiting("loading the weights"):

@@ -91,8 +91,6 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
     from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
     from holmes_hpc.submission.lifecycle.starting import starting
 
-    if not config.train.checkpoint_interval:
-        console.note("train.checkpoint_interval is 0: only a run that is interrupted leaves a checkpoint")
     given = config.name is not None or bool(config.run_dir)
     config = replace(config, run_dir=str(new_run_path(config, chosen)))
     with starting(Path(config.run_dir or ""), "`holmes submit`"):
@@ -100,7 +98,7 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
             _make_room(RunDirectory(config.run_dir or ""))
         record = new_run(config, chosen, overrides or [], True)
         try:
-            return record, submit_run(chosen, record, config)
+            job = submit_run(chosen, record, config)
         except Unsure:
             raise
         except BaseException:
@@ -110,6 +108,9 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
             else:
                 shutil.rmtree(record.path, ignore_errors=True)  # on NFS the lock is in it until it is closed
             raise
+    if not config.train.checkpoint_interval:
+        console.note("train.checkpoint_interval is 0: only a run that is interrupted leaves a checkpoint")
+    return record, job
 
 
 def _make_room(record: RunDirectory) -> None:

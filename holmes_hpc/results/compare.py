@@ -390,8 +390,9 @@ def ranking(comparison: Comparison) -> list[str]:
     names, values = labels(cells), cells[key].tolist()
     said = [f"Lowest {key.replace('_', ' ')}: {names[0]} with {number(values[0], 4)}."]
     if len(values) > 1:
-        said.append(f"Next: {names[1]} with {number(values[1], 4)}; last: {names[-1]} with {number(values[-1], 4)}.")
-    if comparison.runs["steps"].nunique() > 1:
+        last = f"; last: {names[-1]} with {number(values[-1], 4)}" if len(values) > 2 else ""
+        said.append(f"Next: {names[1]} with {number(values[1], 4)}{last}.")
+    if comparison.runs.loc[comparison.runs[key].notna(), "steps"].nunique() > 1:
         said.append("They did not make equally many steps.")
     return said
 
