@@ -51,6 +51,7 @@ def export(
 
     Example: holmes export my-run --safetensors weights/
     """
+    need("torch")
     _check(run)
     from holmes_hpc.training.checkpoint.export import choose
     from holmes_hpc.training.checkpoint.export import export as export_weights

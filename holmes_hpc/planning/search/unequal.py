@@ -35,7 +35,7 @@ from holmes_hpc.planning.spec.widths import Width, Widths
 WORTH = 0.01  # what unequal widths must gain at least: they are less plain
 LOOKED_AT = 400  # shapes whose memory is looked at
 PASSES = 500_000  # simulated of shapes as they are
-NEAR, NEAR_PASSES = 1.02, 600_000  # shapes a change away: to the best, at most; passes simulated of them
+NEAR, NEAR_PASSES = 1.04, 1_200_000  # shapes a change away: to the best, at most; passes simulated of them
 MORE, IMPROVED = 1_000_000, 12  # passes simulated to make the best of those better, and of one a share of them
 FAR = 1.12  # ways slower than the best by more than this are not made better
 DEEPER = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers

@@ -8,6 +8,7 @@ launcher's own rendezvous (torchrun's MASTER_ADDR) is used where there is one; i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from holmes_hpc.training.rank.log import say
 POLL_S = 0.05
 REACH_S = 20.0  # from rank 0's word to a connection: it listens when it publishes its address
 OWN_ALONE = 0o600
+DOORS = 10  # tried for one whose port is free where the relay listens
 _held: list[object] = []  # what serves others for as long as this process lives
 
 
@@ -57,9 +59,7 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     """Rank 0: start the store on this node's `address` and publish it. NetworkError when the address cannot be used."""
     where, secret = f"rendezvous on {launch.node}", admission.new_secret()
     try:
-        door = Door(address)
-        gate = admission.Gate(address, secret, door)
-        relay = admission.Relay(address, gate.port, secret, door.port)  # the store is a client of itself, at its port
+        door, gate, relay = _served(address, secret)
         store = dist.TCPStore(
             relay.address,
             door.port,
@@ -83,6 +83,22 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     meeting = Meeting(address, gate.port, secret.hex(), attempt, launch.node, os.getpid())
     write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n", OWN_ALONE)
     return store
+
+
+def _served(address: str, secret: bytes) -> tuple[Door, admission.Gate, admission.Relay]:
+    """The store's door and gate, and a relay at the door's port: the store is a client of itself. Another program may
+    have that port where the relay listens; then there is another door."""
+    for tries_left in reversed(range(DOORS)):
+        door = Door(address)
+        gate = admission.Gate(address, secret, door)
+        try:
+            return door, gate, admission.Relay(address, gate.port, secret, door.port)
+        except OSError as e:
+            gate.close()
+            door.socket.close()
+            if e.errno != errno.EADDRINUSE or not tries_left:
+                raise
+    raise AssertionError
 
 
 def _client(address: str, port: int, secret: bytes, world_size: int, timeout_s: float) -> dist.Store:

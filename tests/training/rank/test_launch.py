@@ -20,6 +20,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
+from holmes_hpc.training.network.door import listening
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.rank import launch
 from holmes_hpc.training.rank.launch import Launch
@@ -133,6 +134,25 @@ def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
     assert store.get("a") == b"b" and attempt == 2
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # what a killed start left is gone
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_door_whose_port_another_has_on_the_loopback_is_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another run's relay may, which listens at a port of the kernel's choice."""
+    ports, others = list[int](), list[Any]()
+
+    class Unlucky(rendezvous.Door):
+        def __init__(self, address: str) -> None:
+            super().__init__(address)
+            ports.append(self.port)
+            others.extend([] if others else [listening("127.0.0.2", self.port)])
+
+    monkeypatch.setattr(rendezvous, "Door", Unlucky)
+    store = rendezvous.host_store(tmp_path, member(0, size=1), "127.0.0.1", 2, 60)
+    store.set("a", "b")
+    assert store.get("a") == b"b" and len(set(ports)) == 2
+    others[0].close()
 
 
 def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
