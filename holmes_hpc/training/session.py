@@ -235,7 +235,11 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
     if own.address is not None:
         raw: dist.Store = rendezvous.launcher_store(own, timeout_s)
     elif own.rank == 0:
-        raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
+        try:
+            raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
+        except HolmesError as e:
+            _tell_the_others(own, run, rank_exit, e)
+            raise
     else:
         raw, rank_exit.attempt = rendezvous.join_store(
             run.path, own, timeout_s, node.interface(TCP), partial(_note, rank_exit)

@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
 from holmes_hpc.fabric.site import FabricLink, NicNames, NicType
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.training import session
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
 from holmes_hpc.training.network.door import listening
@@ -153,6 +155,14 @@ def test_a_door_whose_port_another_has_on_the_loopback_is_no_store(
     store.set("a", "b")
     assert store.get("a") == b"b" and len(set(ports)) == 2
     others[0].close()
+
+
+def test_nobody_waits_for_a_store_that_cannot_be(tmp_path: Path) -> None:
+    run, there = SimpleNamespace(path=tmp_path), SimpleNamespace(address="192.0.2.1")  # of nobody, by RFC 5737
+    with pytest.raises(NetworkError, match=r"cannot serve on 192\.0\.2\.1"):
+        session._meet(member(0), run, there, SimpleNamespace(attempt=3), 1)  # type: ignore[arg-type]
+    with pytest.raises(NetworkError, match=r"rank 0 failed: .*cannot serve on"):
+        rendezvous.join_store(tmp_path, member(1), 100)
 
 
 def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
