@@ -28,6 +28,8 @@ from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
+# what a record that no version of ours wrote may lead to
+_ODD = (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError)
 
 
 class Job(Protocol):
@@ -187,7 +189,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
             record, result = run.read_run(), run.read_result()
             known = _job_id(record) is not None and not (result is not None and last_word(result))
             found.append((run, record, result, job_of(run) if known else None))
-        except (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:
+        except _ODD as e:
             made[run] = _unreadable(run, e, len(runs) == 1)
     for run, record, result, job in found:
         if job is not None:
@@ -199,7 +201,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
             state = JobState(NOT_SUBMITTED)
         try:
             made[run] = _status(run, record, job, state, result)
-        except (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:
+        except _ODD as e:
             made[run] = _unreadable(run, e, len(runs) == 1)
     return [made[run] for run in runs]
 

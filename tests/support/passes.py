@@ -1,0 +1,12 @@
+"""What the stages of a pipeline have to compute, whatever the schedule."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from holmes_hpc.planning.schedule.orders import Order, Pass
+
+
+def every_pass(order: Order) -> list[Pass]:
+    """Those of each stage, sorted: every micro-batch of every chunk, both ways."""
+    return sorted(Pass(*one) for one in product((True, False), range(order.micro_batches), range(order.chunks)))
