@@ -95,13 +95,14 @@ class ScheduleKind:
         """Whether it has so many virtual stages."""
         return self.chunks[0] <= chunks and (self.chunks[1] is None or chunks <= self.chunks[1])
 
-    def refuse_more(self, chunks: int) -> None:
-        """PlanError where `chunks` are more virtual stages than it has."""
-        most = self.chunks[1]
-        if most is not None and chunks > most:
-            some = "no" if most == 1 else f"at most {most}"
-            others = " or ".join(kind.name for kind in SCHEDULES.values() if kind.takes(chunks))
-            raise PlanError(f"{self.name} has {some} virtual stages", where="schedule", hint=f"use {others}")
+    def refuse(self, chunks: int) -> None:
+        """PlanError where it has not so many virtual stages as `chunks`."""
+        if self.takes(chunks):
+            return
+        least, most = self.chunks
+        some = f"at least {least}" if chunks < least else "no" if most == 1 else f"at most {most}"
+        others = " or ".join(kind.name for kind in SCHEDULES.values() if kind.takes(chunks))
+        raise PlanError(f"{self.name} has {some} virtual stages", where="schedule", hint=f"use {others}")
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Order:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        self.schedule.refuse_more(self.chunks)
+        self.schedule.refuse(self.chunks)
         if self.chunks > 1 and self.micro_batches % self.stages:
             raise PlanError(
                 f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",

@@ -71,8 +71,8 @@ class Evaluator:
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
-        if options.schedule != "auto":
-            schedule_kind(options.schedule).refuse_more(options.virtual_stages or 1)
+        if options.schedule != "auto" and options.virtual_stages is not None:
+            schedule_kind(options.schedule).refuse(options.virtual_stages)
         self._last: tuple[Placement, Layout] | None = None  # many ways of one placement are asked for in turn
         self._common: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = {}  # of layouts that are alike
         self._components: dict[tuple[object, ...], Component] = {}

@@ -85,10 +85,17 @@ def test_an_order_of_its_own_is_gone_through(monkeypatch: pytest.MonkeyPatch) ->
         check_launches(Order("gpipe", 3, 4))
 
 
-def test_virtual_stages_that_it_does_not_have_are_refused_by_name() -> None:
-    options = PlanOptions(tp=1, pp=2, dp=4, schedule="1f1b", virtual_stages=2)
+@pytest.mark.parametrize(
+    ("told", "chunks", "said"),
+    [
+        ("1f1b", 2, "1f1b has no virtual stages; use interleaved or ahead"),
+        ("interleaved", 1, "interleaved has at least 2 virtual stages; use 1f1b or ahead"),
+    ],
+)
+def test_virtual_stages_that_it_does_not_have_are_refused_by_name(told: str, chunks: int, said: str) -> None:
+    options = PlanOptions(tp=1, pp=2, dp=4, schedule=told, virtual_stages=chunks)
     for plan_of in (best_plan, given_plan):
-        with pytest.raises(PlanError, match="1f1b has no virtual stages; use interleaved or ahead"):
+        with pytest.raises(PlanError, match=said):
             plan_of(named("gpt_small"), Batch(32, 1, 1024), sites.two_clusters(1), options, Costs())
 
 
