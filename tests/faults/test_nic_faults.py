@@ -396,7 +396,7 @@ def test_two_ib_fabrics_with_one_label(testbed, runs, monkeypatch) -> None:
     try:
         beds.up(
             Path(__file__).parents[2] / "slurm" / "testbed" / "two-ib.yaml",
-            release=os.environ.get("HOLMES_TESTBED_RELEASE", "bookworm"),
+            release=os.environ.get("HOLMES_TESTBED_RELEASE"),
             progress=lambda line: None,
         )
         for key, value in beds.env().items():

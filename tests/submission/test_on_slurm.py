@@ -24,7 +24,9 @@ from slurm_jobs import (  # noqa: F401 (fixtures)
     folder,
     functions_travel_with_the_pickle,
     job_ids,
+    skip_where_a_requeue_cancels,
     sleeper,
+    slurm_release,
     start,
     until,
 )
@@ -37,7 +39,6 @@ from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.follow import follow
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.testbed.installed import release_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 
@@ -227,6 +228,7 @@ def test_a_chain_of_a_batch_never_runs_more_than_it_may(folder: Path) -> None:
 
 
 def test_submitits_checkpoint_protocol_requeues_at_the_leader(folder: Path) -> None:
+    skip_where_a_requeue_cancels()
     job = executor(folder, THREE[:2]).submit(Counting(str(folder / "mark")))
     until(lambda: len(list(folder.glob("mark-0-*"))) == 4)
     job._interrupt(timeout=False)
@@ -326,7 +328,7 @@ def test_restarts_stop_without_gain(folder: Path) -> None:
 @pytest.mark.parametrize("fabrics", [("ib-a",), ("ib-a", "roce-a")], ids=["plain", "heterogeneous"])
 def test_an_expedited_job_that_fails_for_good_ends_as_failed(folder: Path, fabrics: tuple[str, ...]) -> None:
     """Left alone, Slurm would queue it again, and hold it."""
-    if release_of(subprocess.run(["sinfo", "-V"], capture_output=True, text=True).stdout) < (25, 11):
+    if slurm_release() < (25, 11):
         pytest.skip("sbatch --requeue=expedite is there from Slurm 25.11 on")
     plan, config = plans.plan(*fabrics), {**plans.CONFIG, "die": {"1": "kill"}}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)

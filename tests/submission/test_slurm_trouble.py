@@ -16,7 +16,17 @@ from typing import Any
 import plans
 import pytest
 import submitit
-from slurm_jobs import THREE, Counting, executor, folder, functions_travel_with_the_pickle, sleeper, start, until  # noqa: F401 (fixtures)
+from slurm_jobs import (  # noqa: F401 (fixtures)
+    THREE,
+    Counting,
+    executor,
+    folder,
+    functions_travel_with_the_pickle,
+    skip_where_a_requeue_cancels,
+    sleeper,
+    start,
+    until,
+)
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.config.slurm_settings import SlurmSettings
@@ -172,6 +182,7 @@ def test_preempted(folder: Path, low: str) -> None:
 
 
 def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:
+    skip_where_a_requeue_cancels()
     job = executor(folder, THREE[:2]).submit(Counting(str(folder / "mark")))
     until(lambda: len(list(folder.glob("mark-0-*"))) == 4)
     job._interrupt(timeout=True)  # USR2, what comes before the time is over
@@ -181,6 +192,7 @@ def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:
 
 def test_slurms_own_requeues_count_too(folder: Path) -> None:
     """As after preemption: the function is not asked."""
+    skip_where_a_requeue_cancels()
     job = executor(folder, THREE[:2], slurmhet_max_requeues=1).submit(Counting(str(folder / "mark")))
     for _ in range(2):
         until(lambda: len(list(folder.glob("mark-0-*"))) == 4)

@@ -45,10 +45,10 @@ def audit_bytes(
     that sends about as much less on another kind of NIC of that node. A warning where it is not this run's.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
-    -> interface, for messages; `own`: node -> kind -> bytes of the ranks' own TCP connections, on the wire, 0 where
-    the kernel does not tell (RDMA). A NIC that sends less than planned, with no other that sends more, is a warning.
-    NICs of kind ``other`` (storage, management) have users of their own: they count only where another kind lacks as
-    much.
+    -> interface, for messages; `own`: node -> kind -> bytes of the ranks' own TCP connections from its address, on the
+    wire, 0 where the kernel does not tell (RDMA). A NIC that sends less than planned, with no other that sends more, is
+    a warning. NICs of kind ``other`` (storage, management) have users of their own: they count only where another kind
+    lacks as much.
     """
     loads, names, own = list(loads), names or {}, own or {}
     planned = expected(loads, header_factor)
@@ -69,7 +69,7 @@ def audit_bytes(
             surplus.pop("other", None)
         for kind, extra in surplus.items():
             nic = names.get(node, {}).get(kind, kind)
-            ours = own.get(node, {}).get(kind, 0.0)
+            ours = _ours(kind, kinds, own.get(node, {}))
             anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
             group = None if anothers else _culprit(node, extra, lacking, loads, header_factor)
             what = (
@@ -105,6 +105,13 @@ def audit_bytes(
                 hint = "see `holmes report`; the counters of this NIC may not count all its traffic"
                 found.append(Finding("warning", f"node {node}", what, hint, node, nic))
     return found
+
+
+def _ours(kind: str, counted: Mapping[str, float], own: Mapping[str, float]) -> float:
+    """What this run's own connections may have sent over a kind of NIC: those from its address, and what the other
+    kinds' NICs did not carry of theirs, for a route may lead elsewhere than an address says."""
+    strayed = sum(max(0.0, sent - counted.get(other, 0.0)) for other, sent in own.items() if other != kind)
+    return own.get(kind, 0.0) + strayed
 
 
 def _culprit(

@@ -153,6 +153,15 @@ def test_whose_bytes_they_are_as_the_kernel_tells() -> None:
     assert "probably group" not in " ".join(f.what for f in told(Audit(plan, nodes_of(plan), {}), rows))
 
 
+def test_own_connections_that_a_route_leads_over_another_nic_are_not_anothers() -> None:
+    plan = make(TWO, pp=2)
+    rows = rows_of(plan, 1.0)
+    rows[0][5], rows[0][6] = rows[0][0], rows[0][2]  # the addresses are right
+    rows[0][0], rows[0][2] = rows[0][0] + rows[0][2], 0.0
+    (found,) = told(Audit(plan, nodes_of(plan), {}), rows)
+    assert found.level == "error" and "probably group dp of ranks 0,1, which belongs on ib" in found.what
+
+
 def test_a_nic_must_be_down_twice(monkeypatch) -> None:
     down = Finding("error", "node n1", "NIC ib0 went down (down)", "bring it up again", "n1", "ib0")
     answers = iter([[], [down], [], [down], [down]])
