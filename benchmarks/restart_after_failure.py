@@ -1,6 +1,8 @@
 """From a node's failure to the first rank's start again: runs of ``holmes submit`` on a testbed of this program's own.
 
-    python benchmarks/restart_after_failure.py [--slurm PREFIX] [--runs 1]     # as root; a Slurm of 25.11 or later
+    python benchmarks/restart_after_failure.py [--slurm PREFIX] [--runs 1] [--message-timeout S]
+
+As root, with a Slurm of 25.11 or later; MessageTimeout is Slurm's own 10 s unless told.
 
 Each run trains a small GPT, may restart once, and asks Slurm for ``--requeue=expedite``: as a job of one component, and
 as a heterogeneous one. While it trains, all processes of a node are killed: of one beside the batch script's, and of
@@ -70,10 +72,11 @@ def alive(pid: int) -> bool:
     return False
 
 
-def with_default_expiry(bed: Path) -> None:
-    """Start Slurm's daemons again with Slurm's own `cred_expire`, which a testbed shortens."""
+def as_a_site(bed: Path, message_timeout_s: int | None) -> None:
+    """Start Slurm's daemons again with Slurm's own `cred_expire`, which a testbed shortens, and a MessageTimeout."""
     conf = bed / "etc" / "slurm.conf"
-    conf.write_text(re.sub(r"cred_expire=\d+", f"cred_expire={CRED_EXPIRE_S}", conf.read_text()))
+    text = re.sub(r"cred_expire=\d+", f"cred_expire={CRED_EXPIRE_S}", conf.read_text())
+    conf.write_text(text + (f"MessageTimeout={message_timeout_s}\n" if message_timeout_s else ""))
     daemons = [int(p.read_text()) for p in (bed / "run").glob("slurm[cd]*.pid") if not p.name.startswith("slurmdbd")]
     for pid in daemons:
         os.kill(pid, signal.SIGTERM)
@@ -156,6 +159,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--slurm", metavar="PREFIX", help="as holmes testbed up --slurm")
     options.add_argument("--runs", type=int, default=1, help="of each case")
+    options.add_argument("--message-timeout", type=int, metavar="S", help="seconds")
     given = options.parse_args()
     late = False
     with tempfile.TemporaryDirectory(prefix="hb", dir="/tmp") as place:
@@ -164,10 +168,10 @@ def main() -> int:
         os.environ["HOLMES_TESTBED"] = str(bed)
         try:
             testbed.up("default", slurm=given.slurm)
-            with_default_expiry(bed)
+            as_a_site(bed, given.message_timeout)
             os.environ.update(testbed.env())
             conf = said("scontrol", "show", "config")
-            settings = re.findall(r"^((?:AuthInfo|SlurmdTimeout|SLURM_VERSION|SlurmctldParameters) *= .*)$", conf, re.M)
+            settings = re.findall(r"^((?:AuthInfo|MessageTimeout|SlurmdTimeout|SLURM_VERSION|SlurmctldParameters) *= .*)$", conf, re.M)
             print("inputs:", "; ".join(re.sub(r" *= *", "=", line) for line in settings))
             print(f"{os.cpu_count()} CPUs; {' '.join((*MODEL, *TRAIN))}\n")
             print("| job | node | noticed | queued again | starts | first rank | first step | load | |", flush=True)
