@@ -45,6 +45,7 @@ TRAIN = (
     "slurm.additional={requeue: expedite}",
 )
 LIMIT_S, WANTED_S, CRED_EXPIRE_S = 300, 30, 120
+SHOWN = ("AuthInfo", "MessageTimeout", "SlurmdTimeout", "SLURM_VERSION", "SlurmctldParameters")
 STAMP = 'printf "%s %s\\n" "$(date +%s.%N)" "${SLURM_RESTART_COUNT:-0}" >> '
 
 
@@ -171,7 +172,7 @@ def main() -> int:
             as_a_site(bed, given.message_timeout)
             os.environ.update(testbed.env())
             conf = said("scontrol", "show", "config")
-            settings = re.findall(r"^((?:AuthInfo|MessageTimeout|SlurmdTimeout|SLURM_VERSION|SlurmctldParameters) *= .*)$", conf, re.M)
+            settings = re.findall(rf"^((?:{'|'.join(SHOWN)}) *= .*)$", conf, re.M)
             print("inputs:", "; ".join(re.sub(r" *= *", "=", line) for line in settings))
             print(f"{os.cpu_count()} CPUs; {' '.join((*MODEL, *TRAIN))}\n")
             print("| job | node | noticed | queued again | starts | first rank | first step | load | |", flush=True)
