@@ -122,7 +122,10 @@ class Trainer:
         chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)
         if train.pace_layer_ms:
             factor = paced_layers.factor(
-                train.pace_factors or {}, [(n.fabric, n.node) for n in here.nodes], here.launch.rank
+                train.pace_factors or {},
+                [(n.fabric, n.node) for n in here.nodes],
+                here.launch.rank,
+                [fabric.name for fabric in plan.site.fabrics],
             )
             paced_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)

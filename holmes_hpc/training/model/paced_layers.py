@@ -9,7 +9,7 @@ recomputed forward pass takes its time again. The numbers are those of the unpac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,15 +104,17 @@ def _finish(made: torch.Tensor) -> None:
         torch.cuda.current_stream(made.device).synchronize()
 
 
-def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int) -> float:
+def factor(
+    factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int, fabrics: Collection[str]
+) -> float:
     """How many times the pace a rank's layers take: as is said of its node, else of its fabric, else once. `places`:
-    (fabric, node) of every rank. ConfigError where a fabric or node is named that has no rank."""
-    fabrics, nodes = ({place[i] for place in places} for i in (0, 1))
+    (fabric, node) of every rank; `fabrics`: the site's. ConfigError where something else is named."""
+    nodes = {node for _, node in places}
     own = 1.0
     for name in sorted(factors, key=lambda name: name not in fabrics):
         named = {name} if name in fabrics else set(expand(name))
         if name not in fabrics and (strange := sorted(named - nodes)):
-            raise ConfigError(f"train.pace_factors names {strange[0]!r}", hint=nearest(strange[0], fabrics | nodes))
+            raise ConfigError(f"train.pace_factors names {strange[0]!r}", hint=nearest(strange[0], {*fabrics} | nodes))
         own = factors[name] if named & set(places[rank]) else own
     return own
 

@@ -41,10 +41,12 @@ class Layer(torch.nn.Module):
 
 def test_a_nodes_own_pace_goes_over_its_fabrics_and_strange_names_are_refused() -> None:
     places = [("ib-a", "ib1"), ("ib-a", "ib2"), ("roce-a", "roce1")]
-    factors = {"ib[2-2]": 4.0, "ib-a": 2.0}
-    assert [paced_layers.factor(factors, places, rank) for rank in range(3)] == [2.0, 4.0, 1.0]
-    with pytest.raises(ConfigError, match="names 'ib3'"):
-        paced_layers.factor({"ib[2-3]": 2.0}, places, 0)
+    site = ["ib-a", "roce-a", "eth-a"]
+    factors = {"ib[2-2]": 4.0, "ib-a": 2.0, "eth-a": 3.0}  # the last has no rank in this plan
+    assert [paced_layers.factor(factors, places, rank, site) for rank in range(3)] == [2.0, 4.0, 1.0]
+    for strange in ("ib[2-3]", "eth-b"):
+        with pytest.raises(ConfigError, match=f"names '{'ib3' if '[' in strange else strange}'"):
+            paced_layers.factor({strange: 2.0}, places, 0, site)
 
 
 @pytest.mark.parametrize("own_s", [0.001, 0.02])
