@@ -370,10 +370,7 @@ def exec_in(
 
     :raises TestbedError: no testbed, no such node, nothing to run.
     """
-    _, _, bed = _current()
-    names = [n.name for n in bed.wiring.topology.nodes]
-    if node not in names:
-        raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
+    bed = _with_node(node)
     if not argv:
         raise TestbedError("no command", where="testbed exec", hint="write it after --")
     _require_machine()
@@ -389,6 +386,25 @@ def exec_in(
         )
     except subprocess.TimeoutExpired:
         raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
+
+
+def kill_node(node: str) -> None:
+    """End all processes of a node at once, as a power cut does; `up` starts its slurmd again.
+
+    :raises TestbedError: no testbed, no such node.
+    """
+    inode = network.inode(_with_node(node).wiring.namespace(node))
+    if inode is not None:
+        processes.end_inside(inode)
+
+
+def _with_node(node: str) -> Bed:
+    """The testbed that is up, which must have this node."""
+    bed = _current()[2]
+    names = [n.name for n in bed.wiring.topology.nodes]
+    if node not in names:
+        raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
+    return bed
 
 
 def _env(bed: Bed) -> dict[str, str]:

@@ -164,6 +164,34 @@ def test_everything_in_our_namespaces_is_ours() -> None:
         child.wait()
 
 
+@pytest.mark.integration
+def test_a_node_is_killed_with_what_it_forks_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = ["sh", "-c", "while :; do sleep 600 & sleep 0.01; done"]
+    node, other = subprocess.Popen(forks, start_new_session=True), subprocess.Popen(["sleep", "600"])
+
+    def namespace(pid: int) -> int:
+        return 7 if os.getsid(pid) == node.pid else 8
+
+    monkeypatch.setattr(processes, "_namespace", namespace)
+    try:
+        processes.end_inside(7)
+        assert node.wait(5) == -9 and other.poll() is None
+        assert not [p for p in Path("/proc").glob("[0-9]*") if f" {node.pid} " in _session(p)]
+    finally:
+        for each in (node, other):
+            each.kill()
+            each.wait()
+
+
+def _session(process: Path) -> str:
+    """The session of a process that lives, between blanks."""
+    try:
+        state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+    except (OSError, ValueError):
+        return ""
+    return "" if state == "Z" else f" {session} "
+
+
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "policy-rc.d"
