@@ -60,6 +60,18 @@ def test_every_way_of_saying(say: Callable[[str], None], capsys: pytest.CaptureF
     assert not OBEYED.search(said) and r"\x1b]52" in said.replace("\n", "")
 
 
+def test_a_step_that_takes_long_is_said_again(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
+    with console.steps(after_s=0.04) as say:
+        say("starting Slurm's daemons")
+        while said.count("\n") < 3:
+            said += capsys.readouterr().err
+        say("waiting for nodes")
+    first, *again = said.splitlines()[:3]
+    assert first == "starting Slurm's daemons" and again == ["starting Slurm's daemons: 0 s"] * 2
+    assert capsys.readouterr().err.startswith("waiting for nodes\n")
+
+
 def test_json_is_the_same_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     console.as_json({"log": ["a\x9b31m\x1b[2J\u202eb"]})
     said = capsys.readouterr().out

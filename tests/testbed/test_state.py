@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import bed, network, packages, processes, record
+from holmes_hpc.testbed import bed, daemons, network, packages, processes, record
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
 from holmes_hpc.testbed.topology import find, parse
 
@@ -289,6 +290,30 @@ def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
         )
         if not bed.registered(state)
     ] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
+
+
+@pytest.mark.integration
+def test_a_daemon_that_is_slow_to_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "TELL_S", 0.0)
+    said: list[str] = []
+    slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(said) > 1, entered=True)
+    own = SimpleNamespace(places=SimpleNamespace(log=tmp_path, run=tmp_path), client_env={}, mark={})
+    try:
+        daemons.start([slow], own, 60, said.append)  # type: ignore[arg-type]
+    finally:
+        process = daemons._CHILDREN.pop()
+        process.kill()
+        process.wait()
+    assert said == ["waiting for slurmctld to answer, 0 s of at most 60"] * 2
+
+
+def test_nodes_that_are_slow_to_register_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [{"ib1": "unknown*", "ib2": "idle", "eth1": "down*"}, {"ib1": "idle", "ib2": "idle", "eth1": "idle"}]
+    monkeypatch.setattr(bed, "_node_states", lambda _: states.pop(0))
+    monkeypatch.setattr(daemons, "TELL_S", -1.0)
+    said: list[str] = []
+    bed._wait_for_nodes(None, said.append, lambda: None)  # type: ignore[arg-type]
+    assert said == ["waiting for ib1, eth1 to register, 0 s of at most 60"]
 
 
 def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
