@@ -329,7 +329,7 @@ def report(
     html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
     trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
     by: Annotated[
-        str, typer.Option(help="Rank several by throughput; or by loss, as a sweep of rates.")
+        str, typer.Option(help="Rank several by throughput, or by loss: as a sweep of learning rates asks for.")
     ] = "throughput",
     json: Json = False,
 ) -> None:
