@@ -196,10 +196,11 @@ def waiting(what: str, after_s: float = 5.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def steps(after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
+def steps(first: str, after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
     """What is called with each step of a longer work, and says it; a step that takes long is said again, with its
-    seconds."""
-    done, said, lock = threading.Event(), [("", 0.0, 0.0)], threading.Lock()  # the step, its begin, when it was said
+    seconds. `first`: what goes on before the first call."""
+    done, lock = threading.Event(), threading.Lock()
+    said = [(first, time.monotonic(), time.monotonic())]  # the step, its begin, when it was said
 
     def say(what: str) -> None:
         with lock:
@@ -210,7 +211,7 @@ def steps(after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
         while not done.wait(after_s / 8):
             with lock:
                 (what, began, last), now = said[0], time.monotonic()
-                if what and now - last > after_s:
+                if now - last > after_s:
                     said[0] = (what, began, now)
                     note(f"{what}: {now - began:.0f} s")
 
