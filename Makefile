@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+
 .PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore fuzz faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
@@ -18,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "install: $(PYTHON) is not a Python 3.10 to 3.13 with venv; install one (Debian: python3-venv), or set PYTHON=" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing packages into $(VENV): some minutes; torch is the largest"
+	@test -e /dev/nvidiactl || test -n "$$PIP_EXTRA_INDEX_URL" || echo "  (no GPU here: with PIP_EXTRA_INDEX_URL=$(CPU_TORCH) in the environment, torch's CPU build: docs/install.md)"
 	@while sleep 20; do echo "  still installing, $$(date +%T)"; done & ticking=$$!; trap "kill $$ticking" EXIT; \
 	  $(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[all]'
 	@touch $@

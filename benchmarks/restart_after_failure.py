@@ -85,21 +85,6 @@ def as_a_site(bed: Path, message_timeout_s: int | None) -> None:
     testbed.up()
 
 
-def kill_node(bed: Path, node: str) -> None:
-    """End all processes in a node's network namespace."""
-
-    def place(pid: int | str) -> str:
-        with contextlib.suppress(OSError):
-            return os.readlink(f"/proc/{pid}/ns/net")
-        return ""
-
-    own = place(int((bed / "run" / f"slurmd.{node}.pid").read_text()))
-    while inside := [int(p.name) for p in Path("/proc").glob("[0-9]*") if place(p.name) == own and alive(int(p.name))]:
-        for pid in inside:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
 def starts_again(stamps: Path) -> list[float]:
     """When ranks of a later start of the job were started."""
     rows = [line.split() for line in stamps.read_text().splitlines()] if stamps.exists() else []
@@ -131,7 +116,7 @@ def measure(bed: Path, folder: Path, kind: str, own: bool, number: int) -> tuple
     job = str(run.read_run()["slurm"]["job_id"])
     nodes = expand(said("squeue", "-h", "-j", job, "-o", "%N").splitlines()[0])
     load, failed = os.getloadavg()[0], time.time()
-    kill_node(bed, nodes[0] if own else nodes[-1])
+    testbed.kill_node(nodes[0] if own else nodes[-1])
     end = time.monotonic() + LIMIT_S
     while not starts_again(stamps) and time.monotonic() < end and run.read_result() is None:
         time.sleep(0.2)

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -191,6 +191,33 @@ def waiting(what: str, after_s: float = 5.0) -> Iterator[None]:
     threading.Thread(target=tick, daemon=True).start()
     try:
         yield
+    finally:
+        done.set()
+
+
+@contextlib.contextmanager
+def steps(first: str, after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
+    """What is called with each step of a longer work, and says it; a step that takes long is said again, with its
+    seconds. `first`: what goes on before the first call."""
+    done, lock = threading.Event(), threading.Lock()
+    said = [(first, time.monotonic(), time.monotonic())]  # the step, its begin, when it was said
+
+    def say(what: str) -> None:
+        with lock:
+            said[0] = (what, time.monotonic(), time.monotonic())
+            note(what)
+
+    def tick() -> None:
+        while not done.wait(after_s / 8):
+            with lock:
+                (what, began, last), now = said[0], time.monotonic()
+                if now - last > after_s:
+                    said[0] = (what, began, now)
+                    note(f"{what}: {now - began:.0f} s")
+
+    threading.Thread(target=tick, daemon=True).start()
+    try:
+        yield say
     finally:
         done.set()
 

@@ -437,6 +437,9 @@ def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
     )
     assert shellcheck.returncode == 0, shellcheck.stdout
     assert json.loads(holmes(*words, "--dry-run", "--json")[1])["script"] == out
+    assert "# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit PLAN KEY=VALUE... --dry-run" in out
+    refused(holmes(*words, "train.stpes=5", "--template", str(tmp_path / "other")), "did you mean 'train.steps'?")
+    assert not (tmp_path / "other").exists()
 
 
 def test_predict_searches_for_nothing(holmes, site):

@@ -60,6 +60,17 @@ def test_every_way_of_saying(say: Callable[[str], None], capsys: pytest.CaptureF
     assert not OBEYED.search(said) and r"\x1b]52" in said.replace("\n", "")
 
 
+def test_a_step_that_takes_long_is_said_again(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
+    with console.steps("looking", after_s=0.02) as say:
+        for step, wanted in (("starting", "looking: "), ("waiting", "starting: ")):
+            while said.count(wanted) < 2:
+                said += capsys.readouterr().err
+            say(step)
+    lines = re.sub(r"\d+ s", "N s", said + capsys.readouterr().err).splitlines()
+    assert list(dict.fromkeys(lines))[:4] == ["looking: N s", "starting", "starting: N s", "waiting"]
+
+
 def test_json_is_the_same_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     console.as_json({"log": ["a\x9b31m\x1b[2J\u202eb"]})
     said = capsys.readouterr().out

@@ -328,7 +328,9 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
     html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
     trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
-    by: Annotated[str, typer.Option(help="Rank several by throughput or loss.")] = "throughput",
+    by: Annotated[
+        str, typer.Option(help="Rank several by throughput, or by loss: as a sweep of learning rates asks for.")
+    ] = "throughput",
     json: Json = False,
 ) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""

@@ -24,7 +24,8 @@ def testbed_up(
     """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
     from holmes_hpc.testbed import bed
 
-    bed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=console.note)
+    with console.steps("looking at the testbed that is there") as say:
+        bed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=say)
     console.note('up; your shell: eval "$(holmes testbed env)"')
 
 
@@ -82,4 +83,5 @@ def testbed_down() -> None:
     """Remove all that `up` made. Example: holmes testbed down"""
     from holmes_hpc.testbed import bed
 
-    bed.down(progress=console.note)
+    with console.steps("looking at the testbed that is there") as say:
+        bed.down(progress=say)

@@ -125,11 +125,13 @@ def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
 
 
 def _remarks(fabrics: Sequence[Fabric]) -> Iterator[str]:
-    """Figures that a GPU kind's data sheet does not have, and rates that look like GB/s where Gb/s are meant: what no
-    Ethernet and no InfiniBand has in Gb/s."""
+    """The kind that another name is taken for, figures that its data sheet does not have, and rates that look like GB/s
+    where Gb/s are meant: what no Ethernet and no InfiniBand has in Gb/s."""
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
         known = read_vocabulary().gpu(gpu.name)
         if known is not None:
+            if known.name != gpu.name.lower():
+                yield f"gpu {gpu.name} is taken for the known kind {known.name}, with its tables"
             yield from _unlike(gpu, known)
     for fabric in fabrics:
         if fabric.nic is NicType.IB and fabric.rdma_gbps in IB_GBYTES:

@@ -200,7 +200,8 @@ def _binding(predicted: Predicted) -> str:
 
 
 def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
-    """What a change of site or batch would gain: each tried alone, as this plan, or as the planner would use it."""
+    """What a change of site or batch would gain: each tried alone, with this plan's layout; more nodes, with its TP and
+    PP."""
 
     def faster(site: Site) -> float:
         return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
@@ -222,7 +223,10 @@ def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     gains = sorted((g for g in gains if g[0] >= 0.001), reverse=True)
     if not gains:
         return ["Neither faster networks nor more nodes nor a larger batch would help this plan."]
-    return ["What would help, each alone:", *(f"  {gain:+7.1%} samples/s  {what}" for gain, what in gains)]
+    return [
+        "What would help, each alone and with this layout (planned anew it may be more):",
+        *(f"  {gain:+7.1%} samples/s  {what}" for gain, what in gains),
+    ]
 
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:

@@ -5,7 +5,8 @@
 `metrics.jsonl`: a line per step (schema: holmes_hpc/records/metrics.py).
 `nics/NODE.jsonl`: a line per step by each node: `step, attempt, node, nics{interface or device:port: {tx, rx}}`, bytes.
 `logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: what ranks print, their timeline, what a run goes on from.
-`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`.
+`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`,
+and of a rank that was told to end `signal`, its name.
 `result.json`: how the run ended, written last, by the batch script or the follower only: `version, state, exit_code,
 error, failed_rank, failed_node, log_tail[], final{}, writer, attempt, time`.
 

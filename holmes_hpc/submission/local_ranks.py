@@ -22,6 +22,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalJobEnvironment
 
 from holmes_hpc.lifetime import end_with
+from holmes_hpc.submission.lifecycle.local_ends import note_ends
 
 F = TypeVar("F", bound=Callable[..., Any])
 PICKLE_WAIT_S = 60  # as submitit: the job's number, and so its pickle's name, is known only after its start
@@ -60,9 +61,11 @@ def _held_back(numbers: set[signal.Signals]) -> Iterator[None]:
 def _forked(ranks: int, folder: Path) -> int | None:
     """None in a rank; here the exit code of the job, when all have ended. What this process is told, they are told."""
     own, both = JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"]), bool(os.environ["SUBMITIT_STDERR_TO_STDOUT"])
-    signals, parent, living = {signal.SIGTERM, LocalJobEnvironment._usr_sig()}, os.getpid(), set[int]()
+    signals, parent = {signal.SIGTERM, LocalJobEnvironment._usr_sig()}, os.getpid()
+    living, told = dict[int, int](), set[int]()  # process: rank; what they were told
 
     def tell(number: int, _: FrameType | None) -> None:
+        told.add(number)
         for pid in living:
             os.kill(pid, number)
 
@@ -72,14 +75,15 @@ def _forked(ranks: int, folder: Path) -> int | None:
             if not pid:
                 _be(rank, ranks, JobPaths(own.folder, own.job_id, rank), both, parent)
                 return None
-            living.add(pid)
+            living[pid] = rank
         for number in signals:
             signal.signal(number, tell)
-    codes = []
+    ends = []
     while living:
         pid, status = os.wait()
-        living.discard(pid)
-        codes.append(os.waitstatus_to_exitcode(status))
+        ends.append((living.pop(pid), os.waitstatus_to_exitcode(status)))
+    note_ends(own.folder, own.job_id, signal.SIGTERM in told, ends)
+    codes = [code for _, code in ends]
     return LOCAL_REQUEUE_RETURN_CODE if LOCAL_REQUEUE_RETURN_CODE in codes else int(any(codes))
 
 

@@ -28,6 +28,9 @@ USAGE = """\
 #
 #     PLAN=plan.yaml RUN=runs/mine sbatch {name} [KEY=VALUE of the configuration]...
 #
+# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit plan.yaml KEY=VALUE... --dry-run >/dev/null`
+# finds it before anything queues.
+#
 # The components below must be those of the plan (`holmes plan -o plan.yaml` shows them), in its order: partition,
 # constraint, nodes, and one task a GPU (--ntasks-per-node, --gpus-per-node). Each states its own: Slurm resets these
 # from component to component. PYTHON: the Python that has holmes_hpc, on every node. The run directory must be on a
@@ -39,6 +42,9 @@ USAGE_OF_PLAN = """\
 # {plan}, as a batch script that needs nothing but sbatch:
 #
 #     sbatch FILE [KEY=VALUE of the configuration]...
+#
+# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit PLAN KEY=VALUE... --dry-run >/dev/null` finds
+# it before anything queues, and so does writing this script with it (`--template FILE`).
 #
 # It takes PLAN, RUN (the run directory, on a file system that all nodes share) and PYTHON (with holmes_hpc, on every
 # node) from the environment, or these:

@@ -181,8 +181,8 @@ def _build(
     daemons.write_files(bed)
     daemons.make_database(bed)
     progress("starting Slurm's daemons")
-    _start_servers(bed, bed.servers)
-    watch = daemons.start([daemons.slurmd(bed, node.name) for node in shape.nodes], bed, READY_S)
+    _start_servers(bed, bed.servers, progress)
+    watch = daemons.start([daemons.slurmd(bed, node.name) for node in shape.nodes], bed, READY_S, progress)
     _wait_for_nodes(bed, progress, watch)
     record.changed(ready=True).write(directory)
 
@@ -222,7 +222,7 @@ def _free_ports(subnet: str) -> dict[str, int]:
     return found
 
 
-def _start_servers(bed: Bed, programs: Sequence[str]) -> None:
+def _start_servers(bed: Bed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
     """Start those of the servers, in the order in which they need each other."""
     makers = {
         "munged": daemons.munged,
@@ -235,7 +235,7 @@ def _start_servers(bed: Bed, programs: Sequence[str]) -> None:
             continue
         if program == "slurmctld":
             _register_cluster(bed)
-        daemons.start([makers[program](bed)], bed, READY_S)
+        daemons.start([makers[program](bed)], bed, READY_S, progress)
 
 
 def _register_cluster(bed: Bed) -> None:
@@ -258,23 +258,23 @@ def registered(state: str) -> bool:
 def _wait_for_nodes(
     bed: Bed, progress: Callable[[str], None], watch: Callable[[], None], timeout_s: float = READY_S
 ) -> None:
-    deadline, told = time.monotonic() + timeout_s, time.monotonic()
+    began = told = time.monotonic()
     while True:
         states = _node_states(bed)
         waiting = [node for node, state in states.items() if not registered(state)]
         watch()
         if not waiting:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + timeout_s:
             said = ", ".join(f"{node} is {states[node]}" for node in waiting[:5])
             raise TestbedError(
                 f"{said} after {timeout_s:g} s",
                 where="testbed",
                 hint=f"see that no firewall drops traffic of {bed.wiring.uplink}",
             )
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
-            progress(f"waiting for {len(waiting)} nodes")
+        if (now := time.monotonic()) - told > daemons.TELL_S:
+            told = now
+            progress(f"waiting for {', '.join(waiting)} to register, {now - began:.0f} s of at most {timeout_s:g}")
         time.sleep(0.1)
 
 
@@ -307,11 +307,12 @@ def _repair(bed: Bed, progress: Callable[[str], None]) -> bool:
     try:
         if dead:
             progress(f"starting again: {', '.join(dead)}")
-            _start_servers(bed, dead)
+            _start_servers(bed, dead, progress)
         watch = daemons.start(
             [daemons.slurmd(bed, node.name) for node in bed.wiring.topology.nodes if f"slurmd.{node.name}" in dead],
             bed,
             READY_S,
+            progress,
         )
         _wait_for_nodes(bed, progress, watch)
     except TestbedError as error:
@@ -370,10 +371,7 @@ def exec_in(
 
     :raises TestbedError: no testbed, no such node, nothing to run.
     """
-    _, _, bed = _current()
-    names = [n.name for n in bed.wiring.topology.nodes]
-    if node not in names:
-        raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
+    bed = _with_node(node)
     if not argv:
         raise TestbedError("no command", where="testbed exec", hint="write it after --")
     _require_machine()
@@ -389,6 +387,25 @@ def exec_in(
         )
     except subprocess.TimeoutExpired:
         raise TestbedError(f"no end within {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
+
+
+def kill_node(node: str) -> None:
+    """End all processes of a node at once, as a power cut does; `up` starts its slurmd again.
+
+    :raises TestbedError: no testbed, no such node.
+    """
+    inode = network.inode(_with_node(node).wiring.namespace(node))
+    if inode is not None:
+        processes.end_inside(inode)
+
+
+def _with_node(node: str) -> Bed:
+    """The testbed that is up, which must have this node."""
+    bed = _current()[2]
+    names = [n.name for n in bed.wiring.topology.nodes]
+    if node not in names:
+        raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
+    return bed
 
 
 def _env(bed: Bed) -> dict[str, str]:

@@ -27,6 +27,9 @@ ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 COVER = 'mkdir -p "$0" "$1" && mount --bind "$1" "$0" && shift && exec "$@"'
 
 
+TELL_S = 5.0  # between two lines about a daemon that is waited for
+
+
 @dataclass(frozen=True)
 class Bed:
     """One testbed: its files, its network, its ports."""
@@ -244,9 +247,10 @@ def reap() -> None:
     _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
 
 
-def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float) -> Callable[[], None]:
+def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float, progress: Callable[[str], None]) -> Callable[[], None]:
     """Start all, then wait until each answers; the result, called later, raises when one has died since.
 
+    :param progress: is told now and then who has not answered yet.
     :raises TestbedError: one died or stays silent; with the last line of what it said.
     """
     places = bed.places
@@ -266,13 +270,17 @@ def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float) -> Callable[[],
             )
         started.append((daemon, process))
         _CHILDREN.append(process)
-    deadline = time.monotonic() + timeout_s
+    began = told = time.monotonic()
+    deadline = began + timeout_s
     for daemon, process in started:
         while not daemon.answers():
             if process.poll() is not None:
                 raise _silent(daemon, places, f"ended with exit code {process.returncode}")
             if time.monotonic() > deadline:
                 raise _silent(daemon, places, f"no answer within {timeout_s:g} s")
+            if (now := time.monotonic()) - told > TELL_S:
+                told = now
+                progress(f"waiting for {daemon.name} to answer, {now - began:.0f} s of at most {timeout_s:g}")
             time.sleep(0.05)
 
     def watch() -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,21 +62,27 @@ def _mentions(process: psutil.Process, directory: str) -> bool:
 
 def find(directory: Path, namespaces: Collection[int]) -> list[Found]:
     """All living processes of the testbed in `directory`, whose namespaces have these inodes."""
+    return _living(
+        lambda process, namespace: (
+            namespace in namespaces
+            or _marked(process, str(directory))
+            or (_program(process.exe()) in DAEMONS and _mentions(process, str(directory)))
+        )
+    )
+
+
+def _living(ours: Callable[[psutil.Process, int], bool]) -> list[Found]:
+    """The living processes, but for this one, of which `ours(process, its network namespace's inode)` holds."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            program = _program(process.exe())
-            namespace = _namespace(process.pid)
+            each = Found(process.pid, _program(process.exe()), _namespace(process.pid))
+            if ours(process, each.namespace):
+                found.append(each)
         except (psutil.Error, OSError):
             continue
-        if (
-            namespace in namespaces
-            or _marked(process, str(directory))
-            or (program in DAEMONS and _mentions(process, str(directory)))
-        ):
-            found.append(Found(process.pid, program, namespace))
     return found
 
 
@@ -85,16 +91,23 @@ def end_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15)
 
     :raises TestbedError: some process does not die.
     """
+    _kill_until_none(lambda: find(directory, namespaces), str(directory), timeout_s)
+
+
+def end_inside(namespace: int, timeout_s: float = 15) -> None:
+    """Kill all that lives in the network namespace of this inode, also what is forked meanwhile: a node's power is cut.
+
+    :raises TestbedError: some process does not die.
+    """
+    _kill_until_none(lambda: _living(lambda _, own: own == namespace), f"network namespace {namespace}", timeout_s)
+
+
+def _kill_until_none(look: Callable[[], list[Found]], where: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while True:
-        found = find(directory, namespaces)
-        if not found:
-            return
+    while found := look():
         if time.monotonic() > deadline:
             names = ", ".join(f"{f.program} ({f.pid})" for f in found[:5])
-            raise TestbedError(
-                f"still alive after SIGKILL: {names}", where=str(directory), hint="see dmesg, then `down` again"
-            )
+            raise TestbedError(f"still alive after SIGKILL: {names}", where=where, hint="see dmesg, then `down` again")
         for each in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)

@@ -56,7 +56,10 @@ def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, An
         session.tell_defaults(own, unrecorded)
         with Signals() as signals:
             final = _train(config, own, run, rank_exit, signals)
-        rank_exit.ended("preempted" if final.get("preempted") else "completed")
+        if final.get("preempted"):
+            rank_exit.ended("preempted", signal=signals.told)
+        else:
+            rank_exit.ended("completed")
         return final
     except HolmesError as e:
         sys.exit(rank_exit.failed(e))
@@ -74,7 +77,8 @@ def _train(
     rank_exit.before_exit = dump_stacks
     watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
     try:
-        here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
+        bind_cpus = config.slurm.bind_cpus
+        here = session.start(config.train, own, plan, run, rank_exit, bind_cpus, watchdog.setting_up)
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
@@ -110,8 +114,10 @@ class Trainer:
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
+        watchdog.setting_up("looking at the data")
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         self.document_end = document_end(config.data)
+        watchdog.setting_up("building the model")
         dtype = gpt.dtype_of(train.dtype, here.cuda)
         self.model_config = gpt.transformer_config(
             plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
@@ -154,6 +160,7 @@ class Trainer:
             group=self.control,
             elsewhere=train.checkpoint_dir,
         )
+        watchdog.setting_up("loading the checkpoint, where there is one")
         self.step = self.checkpoints.load(chosen)
         if chosen and here.attempt == 1 and self.step >= train.steps:
             raise ConfigError(
@@ -162,11 +169,12 @@ class Trainer:
                 hint="train.steps counts from step 0: raise it",
             )
         if here.cuda:
-            watchdog.alive("warming up", LONG)
+            watchdog.setting_up("warming up")
             warm_up.connect(self.groups, here.device)
             warm_up.local_passes(
                 self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length, here.device
             )
+        watchdog.setting_up("comparing the replicas' weights")
         replicas.check(chunks, plan.model.tied, here.groups.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
@@ -328,6 +336,7 @@ class Trainer:
     def record_start(self) -> None:
         """Into run.yaml: hosts, NICs, versions, set-up traffic and the header factor."""
         here, plan = self.here, self.plan
+        self.watchdog.setting_up("counting what the networks add to a byte")
         session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
         factors = (

@@ -8,7 +8,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -98,11 +98,18 @@ def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
 
 
 def start(
-    train: TrainConfig, own: Launch, plan: Plan, run: RunDirectory, rank_exit: RankExit, bind_cpus: bool
+    train: TrainConfig,
+    own: Launch,
+    plan: Plan,
+    run: RunDirectory,
+    rank_exit: RankExit,
+    bind_cpus: bool,
+    goes_on: Callable[[str], None],
 ) -> Session:
     """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place,
-    GPU or network is one line, on every rank, before the first group is made."""
+    GPU or network is one line, on every rank, before the first group is made. `goes_on` is told each part of it."""
     began, owned = time.perf_counter(), None
+    goes_on("a look at this node's devices and networks")
     try:
         if own.rank == 0:
             owned = _own(own, run, rank_exit)
@@ -118,9 +125,11 @@ def start(
     except HolmesError as e:
         _tell_the_others(own, run, rank_exit, e)
         raise
+    goes_on("meeting the other ranks")
     store = _meet(own, run, node, rank_exit, train.net_timeout_s)
     rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node, on_gpu)
+    goes_on("checking the links between nodes")
     interfaces.check_places(plan, nodes)
     interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
     warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
@@ -128,6 +137,7 @@ def start(
         say(line)
     if own.local_rank == 0 and not own.one_host:
         rank_exit.guard(audit.nic_check(node))
+    goes_on("making process groups")
     made = process_groups.Groups(plan, node, own.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
     device = process_groups.device(own.local_rank, on_gpu)
     process_groups.check_devices(device, own.rank, store, nodes)

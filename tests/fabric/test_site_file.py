@@ -153,11 +153,20 @@ def test_links(tmp_path: Path) -> None:
         ("ethernet_gbps: 10}", "ethernet_gbps: 1.25}", ["which no Ethernet has; if that is in GB/s, give Gb/s: 10"]),
         ("nic: roce, rdma_gbps: 200", "nic: roce, rdma_gbps: 25", []),
         ("a100-80gb", "own-kind", []),
+        ("a100-80gb", "A100-80GB", []),
     ],
 )
 def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
     said = read(tmp_path, GOOD.replace(old, new)).assumptions
     assert len(said) == len(says) and all(a in b for a, b in zip(says, said, strict=True)), said
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a100-80g", "a100-80gb"), ("a100-8gb", "a100-40gb"), ("nvidia_a100_sxm4_80gb", "a100-80gb")]
+)
+def test_the_kind_that_a_name_is_taken_for_is_said(tmp_path: Path, name: str, kind: str) -> None:
+    said = read(tmp_path, GOOD.replace("a100-80gb, peak_tflops: 312, memory_gib: 80", name)).assumptions
+    assert f"gpu {name} is taken for the known kind {kind}, with its tables" in said
 
 
 def test_a_known_gpu_is_told_by_its_name(tmp_path: Path) -> None:

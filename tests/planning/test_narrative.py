@@ -75,3 +75,13 @@ def test_each_gpu_kind_has_its_own_tflops() -> None:
     text = " ".join(explain(plan, Costs()))
     tokens = plan.predicted.samples_per_s * BATCH.sequence_length
     assert f"{tokens:,.0f} tokens/s" in text and f"{found[faster]:.3g} of h100-80gb (" in text
+
+
+def test_runners_up_come_in_the_order_of_their_speed_and_gains_say_what_they_hold() -> None:
+    slower = tuple(replace(f, nodes=1, ethernet_gbps=25.0) for f in SITE.fabrics)
+    plan = best_plan(
+        MODEL, BATCH, replace(SITE, fabrics=(*SITE.fabrics, replace(slower[0], name="c"))), PlanOptions(), Costs()
+    )
+    times = [a["predicted"]["step_time_s"] for a in plan.alternatives]
+    assert len(times) > 2 and times == sorted(times)
+    assert "What would help, each alone and with this layout (planned anew it may be more):" in explain(plan, Costs())

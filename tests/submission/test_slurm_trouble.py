@@ -110,7 +110,7 @@ def test_a_node_that_dies_fails_the_job(folder: Path) -> None:
     name = re.search(r"roce\d", job_of(run).state("force").nodes.replace("roce[1-2]", "roce2"))
     assert node and name
     began = time.monotonic()
-    kill_node(name.group())
+    beds.kill_node(name.group())
     assert follow(run, job_of(run)) == 1
     assert time.monotonic() - began < 60
     result = run.read_result()
@@ -123,7 +123,7 @@ def test_the_batch_scripts_node_dies(folder: Path) -> None:
     """Slurm requeues the job by itself; its next start finds that a failure came before, and that none is allowed."""
     run = start(folder, plans.until_told, wait_s=120, steps_per_attempt=1)
     until(lambda: all_here(run))
-    kill_node(expand(job_of(run).state("force").component_nodes[0])[0])
+    beds.kill_node(expand(job_of(run).state("force").component_nodes[0])[0])
     assert follow(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"], run.attempt) == ("failed", "batch", 1)
@@ -131,22 +131,9 @@ def test_the_batch_scripts_node_dies(folder: Path) -> None:
     until(lambda: not _queued(job_of(run).id))
 
 
-def kill_node(name: str) -> None:
-    net = os.readlink(f"/proc/{pid_of('slurmd.' + name)}/ns/net")
-    for pid in [int(p.name) for p in Path("/proc").glob("[0-9]*") if _net(p) == net]:
-        os.kill(pid, signal.SIGKILL)
-
-
 def _queued(job_id: str) -> bool:
     listed = subprocess.run(["squeue", "-h", "--me", "-o", "%i"], capture_output=True, text=True).stdout.split()
     return any(job.partition("+")[0] == job_id for job in listed)
-
-
-def _net(process: Path) -> str:
-    try:
-        return os.readlink(process / "ns" / "net")
-    except OSError:
-        return ""
 
 
 @pytest.fixture

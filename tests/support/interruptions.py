@@ -189,13 +189,6 @@ def kill_all(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def namespace(pid: int | str) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
-
-
 def on_node(node: str, command: str) -> None:
     subprocess.run([HOLMES, "testbed", "exec", node, "--", *command.split()], check=True, capture_output=True)
 
@@ -207,8 +200,7 @@ def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Calla
     elif fault.kind in ("KILL of a rank", "KILL while saving"):
         kill_all(pids)
     elif fault.kind == "node killed":
-        net = namespace(daemon(f"slurmd.{node}"))
-        kill_all([int(p.name) for p in Path("/proc").glob("[0-9]*") if namespace(p.name) == net])
+        beds.kill_node(node)
         return beds.up
     elif fault.kind == "RDMA link cut":
         nic = node.rstrip("0123456789") + "0"
@@ -217,7 +209,7 @@ def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Calla
     elif fault.kind == "slurmctld restarted":
         pid = daemon("slurmctld")
         os.kill(pid, signal.SIGTERM)  # as a service is stopped
-        until(lambda: not namespace(pid), "slurmctld's end")
+        until(lambda: not os.path.exists(f"/proc/{pid}/ns/net"), "slurmctld's end")
         beds.up()
     elif fault.kind == "checkpoint disk full":
         ballast = run.path.parent / DISK / "ballast"

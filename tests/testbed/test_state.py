@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import bed, network, packages, processes, record
+from holmes_hpc.testbed import bed, daemons, network, packages, processes, record
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
 from holmes_hpc.testbed.topology import find, parse
 
@@ -164,6 +165,34 @@ def test_everything_in_our_namespaces_is_ours() -> None:
         child.wait()
 
 
+@pytest.mark.integration
+def test_a_node_is_killed_with_what_it_forks_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = ["sh", "-c", "while :; do sleep 600 & sleep 0.01; done"]
+    node, other = subprocess.Popen(forks, start_new_session=True), subprocess.Popen(["sleep", "600"])
+
+    def namespace(pid: int) -> int:
+        return 7 if os.getsid(pid) == node.pid else 8
+
+    monkeypatch.setattr(processes, "_namespace", namespace)
+    try:
+        processes.end_inside(7)
+        assert node.wait(5) == -9 and other.poll() is None
+        assert not [p for p in Path("/proc").glob("[0-9]*") if f" {node.pid} " in _session(p)]
+    finally:
+        for each in (node, other):
+            each.kill()
+            each.wait()
+
+
+def _session(process: Path) -> str:
+    """The session of a process that lives, between blanks."""
+    try:
+        state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+    except (OSError, ValueError):
+        return ""
+    return "" if state == "Z" else f" {session} "
+
+
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "policy-rc.d"
@@ -261,6 +290,30 @@ def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
         )
         if not bed.registered(state)
     ] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
+
+
+@pytest.mark.integration
+def test_a_daemon_that_is_slow_to_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "TELL_S", 0.0)
+    said: list[str] = []
+    slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(said) > 1, entered=True)
+    own = SimpleNamespace(places=SimpleNamespace(log=tmp_path, run=tmp_path), client_env={}, mark={})
+    try:
+        daemons.start([slow], own, 60, said.append)  # type: ignore[arg-type]
+    finally:
+        process = daemons._CHILDREN.pop()
+        process.kill()
+        process.wait()
+    assert len(said) == 2 and all(line.startswith("waiting for slurmctld to answer, ") for line in said)
+
+
+def test_nodes_that_are_slow_to_register_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [{"ib1": "unknown*", "ib2": "idle", "eth1": "down*"}, {"ib1": "idle", "ib2": "idle", "eth1": "idle"}]
+    monkeypatch.setattr(bed, "_node_states", lambda _: states.pop(0))
+    monkeypatch.setattr(daemons, "TELL_S", -1.0)
+    said: list[str] = []
+    bed._wait_for_nodes(None, said.append, lambda: None)  # type: ignore[arg-type]
+    assert len(said) == 1 and said[0].startswith("waiting for ib1, eth1 to register, ")
 
 
 def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated
 
+from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.hardware import FLOPS_PER_BYTE
 from holmes_hpc.records.files import read_yaml
@@ -51,10 +52,13 @@ def kinds() -> tuple[Kind, ...]:
 
 @cache
 def kind(gpu: Gpu) -> Kind:
-    """The table of a GPU; for one without, what its peak lets expect."""
-    for found in kinds():
-        if gpu.name.lower().startswith(found.name):
-            return found
+    """The table of a GPU by the kind that its name means, as Slurm's or a site file's; for one without, what its peak
+    lets expect."""
+    known = read_vocabulary().gpu(gpu.name)
+    for name in (known.name if known is not None else gpu.name, gpu.name):
+        for found in kinds():
+            if name.lower().startswith(found.name):
+                return found
     return Kind(
         gpu.name,
         max(1, round(gpu.peak_tflops / 2.9)),

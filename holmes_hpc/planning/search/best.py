@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -175,7 +176,7 @@ def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candi
                 f"the search was stopped: a step could be up to {gap:.1%} shorter, by lower bounds",
             ),
         )
-    return [evaluator.plainer(evaluator.noted(improved[0])), *improved[1:], *rest]
+    return [evaluator.plainer(evaluator.noted(improved[0])), *sorted([*improved[1:], *rest], key=Candidate.key)]
 
 
 def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
@@ -209,17 +210,21 @@ def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
     return replace(plan, alternatives=_alternatives(candidate, others))
 
 
-def _alternatives(best: Candidate, others: list[Candidate]) -> tuple[dict[str, object], ...]:
-    """The best of each other kind of placement: strategy, fabrics, and parallel sizes."""
+def _alternatives(best: Candidate, others: list[Candidate]) -> tuple[dict[str, Any], ...]:
+    """The best of each other kind of placement (strategy, fabrics, and parallel sizes), the fastest first."""
     seen = {_kind(best)}
-    kept: list[dict[str, object]] = []
+    kept: list[dict[str, Any]] = []
     for candidate in others:
         if _kind(candidate) not in seen and len(kept) < RUNNERS_UP:
             seen.add(_kind(candidate))
             kept.append(
                 alternative(best.layout, best.layers, candidate.placement.strategy, candidate.layout, candidate.layers)
             )
-    return tuple(kept)
+    return tuple(sorted(kept, key=_step_time_s))
+
+
+def _step_time_s(runner_up: dict[str, Any]) -> float:
+    return float(runner_up["predicted"]["step_time_s"])
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:

@@ -22,7 +22,9 @@ _COMPLAINT = re.compile(
     re.MULTILINE,
 )
 _NODE_FAILED = "node failure"
+BY_SIGNAL = "killed by signal"  # of a local rank, whose parent knows the number
 _SIGNALS = (
+    BY_SIGNAL,
     "Killed",
     "Segmentation fault",
     "Aborted",

@@ -64,9 +64,13 @@ def follow(
                 console.note(line)
             if lines:
                 silent = time.monotonic()
-            elif (now := time.monotonic()) - silent > (QUIET_S if now - since < SOON_S else LATER_S) - poll_s:
-                if state.state == "RUNNING" and not told:
-                    console.note(f"ranks load torch and Megatron-Core: {now - since:.0f} s")
+            starts = state.state == "RUNNING" and not told  # from rank 0's first line on it tells its set-up itself
+            now = time.monotonic()
+            if not lines and now - silent > (QUIET_S if starts or now - since < SOON_S else LATER_S) - poll_s:
+                if starts:
+                    loads = run.log_path(rank).exists()
+                    what = "ranks load torch and Megatron-Core" if loads else "the nodes start the ranks"
+                    console.note(f"{what}: {now - since:.0f} s")
                 else:
                     why = f" ({state.why or state.reason})" if state.reason else ""
                     console.note(f"job {job.id}: {state.state}{why}, {time.strftime('%H:%M:%S')}")

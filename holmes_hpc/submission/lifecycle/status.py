@@ -24,6 +24,7 @@ from holmes_hpc.records.trust import strangers
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
+from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
 
@@ -87,17 +88,26 @@ class OnThisMachine:
             return JobState(UNKNOWN, f"runs on {self._host}", source="run record")
         if self._alive():
             return JobState("RUNNING", nodes=self._host, source="process")
+        word = self._end()
+        return JobState(word, "", self._host, 0 if word == "COMPLETED" else 1, source="process")
+
+    def _end(self) -> str:
+        """Slurm's word for how it ended."""
         folder = self._folder
         done = list(folder.glob(f"{self._pid}_*_result.pkl"))
         exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
-        if self._cancelled.exists():
-            return JobState("CANCELLED", "", self._host, 1, source="process")
-        good = (
+        if (
             len(done) > 0
             and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out")))
             and all(e.get("state") == "completed" for e in exits)
-        )
-        return JobState("COMPLETED" if good else "FAILED", "", self._host, 0 if good else 1, source="process")
+        ):
+            return "COMPLETED"
+        stopped = [e for e in exits if e.get("state") == "preempted"]
+        failed = any(e.get("state") == "failed" for e in exits)
+        told = noted_ends(folder, self.id).told or any(e.get("signal") == signal.SIGTERM.name for e in stopped)
+        if self._cancelled.exists() or (told and not failed):
+            return "CANCELLED"
+        return "PREEMPTED" if stopped and not told else "FAILED"
 
     def cancel(self) -> None:
         if self._host != socket.gethostname():
@@ -278,11 +288,13 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     """Write result.json as the follower, for a job whose batch script could not; what is recorded comes back, or where
     the disk is full, or the run may be somebody else's, what would have been."""
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
-    said: list[Complaint] = []
+    said, local = list[Complaint](), LocalEnds()
     with contextlib.suppress(HolmesError, OSError):
         text = "\n".join(line for name in ("batch.txt", "srun.txt") for line in tail(run.logs / name, 200))
         said = complaints(text, ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
-    result = judge(run, code, slurm=state, srun=said)
+        if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
+            local = noted_ends(run.path / "submission", job_id)
+    result = judge(run, code, signalled=local.told, slurm=state, srun=said + local.complaints(state.nodes))
     with contextlib.suppress(HolmesError):
         if strangers(run.path) is None:  # else a link of theirs may lead what is written anywhere
             run.write_result(result, writer="follower")

@@ -80,7 +80,7 @@ def _measure(
     config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, watchdog: Watchdog, signals: Signals
 ) -> dict[str, Any]:
     plan = Plan.read(config.plan_file or run.plan_path)
-    here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus)
+    here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus, watchdog.setting_up)
     trainer = Trainer(config, here, watchdog)
     trainer.record_start()
     if trainer.run(signals).get("preempted"):

@@ -20,7 +20,7 @@ class Signals:
     """Notes a wish to stop, in a ``with`` block; the handlers that were there (submitit's) come back after it."""
 
     def __init__(self) -> None:
-        self.seen = False
+        self.told: str | None = None  # the name of the signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -32,10 +32,14 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def seen(self) -> bool:
+        return self.told is not None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.seen:
-            self.seen = True
-            say(f"{signal.Signals(number).name}: one more step, then the state is saved")
+            self.told = signal.Signals(number).name
+            say(f"{self.told}: one more step, then the state is saved")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.log import say
 
 SILENCE_S = 100.0  # so that there is a line at least every two minutes
+QUIET_SET_UP_S = 8.0  # and until the first step's within 10 s: of what is slow there nobody else knows
 LONG = 10.0  # times the limit of a step: set-up, and saving to a slow disk
 
 
@@ -44,7 +45,7 @@ class Watchdog:
     """A thread that ends a rank whose step takes longer than `limit_s`, after every rank has shown where it stands.
 
     `speaks`: this rank says a line when nothing was said for a while. :meth:`alive` is called before whatever comes
-    next; until it is, the limit is ten times as long, for set-up loads data and connects.
+    next; in set-up, which loads data and connects, the limit is ten times as long.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Watchdog:
     ) -> None:
         self._exit, self._limit_s, self._speaks, self._clock = rank_exit, limit_s, speaks, clock
         self._doing, self._since, self._said = "set-up", clock(), clock()
-        self._factor = LONG
+        self._factor, self._silence_s = LONG, QUIET_SET_UP_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -64,9 +65,13 @@ class Watchdog:
         """This rank goes on: now it does `doing`, which may take `factor` times as long as a step."""
         self._doing, self._since, self._factor = doing, self._clock(), factor
 
+    def setting_up(self, phase: str) -> None:
+        """This rank goes on with a part of its set-up."""
+        self.alive(phase, LONG)
+
     def said(self) -> None:
-        """This rank has just written a line."""
-        self._said = self._clock()
+        """This rank has just written a step's line."""
+        self._said, self._silence_s = self._clock(), SILENCE_S
 
     def stop(self) -> None:
         self._stop.set()
@@ -80,12 +85,16 @@ class Watchdog:
             else None
         )
 
+    def tell(self) -> None:
+        """Say what goes on, where nothing was said for too long."""
+        now = self._clock()
+        if self._speaks and now - self._said > self._silence_s:
+            self._said = now
+            say(f"still at {self._doing}, for {now - self._since:.0f} s")
+
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):
-            now = self._clock()
-            if self._speaks and now - self._said > SILENCE_S:
-                self._said = now
-                say(f"still at {self._doing}, for {now - self._since:.0f} s")
+            self.tell()
             what = self.hung()
             if what is not None:
                 dump_stacks()

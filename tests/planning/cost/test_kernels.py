@@ -53,6 +53,8 @@ def test_fused_attention_does_half_of_the_scores() -> None:
 
 def test_a_kind_is_found_by_its_longest_name() -> None:
     assert kind(replace(A100, name="a100-40gb")).memory_gbps == 1555 and kind(A100).memory_gbps == 2039
+    for name, memory_gbps in (("NVIDIA A100-SXM4-80GB", 2039), ("a100-sxm4-40gb", 1555), ("a100-80g", 2039)):
+        assert kind(replace(A100, name=name)).memory_gbps == memory_gbps  # by the kind that the name means
     assert kind(Gpu("gh200", 989, 96, 3600)).name == "gh200" != kind(Gpu("h200", 989, 141, 3600)).name
     assert all(k.source for k in kinds()) and len({k.name for k in kinds()}) == len(kinds())
 

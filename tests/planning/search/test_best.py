@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import brute
 import pytest
@@ -16,6 +18,7 @@ from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.search import best
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.space import Space
@@ -125,3 +128,16 @@ def near_the_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:
     assert plan.predicted is not None
     assert plan.predicted.step_time_s <= 1.01 * optimum
     assert plan.predicted.step_time_s >= optimum * (1 - 1e-9)  # else brute force has left something out
+
+
+def test_runners_up_are_sorted_by_the_time_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those made better come before those that were not, and virtual stages count a little more than they take."""
+
+    def found(dp: int, seconds: float) -> Any:
+        return SimpleNamespace(
+            placement=SimpleNamespace(strategy="pipeline", tp=1, pp=2, dp=dp, blocks=()), layout=seconds, layers=None
+        )
+
+    monkeypatch.setattr(best, "alternative", lambda *given: {"predicted": {"step_time_s": given[3]}})
+    kept = best._alternatives(found(1, 1.0), [found(2, 1.2), found(4, 1.1), found(2, 1.15), found(8, 1.3)])
+    assert [each["predicted"]["step_time_s"] for each in kept] == [1.1, 1.2, 1.3]

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 import plans
+import psutil
 import pytest
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
@@ -84,9 +85,13 @@ def test_what_a_job_waits_for_is_said(
 ) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.QUIET_S", 0.0)
 
+    def loads() -> JobState:
+        time.sleep(0.1)
+        run.log_path(0).touch()
+        return JobState("RUNNING")
+
     def speaks() -> JobState:
         time.sleep(0.1)
-        run.log_path(0).parent.mkdir(exist_ok=True)
         run.log_path(0).write_text("4 ranks met\n")
         return JobState("RUNNING")
 
@@ -97,14 +102,32 @@ def test_what_a_job_waits_for_is_said(
     assert (
         follow(
             run,
-            Told(JobState("RUNNING"), JobState("RUNNING"), speaks, JobState("RUNNING"), ends),
+            Told(JobState("RUNNING"), JobState("RUNNING"), loads, speaks, JobState("RUNNING"), ends),
             poll_s=0.01,
             slurm_every_s=0.02,
         )
         == 0
     )
     before, _, after = capfd.readouterr().err.rpartition("ranks load torch and Megatron-Core: ")
-    assert before and "job 7: RUNNING, " in after
+    assert "the nodes start the ranks: " in before and "job 7: RUNNING, " in after
+
+
+def test_while_ranks_load_no_silence_grows(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.QUIET_S", 0.0)
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.follow.SOON_S", 0.0)
+
+    def later() -> JobState:
+        time.sleep(0.1)
+        return JobState("RUNNING")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED")
+
+    assert follow(run, Told(JobState("RUNNING"), later, later, ends), poll_s=0.01, slurm_every_s=0.02) == 0
+    assert "the nodes start the ranks: " in capfd.readouterr().err
 
 
 def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +393,40 @@ def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
     run = here(tmp_path, die=1)
     found = run_status(run)
     assert (found.state, found.failed_rank) == ("failed", 1)
+    assert found.error == "rank 1 died: killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"
+
+
+def stops_when_told(config: dict[str, Any]) -> None:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR2) if config.get("saves") else ():
+        signal.signal(number, lambda number, _: told.append(number))
+    if rank == 0:
+        run.start_attempt({})
+    (run.path / f"here-{rank}").touch()
+    while not told:
+        time.sleep(0.05)
+    run.write_exit(rank, "preempted", signal=signal.Signals(told[0]).name)
+
+
+@pytest.mark.parametrize(
+    "number, saves, word",
+    [(signal.SIGTERM, False, "cancelled"), (signal.SIGTERM, True, "cancelled"), (signal.SIGUSR2, True, "preempted")],
+)
+def test_a_local_run_that_a_signal_ended_has_one_word(
+    tmp_path: Path, number: signal.Signals, saves: bool, word: str
+) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    plan = plans.local_plan()
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "saves": saves})
+    job = run_plan_here(plan, run.path, stops_when_told, run.config, SlurmSettings(timeout_min=1))
+    while len(list(run.path.glob("here-*"))) < 2:
+        time.sleep(0.05)
+    ranks = psutil.Process(int(job.id)).children()[0]  # what loaded for them, and forked them
+    os.kill(ranks.pid if number == signal.SIGUSR2 else int(job.id), number)  # its controller hands on SIGTERM only
+    assert follow(run, job, poll_s=0.1) == 1
+    assert run_status(run).state == word
+    assert cancel_run(run).state == word.upper()
 
 
 def waits_here(config: dict[str, Any]) -> None:

@@ -66,6 +66,8 @@ def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spa
     ended = first.finish()
     assert ended.codes == [0, 0, 0, 0], ended.output
     assert {e["state"] for e in ended.run.read_exits()} == {"preempted"}
+    told = {e["rank"]: e.get("signal") for e in ended.run.read_exits()}
+    assert told == {0: None, 1: None, 2: None, 3: signal.Signals(number).name}
     step = checkpoint_directory.complete(ended.run.checkpoints)[0].step
     assert 2 < step < 10 and max(losses(ended)) == step
     second = spawn.train(tmp_path / "run", PLAN, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from clock import Clock
 
 from holmes_hpc.training.rank import watchdog
@@ -29,3 +30,23 @@ def test_a_step_that_takes_too_long_is_a_hang() -> None:
     assert dog.hung() is None
     clock.pass_(2)
     assert dog.hung() == "saving takes longer than 100 s"
+
+
+def test_a_slow_set_up_names_its_phase_within_10_s_until_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    dog = watchdog.Watchdog(Told(), 600, speaks=True, clock=clock)  # type: ignore[arg-type]
+
+    def said_in(seconds: int) -> list[str]:
+        for _ in range(seconds):
+            clock.pass_(1)
+            dog.tell()
+        return [line.partition(" still at ")[2] for line in capsys.readouterr().out.splitlines()]
+
+    dog.setting_up("building the model")
+    assert said_in(10) == ["building the model, for 9 s"]
+    dog.alive("step 1")
+    assert said_in(10) == ["step 1, for 8 s"]
+    dog.said()
+    dog.alive("step 2")
+    assert said_in(90) == []
+    assert said_in(20) == ["step 2, for 101 s"]
