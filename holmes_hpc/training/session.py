@@ -119,7 +119,6 @@ def start(
         _tell_the_others(own, run, rank_exit, e)
         raise
     store = _meet(own, run, node, rank_exit, train.net_timeout_s)
-    rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node, on_gpu)
     interfaces.check_places(plan, nodes)
     interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
@@ -232,8 +231,9 @@ def _note(rank_exit: RankExit, attempt: int) -> None:
 
 
 def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
+    """The store where all ranks meet; from here on this rank hears of the others' failures."""
     if own.address is not None:
-        raw: dist.Store = rendezvous.launcher_store(own, timeout_s)
+        raw = rendezvous.launcher_store(own, timeout_s)
     elif own.rank == 0:
         try:
             raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
@@ -250,6 +250,7 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
             store.set("attempt", str(rank_exit.attempt))
         else:
             rank_exit.attempt = int(store.get("attempt"))
+    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", rendezvous.another(raw, timeout_s)))
     return store
 
 
