@@ -208,7 +208,7 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
 
 def _bind(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):  # torch before 2.6
+    if not hasattr(properties, "pci_bus_id"):  # torch 2.6 has none
         return ""
     return affinity.bind(affinity.pci_address(properties))
 
