@@ -127,7 +127,6 @@ def start(
         raise
     goes_on("meeting the other ranks")
     store = _meet(own, run, node, rank_exit, train.net_timeout_s)
-    rank_exit.watch(store.clone())  # type: ignore[attr-defined]
     nodes = _exchange(own, store, node, on_gpu)
     goes_on("checking the links between nodes")
     interfaces.check_places(plan, nodes)
@@ -219,7 +218,7 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
 
 def _bind(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):  # torch before 2.6
+    if not hasattr(properties, "pci_bus_id"):  # torch 2.6 has none
         return ""
     return affinity.bind(affinity.pci_address(properties))
 
@@ -242,8 +241,9 @@ def _note(rank_exit: RankExit, attempt: int) -> None:
 
 
 def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
+    """The store where all ranks meet; from here on this rank hears of the others' failures."""
     if own.address is not None:
-        raw: dist.Store = rendezvous.launcher_store(own, timeout_s)
+        raw = rendezvous.launcher_store(own, timeout_s)
     elif own.rank == 0:
         try:
             raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
@@ -260,6 +260,7 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
             store.set("attempt", str(rank_exit.attempt))
         else:
             rank_exit.attempt = int(store.get("attempt"))
+    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", rendezvous.another(raw, timeout_s)))
     return store
 
 

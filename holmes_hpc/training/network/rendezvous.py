@@ -55,7 +55,7 @@ def meeting_path(run_dir: Path, launch: Launch) -> Path:
     return run_dir / f"rendezvous-{re.sub(r'[^A-Za-z0-9.-]', '_', launch.key)}.json"
 
 
-def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.Store:
+def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.TCPStore:
     """Rank 0: start the store on this node's `address` and publish it. NetworkError when the address cannot be used."""
     where, secret = f"rendezvous on {launch.node}", admission.new_secret()
     try:
@@ -101,10 +101,16 @@ def _served(address: str, secret: bytes) -> tuple[Door, admission.Gate, admissio
     raise AssertionError
 
 
-def _client(address: str, port: int, secret: bytes, world_size: int, timeout_s: float) -> dist.Store:
+def _client(address: str, port: int, secret: bytes, world_size: int, timeout_s: float) -> dist.TCPStore:
     relay = admission.Relay(address, port, secret)
     _held.append(relay)
     return dist.TCPStore(relay.address, relay.port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def another(store: dist.TCPStore, timeout_s: float) -> dist.TCPStore:
+    """A connection of its own to the same store, for another thread. (torch before 2.8 has no ``Store.clone``.)"""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: int) -> None:
@@ -136,7 +142,7 @@ def read_meeting(path: Path) -> Meeting | None:
 
 def join_store(
     run_dir: Path, launch: Launch, timeout_s: float, interface: str = "", known: Callable[[int], None] = lambda _: None
-) -> tuple[dist.Store, int]:
+) -> tuple[dist.TCPStore, int]:
     """The other ranks: the store that rank 0 published, and the number of this attempt. `interface`: for messages;
     `known`: is told the number where rank 0 has failed.
 
@@ -179,7 +185,7 @@ def join_store(
     )
 
 
-def launcher_store(launch: Launch, timeout_s: float) -> dist.Store:
+def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
     """The store that torchrun provides; without its agent rank 0 is the host of one at MASTER_ADDR:MASTER_PORT. Rank 0
     warns where others than this machine's users reach it."""
     assert launch.address is not None and launch.port is not None
