@@ -77,6 +77,7 @@ class Run:
     backward_reductions: int = 2
     overlap: bool = True
     overlap_transfers: bool = True
+    paired_transfers: bool = True
     scatter_transfers: bool = False
     seconds: float | None = None
     memory_gib: float | None = None
@@ -194,6 +195,7 @@ def software(run: Run) -> Software:
         wire_bytes=run.wire_bytes,
         overlap=run.overlap,
         overlap_transfers=run.overlap_transfers,
+        paired_transfers=run.paired_transfers,
         scatter_transfers=run.scatter_transfers,
         sharding=run.sharding,
     )

@@ -113,6 +113,7 @@ class Layout:
             p.virtual_stages,
             self.schedule.in_flight,
             self.costs.software.overlap_transfers,
+            self.costs.software.paired_transfers,
         )
 
     @property

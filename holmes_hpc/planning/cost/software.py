@@ -33,6 +33,7 @@ class Software:
     overlap: Annotated[bool, key("gradients' traffic is hidden behind computing where it can be")] = True
     overlap_gather: Annotated[bool, key("parameters' too")] = True
     overlap_transfers: Annotated[bool, key("interleaved stages compute while they exchange")] = True
+    paired_transfers: Annotated[bool, key("1F1B sends and receives at once; else one after the other")] = True
     scatter_transfers: Annotated[bool, key("TP ranks share out a stage transfer")] = False
     all_reduced: Annotated[bool, key("gradients are all-reduced although the optimizer is shared out")] = False
     wire_bytes: Annotated[int | None, key("of a gradient's element on the wire; none: as in its buffer", ge=1)] = None

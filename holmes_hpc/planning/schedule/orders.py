@@ -111,7 +111,8 @@ class Order:
 
     `kind`: a name of SCHEDULES. `in_flight`: per stage, passes whose activations it holds at most (read only of a
     schedule that `deepens`). `overlap`: do interleaved stages compute while they exchange (overlap_p2p_comm, here
-    always so; Megatron-LM of 2021 waited)?
+    always so; Megatron-LM of 2021 waited)? `paired`: are a send and the receive of the opposite direction one exchange
+    under 1F1B (DeepSpeed's pipeline makes them one after the other, the gradient's first)?
     """
 
     kind: str
@@ -120,6 +121,7 @@ class Order:
     chunks: int = 1
     in_flight: tuple[int, ...] = field(default=())
     overlap: bool = True
+    paired: bool = True
 
     def __post_init__(self) -> None:
         self.schedule.refuse(self.chunks)
@@ -257,7 +259,7 @@ class Order:
 
 def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]:
     """Megatron-Core's: every pass waits for its input; in the steady state a send and the receive of the opposite
-    direction are one exchange."""
+    direction are one exchange (`order.paired`)."""
     items: list[Pass | Exchange] = []
     m, warm = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
     f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
@@ -267,9 +269,13 @@ def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]
     if warm < m:
         items.append(Exchange(receives=into(f(warm))))
     for i in range(m - warm):
-        items += [f(i + warm), Exchange(out(f(i + warm)), into(b(i))), b(i)]
-        more = i + warm + 1 < m
-        items.append(Exchange(out(b(i)), into(f(i + warm + 1)) if more else ()))
+        below = Exchange(out(f(i + warm)), into(b(i)))
+        above = Exchange(out(b(i)), into(f(i + warm + 1)) if i + warm + 1 < m else ())
+        if order.paired:
+            items += [f(i + warm), below, b(i), above]
+        else:
+            items += [f(i + warm), Exchange(receives=below.receives), Exchange(below.sends), b(i)]
+            items += [Exchange(above.sends), Exchange(receives=above.receives)]
     for i in range(m - warm, m):
         items += [Exchange(receives=into(b(i))), b(i), Exchange(sends=out(b(i)))]
     return [item for item in items if item]

@@ -71,6 +71,21 @@ def test_two_waiting_stages_pay_one_stage_transfer_for_each_micro_batch() -> Non
     assert slow == pytest.approx(3 * (m + 1) + transfer * (m + 1))
 
 
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_stages_that_send_and_receive_in_turn_pay_both_ways(stages: int) -> None:
+    """Each further micro-batch costs a stage the transfers of all its edges, one at a time: two edges of the inner
+    stages, whose both ways are one exchange where they are paired."""
+    transfer, edges = 0.3, min(2, stages - 1)
+    d = durations(stages, transfer=transfer)
+
+    def further(paired: bool) -> float:
+        few, many = (seconds(Order("1f1b", stages, m, paired=paired), d) for m in (20, 40))
+        return (many - few) / 20
+
+    assert further(paired=True) == pytest.approx(3 + edges * transfer)
+    assert further(paired=False) == pytest.approx(3 + 2 * edges * transfer)
+
+
 def test_running_ahead_hides_the_stage_transfer() -> None:
     m, transfer = 32, 0.45 * 3
     fill_and_drain = 3 * (m + 1) + 2 * transfer
