@@ -306,10 +306,12 @@ def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
     from holmes_hpc.records.find import find_run
     from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import cancel_run
+    from holmes_hpc.submission.lifecycle.status import cancel_run, is_local
+    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
-    with console.waiting("asking Slurm"):
+    here = is_local(record.read_run())
+    with console.waiting("waiting for its ranks to save and end" if here else "asking Slurm"):
         before = cancel_run(record)
     if before.state == UNKNOWN:
         raise ConfigError(
@@ -321,6 +323,11 @@ def cancel(run: Run, json: Json = False) -> None:
         console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
         return
     console.text(f"{run}: was {before.state.lower()}" + (", nothing to cancel" if before.ended else ", cancelled"))
+    if before.state == "RUNNING" and record.read_run().get("config"):
+        kept = checkpoint_directory.complete(record.checkpoints)
+        last = f"its last checkpoint is of step {kept[0].step}" if kept else "it has no checkpoint"
+        more = "; its ranks save the step under way if Slurm's KillWait (30 s unless a site sets it) is long enough"
+        console.note(last if here else f"so far {last}{more}")
 
 
 @app.command()

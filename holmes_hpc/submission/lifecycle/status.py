@@ -137,6 +137,11 @@ def job_of(run: RunDirectory) -> Job:
     raise SubmissionError("it was never submitted", where=str(run.path), hint="`holmes submit`, or `holmes run`")
 
 
+def is_local(record: Mapping[str, Any]) -> bool:
+    """Whether the run's latest submission was to this machine, without Slurm."""
+    return bool(_submitted(record)[0])
+
+
 def _submitted(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(its local processes, its job in Slurm): what `record` says of the latest submission; at least one is empty."""
     local, slurm = (

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import plans
 import pytest
@@ -24,8 +24,13 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run, status
 from holmes_hpc.submission.lifecycle.starting import is_starting, starting
+from holmes_hpc.training.checkpoint import checkpoint_directory
 
 PAIRS = 50
+
+
+class Checkpoint(NamedTuple):
+    step: int
 
 
 class Jobs:
@@ -172,6 +177,19 @@ def test_somebody_who_is_quicker_in_a_folder_for_all(tmp_path: Path, monkeypatch
         starting(tmp_path / "run", "a test"),
     ):
         pass
+
+
+def test_cancelling_says_what_is_kept(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for kept, says in (
+        ([], "so far it has no checkpoint"),
+        ([Checkpoint(15)], "so far its last checkpoint is of step 15"),
+    ):
+        submitted(tmp_path / f"run{len(kept)}")
+        monkeypatch.setattr(checkpoint_directory, "complete", lambda _, kept=kept: kept)
+        runs.cancel(str(tmp_path / f"run{len(kept)}"))
+        assert f"so far {says}; its ranks save the step under way if" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_batch_script_takes_no_run_from_a_living_job(
