@@ -84,7 +84,8 @@ class Case:
             strategy="pipeline" if len(nodes) > 1 else "one-fabric",
             virtual_stages=1 if side else None,
         )
-        costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else self.factors)
+        factors = {at: f for at, f in (self.factors or {}).items() if at in nodes or not side}
+        costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else factors or None)
         if side:
             return best_plan(model, batch, site, options, costs)
         made = to_plan(found(model, batch, site, options, costs, Clock(), inf)[0], site)
@@ -115,34 +116,34 @@ def _told(plan: Plan, widths: list[Width], layers: list[int], more: int) -> Plan
 CASES = {
     case.name: case
     for case in (
-        Case("3+5", 16, 40, 120, 72, {"ib-a": 3, "roce-a": 5}, ({"ib-a": 4, "roce-a": 4},), 0.97),
-        Case("2+3", 20, 24, 120, 36, {"ib-a": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95),
-        Case("1+4", 20, 24, 60, 36, {"ib-a": 1, "roce-a": 4}, ({"ib-a": 2, "roce-a": 2},), 0.95),
+        Case("3+5", 16, 40, 120, 24, {"ib-a": 3, "roce-a": 5}, ({"ib-a": 4, "roce-a": 4},), 0.97),
+        Case("2+3", 20, 24, 120, 12, {"ib-a": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95),
+        Case("1+4", 20, 48, 60, 24, {"ib-a": 1, "roce-a": 4}, ({"ib-a": 2, "roce-a": 2},), 0.95),
         Case(
             "3+2+4",
             18,
             30,
             120,
-            72,
+            24,
             {"ib-a": 3, "roce-a": 2, "eth-a": 4},
             ({"ib-a": 3, "roce-a": 3, "eth-a": 3},),
             0.95,
         ),
-        Case("pace", 16, 30, 120, 36, {"ib-a": 4, "roce-a": 4}, ({"ib-a": 4}, {"roce-a": 4}), 0.95, {"roce-a": 3}),
+        Case("pace", 16, 60, 120, 24, {"ib-a": 4, "roce-a": 4}, ({"ib-a": 4}, {"roce-a": 4}), 0.95, {"roce-a": 3}),
         Case(
             "weights",
             16,
             40,
             120,
-            72,
+            24,
             {"ib-a": 3, "roce-a": 4},
             ({"ib-a": 3, "roce-a": 3},),
             0.95,
             {"roce[3-4]": 2},
             (2, 2, 1, 1),
         ),
-        Case("tp", 20, 48, 30, 36, {"ib-b": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95, tps=(2, 1)),
-        Case("ranks", 14, 40, 120, 72, {"ib-b": 2, "roce-a": 3}, ({"ib-b": 2, "roce-a": 4},), 0.95),
+        Case("tp", 20, 48, 30, 12, {"ib-b": 2, "roce-a": 3}, ({"ib-a": 2, "roce-a": 2},), 0.95, tps=(2, 1)),
+        Case("ranks", 14, 40, 120, 24, {"ib-b": 2, "roce-a": 3}, ({"ib-b": 2, "roce-a": 4},), 0.95),
     )
 }
 
