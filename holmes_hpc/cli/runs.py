@@ -117,6 +117,7 @@ def resume(
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
+    from holmes_hpc.config.learning_rate import moved
     from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
@@ -147,6 +148,9 @@ def resume(
             if found
             else "no complete checkpoint: it begins again with step 1"
         )
+        said = moved(to_go_on.before.train, to_go_on.config.train, found[0].step + 1) if found else None
+        if said:
+            console.note(said)
         kept = record.reopen(chosen.to_yaml() if plan_path else None)
         record.update_run(
             config=to_go_on.config.to_dict(),

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order, megatrons_own
 from holmes_hpc.planning.spec.plan import Plan
@@ -260,7 +261,7 @@ class Trainer:
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
         """Forward and backward of all micro-batches, then the optimizer."""
-        rate = optimizer.learning_rate(self.step, self.settings)
+        rate = learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
