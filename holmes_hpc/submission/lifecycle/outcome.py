@@ -14,15 +14,18 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culprit
 from holmes_hpc.submission.lifecycle.run_states import run_state
+from holmes_hpc.submission.lifecycle.starts import of_newest_start
 
 TAIL_LINES = 20
 
 
 def last_words(path: Path) -> list[str]:
     """The last lines of a log that say something, fit for a terminal and for JSON, whatever is in it."""
-    shown = (
-        "".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in tail(path, 2 * TAIL_LINES)
-    )
+    return _legible(tail(path, 2 * TAIL_LINES))
+
+
+def _legible(lines: Iterable[str]) -> list[str]:
+    shown = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in lines)
     return [line for line in shown if line][-TAIL_LINES:]
 
 
@@ -109,7 +112,10 @@ def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
     if state == "completed":
         return []
     lines = last_words(run.log_path(rank)) if rank is not None else []
-    return lines or last_words(run.logs / "batch.txt") or last_words(run.logs / "srun.txt")
+    if lines:
+        return lines
+    batch = of_newest_start(run)
+    return [] if batch is None else _legible(batch) or last_words(run.logs / "srun.txt")
 
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:

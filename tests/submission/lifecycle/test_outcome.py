@@ -17,6 +17,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import ComponentRanks, complain
 from holmes_hpc.submission.lifecycle.finish import finish, should_restart
 from holmes_hpc.submission.lifecycle.outcome import judge, last_words
 from holmes_hpc.submission.lifecycle.starts import gained, note_progress
+from holmes_hpc.submission.lifecycle.status import record_end
 
 AWAY_TWICE = """
 [ "$1" = requeue ] || exit 1
@@ -167,6 +168,23 @@ def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
     assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
     assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
     assert last_words(run.log_path(77)) == []
+
+
+def test_no_older_start_is_quoted(run: RunDirectory) -> None:
+    run.update_run(slurm={"job_id": 8})
+    first = "holmes: start of job 7, restart 0\nsrun: error: ib1: task 1: Killed\nholmes: failed: rank 1 died\n"
+    batch = run.logs / "batch.txt"
+    batch.parent.mkdir(exist_ok=True)
+    batch.write_text(first)
+    (run.logs / "srun.txt").write_text("srun: error: ib1: task 1: Killed\n")
+    cancelled = JobState("CANCELLED", "", "ib1", components=("CANCELLED",))
+    assert judge(run, None, slurm=cancelled)["log_tail"] == []  # while it was pending
+    failed = record_end(run, JobState("NODE_FAIL", "", "ib1", components=("NODE_FAIL",)))
+    assert failed["failed_rank"] is None and failed["log_tail"] == []
+    batch.write_text(first + "holmes: start of job 8, restart 0\nslurmstepd: error: *** JOB 8 ON ib1 CANCELLED ***\n")
+    found = judge(run, 143, signalled=True, slurm=cancelled)
+    assert found["state"] == "cancelled" and found["log_tail"] == ["slurmstepd: error: *** JOB 8 ON ib1 CANCELLED ***"]
+    assert "task 1" not in finishing.notices(run).partition("JOB 8")[0]
 
 
 NO_GAIN = "no step was gained since the last start"
