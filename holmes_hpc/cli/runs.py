@@ -223,6 +223,7 @@ def status(
     from holmes_hpc.submission.lifecycle.outcome import unsaid
     from holmes_hpc.submission.lifecycle.status import run_statuses
     from holmes_hpc.submission.sweeps.status_table import is_sweep
+    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     sweeps = [name for name in runs or [] if is_sweep(name)]
     if sweeps:
@@ -269,6 +270,8 @@ def status(
             console.text(f"\n{s.name}: {rank}{s.error}")
             for line in unsaid(s.log_tail, s.error):
                 console.text(f"  | {line}")
+            if s.ended and checkpoint_directory.complete(RunDirectory(s.path).checkpoints):
+                console.text(f"go on with `holmes resume {s.name}`")
 
 
 @app.command()
