@@ -220,7 +220,7 @@ def status(
     from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.outcome import unsaid
+    from holmes_hpc.submission.lifecycle.outcome import quoted
     from holmes_hpc.submission.lifecycle.status import run_statuses
     from holmes_hpc.submission.sweeps.status_table import is_sweep
     from holmes_hpc.training.checkpoint import checkpoint_directory
@@ -268,8 +268,8 @@ def status(
         if s.error:
             rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
             console.text(f"\n{s.name}: {rank}{s.error}")
-            for line in unsaid(s.log_tail, s.error):
-                console.text(f"  | {line}")
+            for line in quoted(s.log_tail, s.error, s.failed_rank):
+                console.text(line)
             if s.ended and checkpoint_directory.complete(RunDirectory(s.path).checkpoints):
                 console.text(f"go on with `holmes resume {s.name}`")
 

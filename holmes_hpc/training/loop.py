@@ -20,6 +20,7 @@ from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order, megatrons_own
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
@@ -399,7 +400,8 @@ class Trainer:
             row, here.launch.rank, self.plan.world_size, self.control, self.step, figures
         )
         self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
-        if here.launch.rank > 0 and (self.step % 20 == 1 or time.monotonic() - self._said > 60):
+        due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._said > SPARSE_S
+        if here.launch.rank > 0 and due:
             self._said = time.monotonic()
             say(
                 f"step {self.step}: {step_time_s:.3f} s, "

@@ -15,7 +15,7 @@ from holmes_hpc.submission.executor.environment import SlurmHetJobEnvironment
 from holmes_hpc.submission.lifecycle import finish as finishing
 from holmes_hpc.submission.lifecycle.failed_rank import ComponentRanks, complaints, culprit
 from holmes_hpc.submission.lifecycle.finish import finish, should_restart
-from holmes_hpc.submission.lifecycle.outcome import judge, last_words
+from holmes_hpc.submission.lifecycle.outcome import judge, last_words, quoted
 from holmes_hpc.submission.lifecycle.starts import gained, note_progress
 from holmes_hpc.submission.lifecycle.status import record_end
 
@@ -169,6 +169,13 @@ def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
     assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
     assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
     assert last_words(run.log_path(77)) == []
+
+
+def test_a_rank_that_writes_few_steps_is_said_to() -> None:
+    lines = ["2026-01-01 10:00:00.000 step 21: 0.3 s, compute 0.2", "boom"]
+    assert quoted(lines, "boom", 0) == quoted(lines, "boom") == [f"  | {lines[0]}"]
+    assert quoted(lines, "", 3)[2:] == ["  (ranks but 0 write every 20th step: it may have made more)"]
+    assert quoted(["boom"], "", 3) == ["  | boom"]
 
 
 def test_no_older_start_is_quoted(run: RunDirectory) -> None:
