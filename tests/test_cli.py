@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from command_line import holmes, refused  # noqa: F401 (a fixture)
 
+from holmes_hpc import console
 from holmes_hpc.cli import man
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
@@ -298,6 +300,32 @@ def test_generate_says_at_once_what_it_lacks(holmes, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "holmes_hpc.training.checkpoint.generate", None)  # torch: not before
     refused(holmes("generate", str(tmp_path), "--prompt", "x"), "transformers", "pip install")
+
+
+@pytest.mark.parametrize(
+    "verb, module, args",
+    [
+        ("generate", "generate", ["--prompt", "x"]),
+        ("export", "export", ["--safetensors", "out"]),
+        ("import", "import_folder", ["-o", "out"]),
+    ],
+)
+def test_what_takes_long_with_weights_is_not_done_in_silence(holmes, tmp_path, monkeypatch, verb, module, args):
+    """The import of torch too."""
+
+    class Slow:
+        def __getattr__(self, name):
+            if name.startswith("_"):
+                raise AttributeError(name)
+            time.sleep(0.2)
+            return lambda *_, **__: "loaded"
+
+    (tmp_path / "holmes.json").touch()
+    waiting = console.waiting
+    monkeypatch.setattr(console, "waiting", lambda what: waiting(what, after_s=0.05))
+    monkeypatch.setattr("holmes_hpc.cli.models.need", lambda _: None)
+    monkeypatch.setitem(sys.modules, f"holmes_hpc.training.checkpoint.{module}", Slow())
+    assert "the weights: 0 s" in holmes(verb, str(tmp_path), *args)[2]
 
 
 def test_every_verb_shows_an_example(holmes):

@@ -31,9 +31,9 @@ def import_weights(
 
     Example: holmes import Qwen3-8B -o qwen3-8b
     """
-    from holmes_hpc.training.checkpoint.import_folder import import_folder
+    with console.waiting("reading the weights"):  # and torch, whose import takes long
+        from holmes_hpc.training.checkpoint.import_folder import import_folder
 
-    with console.waiting("reading the weights"):
         made = import_folder(Path(folder), Path(output))
     if json:
         console.as_json(made.to_dict())
@@ -53,10 +53,11 @@ def export(
     """
     need("torch")
     _check(run)
-    from holmes_hpc.training.checkpoint.export import choose
-    from holmes_hpc.training.checkpoint.export import export as export_weights
+    with console.waiting("loading and writing the weights"):
+        from holmes_hpc.training.checkpoint.export import choose
+        from holmes_hpc.training.checkpoint.export import export as export_weights
 
-    made = export_weights(choose(run), safetensors)
+        made = export_weights(choose(run), safetensors)
     if json:
         console.as_json(made.to_dict())
     else:
@@ -79,9 +80,9 @@ def generate(
     """
     need("transformers")
     _check(run)
-    from holmes_hpc.training.checkpoint.generate import generate as go_on
-
     with console.waiting("loading the weights"):
+        from holmes_hpc.training.checkpoint.generate import generate as go_on
+
         text = go_on(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if json:
         console.as_json({"run": run, "prompt": prompt, "text": text})

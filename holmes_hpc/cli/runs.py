@@ -117,6 +117,7 @@ def resume(
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
+    from holmes_hpc.config.learning_rate import moved
     from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
@@ -147,6 +148,9 @@ def resume(
             if found
             else "no complete checkpoint: it begins again with step 1"
         )
+        said = moved(to_go_on.before.train, to_go_on.config.train, found[0].step + 1) if found else None
+        if said:
+            console.note(said)
         kept = record.reopen(chosen.to_yaml() if plan_path else None)
         record.update_run(
             config=to_go_on.config.to_dict(),
@@ -216,9 +220,10 @@ def status(
     from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
     from holmes_hpc.records.run import RunDirectory
     from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.outcome import unsaid
+    from holmes_hpc.submission.lifecycle.outcome import quoted
     from holmes_hpc.submission.lifecycle.status import run_statuses
     from holmes_hpc.submission.sweeps.status_table import is_sweep
+    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     sweeps = [name for name in runs or [] if is_sweep(name)]
     if sweeps:
@@ -263,8 +268,10 @@ def status(
         if s.error:
             rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
             console.text(f"\n{s.name}: {rank}{s.error}")
-            for line in unsaid(s.log_tail, s.error):
-                console.text(f"  | {line}")
+            for line in quoted(s.log_tail, s.error, s.failed_rank):
+                console.text(line)
+            if s.ended and checkpoint_directory.complete(RunDirectory(s.path).checkpoints):
+                console.text(f"go on with `holmes resume {s.name}`")
 
 
 @app.command()

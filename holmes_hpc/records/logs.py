@@ -10,6 +10,7 @@ from pathlib import Path
 from holmes_hpc.records.foreign import open_file
 from holmes_hpc.records.run import RunDirectory
 
+SPARSE_STEPS, SPARSE_S = 20, 60.0  # ranks but 0 write one line in so many steps, or seconds
 _PIECE = 1 << 20  # bytes read at once
 
 

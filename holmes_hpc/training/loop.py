@@ -16,9 +16,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.planning.schedule.orders import Order, megatrons_own
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
@@ -260,7 +262,7 @@ class Trainer:
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
         """Forward and backward of all micro-batches, then the optimizer."""
-        rate = optimizer.learning_rate(self.step, self.settings)
+        rate = learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -398,7 +400,8 @@ class Trainer:
             row, here.launch.rank, self.plan.world_size, self.control, self.step, figures
         )
         self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
-        if here.launch.rank > 0 and (self.step % 20 == 1 or time.monotonic() - self._said > 60):
+        due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._said > SPARSE_S
+        if here.launch.rank > 0 and due:
             self._said = time.monotonic()
             say(
                 f"step {self.step}: {step_time_s:.3f} s, "

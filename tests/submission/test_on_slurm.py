@@ -292,7 +292,7 @@ def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pyt
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"]) == ("failed", "batch")
     assert result["failed_rank"] == rank
-    assert result["failed_node"].startswith("ib" if rank == 0 else "roce") and "Killed" in result["error"]
+    assert result["failed_node"].startswith("ib" if rank == 0 else "roce") and "SIGKILL" in result["error"]
     assert result["log_tail"][-1] == f"rank {rank} waits"
     assert f"rank {rank} on {result['failed_node']}" in capfd.readouterr().err
 

@@ -78,6 +78,17 @@ def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any
     assert fake_slurm.calls("scancel") == [["7"]]
 
 
+def test_status_of_a_failed_run_ends_with_the_next_step(holmes: Holmes, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={"job_id": 7})
+    run.write_result({"state": "failed", "error": "rank 1 died", "failed_rank": 1, "failed_node": "ib1"})
+    assert holmes("status", "r")[1].endswith("r: rank 1 on ib1: rank 1 died\n")
+    kept = run.checkpoints / "step-00000004"
+    kept.mkdir(parents=True)
+    (kept / ".metadata").write_bytes(b"ab")
+    (kept / "holmes.json").write_text(json.dumps({"files": {".metadata": [2, 0]}}))
+    assert holmes("status", "r")[1].endswith("rank 1 died\ngo on with `holmes resume r`\n")
+
+
 def test_a_long_table_shows_what_is_worth_showing() -> None:
     states = ["completed"] * 6 + ["pending"] * 2 + ["running", "failed", "completing"]
     rows = [SweepRow(i, (), str(i), state, "", None, None, None, None, "") for i, state in enumerate(states)]

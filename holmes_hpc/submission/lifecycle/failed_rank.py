@@ -6,7 +6,9 @@ others.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +24,10 @@ _COMPLAINT = re.compile(
     re.MULTILINE,
 )
 _NODE_FAILED = "node failure"
-BY_SIGNAL = "killed by signal"  # of a local rank, whose parent knows the number
+_BY_SIGNAL = "killed by signal"  # of a local rank, whose parent knows the number; of srun's words the commonest
+_KILLED = "kill -9, or the kernel for lack of memory"
 _SIGNALS = (
-    BY_SIGNAL,
+    _BY_SIGNAL,
     "Killed",
     "Segmentation fault",
     "Aborted",
@@ -36,6 +39,14 @@ _SIGNALS = (
     "Interrupt",
 )
 _FOLLOWS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
+
+
+def by_signal(number: int) -> str:
+    """How a rank ended that signal `number` killed."""
+    with contextlib.suppress(ValueError):
+        why = f": {_KILLED}" if number == signal.SIGKILL else ""
+        return f"{_BY_SIGNAL} {number:d} ({signal.Signals(number).name}{why})"
+    return f"{_BY_SIGNAL} {number}"
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,10 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
                 tasks += range(int(low), int(high if high.isdecimal() else low) + 1)
         if tasks:
             how = match.group(3)
-            if memory and how.startswith("Killed"):
-                how += f": out of memory ({memory})"
+            if how == "Killed":
+                how = by_signal(signal.SIGKILL)
+                if memory:
+                    how = how.replace(f": {_KILLED})", f"): out of memory ({memory})")
             found.append(Complaint(match.group(1), _ranks(match.group(1), tasks, parts), how))
     return found
 

@@ -25,15 +25,14 @@ from holmes_hpc.slurm.job_states import told_to_end
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.starting import is_starting
-from holmes_hpc.submission.lifecycle.starts import START_MARK, failures, gained, note_progress, noted
+from holmes_hpc.submission.lifecycle.starts import failures, gained, note_progress, noted, of_newest_start
 
 RECORDED_WAIT_S = 30.0  # from sbatch's answer to the record
 
 
 def notices(run: RunDirectory) -> str:
     """What slurmd wrote into the batch script's log about the job's end, and srun about its tasks'."""
-    batch = "\n".join(tail(run.logs / "batch.txt", 200)).rpartition(START_MARK)[2]  # of this start only
-    return batch + "\n" + "\n".join(tail(run.logs / "srun.txt", 200))
+    return "\n".join([*(of_newest_start(run) or ()), *tail(run.logs / "srun.txt", 200)])
 
 
 def should_restart(run: RunDirectory, state: str, start: str, *, blameless: bool = False) -> str | None:

@@ -11,7 +11,7 @@ from holmes_hpc import console
 from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
-from holmes_hpc.submission.lifecycle.outcome import unsaid
+from holmes_hpc.submission.lifecycle.outcome import quoted
 from holmes_hpc.submission.lifecycle.starts import last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 
@@ -116,9 +116,9 @@ def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str]
     blamed = f"rank {rank} on {result['failed_node']}: " if rank is not None else ""
     console.note(f"{run.name}: {result['state']}: {blamed}{result.get('error') or ''}")
     tail = result.get("log_tail")
-    for line in unsaid(tail if isinstance(tail, list) else [], str(result.get("error") or "")):
-        if line not in told:
-            console.note(f"  | {line}")
+    new = [line for line in tail if line not in told] if isinstance(tail, list) else []
+    for line in quoted(new, str(result.get("error") or ""), rank if isinstance(rank, int) else None):
+        console.note(line)
     if run.metrics_bytes():
         console.note(f"go on with `holmes resume {run.name}`")
     return 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,7 @@ from pathlib import Path
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.foreign import from_json, read_file
-from holmes_hpc.submission.lifecycle.failed_rank import BY_SIGNAL, Complaint
-
-_WHY = {signal.SIGKILL: ": kill -9, or the kernel for lack of memory"}
+from holmes_hpc.submission.lifecycle.failed_rank import Complaint, by_signal
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,7 @@ class LocalEnds:
 def _how(code: int) -> str:
     if code > 0:
         return f"exited with exit code {code}"
-    with contextlib.suppress(ValueError):
-        number = signal.Signals(-code)
-        return f"{BY_SIGNAL} {-code} ({number.name}{_WHY.get(number, '')})"
-    return f"{BY_SIGNAL} {-code}"
+    return by_signal(-code)
 
 
 def note_ends(folder: Path, job_id: str, told: bool, codes: Sequence[tuple[int, int]]) -> None:

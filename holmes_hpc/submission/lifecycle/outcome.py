@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.records.logs import tail
+from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culprit
 from holmes_hpc.submission.lifecycle.run_states import run_state
+from holmes_hpc.submission.lifecycle.starts import of_newest_start
 
 TAIL_LINES = 20
+_STEP = re.compile(r" step \d+: ")
 
 
 def last_words(path: Path) -> list[str]:
     """The last lines of a log that say something, fit for a terminal and for JSON, whatever is in it."""
-    shown = (
-        "".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in tail(path, 2 * TAIL_LINES)
-    )
+    return _legible(tail(path, 2 * TAIL_LINES))
+
+
+def _legible(lines: Iterable[str]) -> list[str]:
+    shown = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in lines)
     return [line for line in shown if line][-TAIL_LINES:]
 
 
-def unsaid(lines: Iterable[str], error: str) -> list[str]:
-    """A log's last lines without those that only say `error` once more."""
-    return [line for line in lines if not error or error not in line]
+def quoted(lines: Iterable[str], error: str, rank: int | None = None) -> list[str]:
+    """A log's last lines as they are shown, without those that only say `error` once more. That a rank but 0 does not
+    write every step is said, as it may have gone on after the last one there."""
+    shown = [f"  | {line}" for line in lines if not error or error not in line]
+    if rank and any(_STEP.search(line) for line in shown):
+        shown.append(f"  (ranks but 0 write every {SPARSE_STEPS}th step: it may have made more)")
+    return shown
 
 
 def judge(
@@ -109,7 +118,10 @@ def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
     if state == "completed":
         return []
     lines = last_words(run.log_path(rank)) if rank is not None else []
-    return lines or last_words(run.logs / "batch.txt") or last_words(run.logs / "srun.txt")
+    if lines:
+        return lines
+    batch = of_newest_start(run)
+    return [] if batch is None else _legible(batch) or last_words(run.logs / "srun.txt")
 
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:

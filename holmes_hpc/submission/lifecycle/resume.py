@@ -18,10 +18,12 @@ from holmes_hpc.submission.lifecycle.run_states import is_end
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a run goes on with. `missing`: keys of its recorded configuration that an older version did not know."""
+    """What a run goes on with. `before`: its recorded configuration. `missing`: keys of that one that an older version
+    did not know."""
 
     plan: Plan
     config: Configuration
+    before: Configuration
     missing: tuple[str, ...]
 
 
@@ -64,4 +66,4 @@ def continuation(record: RunDirectory, state: str, overrides: Sequence[str], pla
     elif plan_path:  # this machine starts as many ranks as are wanted
         ranks = chosen.components[0].gpus_per_node
         check_site(chosen, site(replace(config, plan=replace(config.plan, gpus_per_node=ranks))))
-    return Continuation(chosen, config, tuple(missing))
+    return Continuation(chosen, config, before, tuple(missing))

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import LEADER
 
 START_MARK = "holmes: start of job"  # in the batch script's log, at every start
+
+
+def of_newest_start(run: RunDirectory) -> list[str] | None:
+    """The last lines that the batch script's log has of the newest start of the run's job; None where that job's batch
+    script has not begun, so that all there is is of an older job."""
+    lines = tail(run.logs / "batch.txt", 200)
+    begun = [number for number, line in enumerate(lines) if line.startswith(START_MARK)]
+    if not begun:
+        return lines
+    held = run.read_run()["slurm"]
+    job_id = held.get("job_id") if isinstance(held, dict) else None
+    words = lines[begun[-1]].removeprefix(START_MARK).split()
+    if job_id is not None and words and words[0].rstrip(",") != str(job_id):
+        return None
+    return lines[begun[-1] + 1 :]
 
 
 def start_of(environ: Mapping[str, str]) -> str:

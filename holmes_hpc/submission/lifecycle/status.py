@@ -27,6 +27,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, r
 from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
+from holmes_hpc.submission.lifecycle.starts import of_newest_start
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 # what a record that no version of ours wrote may lead to
@@ -295,8 +296,9 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     said, local = list[Complaint](), LocalEnds()
     with contextlib.suppress(HolmesError, OSError):
-        text = "\n".join(line for name in ("batch.txt", "srun.txt") for line in tail(run.logs / name, 200))
-        said = complaints(text, ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
+        batch = of_newest_start(run)
+        text = [] if batch is None else [*batch, *tail(run.logs / "srun.txt", 200)]
+        said = complaints("\n".join(text), ranks_of_plan(Plan.read(run.plan_path), state.component_nodes))
         if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
             local = noted_ends(run.path / "submission", job_id)
     result = judge(run, code, signalled=local.told, slurm=state, srun=said + local.complaints(state.nodes))

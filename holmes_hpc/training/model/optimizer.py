@@ -23,22 +23,6 @@ from holmes_hpc.training.model.tied_embedding import FinalizeWithTied
 GRADIENT_BYTES = 4  # gradients are summed in fp32
 
 
-def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of `step` (from 1): linear warm-up over `warmup_steps`, then down to `min_lr` at
-    `lr_decay_steps` (default: the last step), constant after that. Down in a half cosine (Loshchilov and Hutter 2017),
-    in a line, or (wsd) in a line over the last `wsd_decay_steps` alone (Hu et al. 2024, arXiv 2404.06395)."""
-    peak, low, warm = train.lr, train.min_lr, train.warmup_steps
-    if step <= warm:
-        return float(peak * step / warm)
-    end = train.lr_decay_steps or train.steps
-    if step >= end:
-        return float(low)
-    first = end - train.decay_steps if train.lr_schedule == "wsd" else warm
-    done = max(0.0, (step - first) / max(1, end - first))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if train.lr_schedule == "cosine" else 1 - done
-    return float(low + (peak - low) * left)
-
-
 def groups_for_ddp() -> ProcessGroupCollection:
     """Megatron's groups, but with a pipeline of one: its DDP cuts gradients into buckets on the first stage only, since
     later stages have time in the bubble; here a later stage may be the one with the slow network."""

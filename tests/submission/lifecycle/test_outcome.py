@@ -15,8 +15,9 @@ from holmes_hpc.submission.executor.environment import SlurmHetJobEnvironment
 from holmes_hpc.submission.lifecycle import finish as finishing
 from holmes_hpc.submission.lifecycle.failed_rank import ComponentRanks, complaints, culprit
 from holmes_hpc.submission.lifecycle.finish import finish, should_restart
-from holmes_hpc.submission.lifecycle.outcome import judge, last_words
+from holmes_hpc.submission.lifecycle.outcome import judge, last_words, quoted
 from holmes_hpc.submission.lifecycle.starts import gained, note_progress
+from holmes_hpc.submission.lifecycle.status import record_end
 
 AWAY_TWICE = """
 [ "$1" = requeue ] || exit 1
@@ -29,6 +30,7 @@ slurmstepd: error: *** STEP 8.0 ON ib1 CANCELLED AT 2024-01-01T00:00:00 ***
 srun: error: ib1: task 0: Exited with exit code 1
 srun: error: ib[2-3]: tasks 1,3: Terminated
 """
+SIGKILLED = "killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"  # as of a local rank
 
 
 def exits(*records: tuple[int, str, str]) -> list[dict[str, Any]]:
@@ -87,7 +89,7 @@ def test_slurmds_notice_tells_why(text: str, state: str | None) -> None:
 def test_a_killed_rank_is_blamed_not_its_peers() -> None:
     echo = exits((0, "failed", "NetworkError: Connection closed by peer [10.0.0.3]"), (1, "failed", "connection reset"))
     found = culprit(echo, complaints(KILLED))
-    assert (found.rank, found.node) == (2, "roce1") and "Killed" in str(found.error)
+    assert (found.rank, found.node) == (2, "roce1") and found.error == f"rank 2 died: {SIGKILLED}"
 
 
 def test_the_first_own_error_is_blamed() -> None:
@@ -167,6 +169,30 @@ def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
     assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
     assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
     assert last_words(run.log_path(77)) == []
+
+
+def test_a_rank_that_writes_few_steps_is_said_to() -> None:
+    lines = ["2026-01-01 10:00:00.000 step 21: 0.3 s, compute 0.2", "boom"]
+    assert quoted(lines, "boom", 0) == quoted(lines, "boom") == [f"  | {lines[0]}"]
+    assert quoted(lines, "", 3)[2:] == ["  (ranks but 0 write every 20th step: it may have made more)"]
+    assert quoted(["boom"], "", 3) == ["  | boom"]
+
+
+def test_no_older_start_is_quoted(run: RunDirectory) -> None:
+    run.update_run(slurm={"job_id": 8})
+    first = "holmes: start of job 7, restart 0\nsrun: error: ib1: task 1: Killed\nholmes: failed: rank 1 died\n"
+    batch = run.logs / "batch.txt"
+    batch.parent.mkdir(exist_ok=True)
+    batch.write_text(first)
+    (run.logs / "srun.txt").write_text("srun: error: ib1: task 1: Killed\n")
+    cancelled = JobState("CANCELLED", "", "ib1", components=("CANCELLED",))
+    assert judge(run, None, slurm=cancelled)["log_tail"] == []  # while it was pending
+    failed = record_end(run, JobState("NODE_FAIL", "", "ib1", components=("NODE_FAIL",)))
+    assert failed["failed_rank"] is None and failed["log_tail"] == []
+    batch.write_text(first + "holmes: start of job 8, restart 0\nslurmstepd: error: *** JOB 8 ON ib1 CANCELLED ***\n")
+    found = judge(run, 143, signalled=True, slurm=cancelled)
+    assert found["state"] == "cancelled" and found["log_tail"] == ["slurmstepd: error: *** JOB 8 ON ib1 CANCELLED ***"]
+    assert "task 1" not in finishing.notices(run).partition("JOB 8")[0]
 
 
 NO_GAIN = "no step was gained since the last start"
@@ -319,5 +345,6 @@ def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
 def test_a_rank_that_was_killed_for_its_memory_is_said_to_be(memory: str) -> None:
     killed = "srun: error: ib1: task 1: Killed\nsrun: error: ib2: task 0: Terminated\n"
     first, second = complaints(f"{memory}\n{killed}")
-    assert first.how == f"Killed: out of memory ({memory})" and first.by_signal and second.how == "Terminated"
-    assert complaints(killed)[0].how == "Killed"
+    assert first.how == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
+    assert first.by_signal and second.how == "Terminated"
+    assert complaints(killed)[0].how == SIGKILLED

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import plans
 import pytest
+import typer
 
 from holmes_hpc.cli import runs
 from holmes_hpc.config.composition import load
+from holmes_hpc.config.learning_rate import moved
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -52,3 +56,36 @@ def test_a_run_that_kept_no_checkpoint_does_not_begin_again(
         runs.resume(str(record.path), [], None)
     with pytest.raises(ConfigError, match="kept no checkpoint to go on from"):
         runs.resume(str(record.path), ["train.steps=8"], None)
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "says"),
+    [
+        ({}, 21, "cosine now ends at step 60: at step 21 it is 0.000754, was 0.000515; train.lr_decay_steps=40 keeps"),
+        ({}, 41, "cosine now ends at step 60: at step 41 it is 0.000305, was 0.0001; train.lr_decay_steps=40 keeps"),
+        ({"lr_schedule": "linear"}, 20, "linear now ends at step 60: at step 20 it is 0.0007, was 0.00055;"),
+        ({"lr_schedule": "wsd"}, 21, "wsd now ends at step 60, not 40; train.lr_decay_steps=40 keeps the old end"),
+        ({"min_lr": 1e-3}, 21, None),
+        ({"lr_decay_steps": 50}, 21, None),
+    ],
+)
+def test_more_steps_move_the_learning_rate(words: dict, step: int, says: str | None) -> None:
+    before = TrainConfig(steps=40, **words)
+    said = moved(before, replace(before, steps=60), step)
+    assert said is None if says is None else says in str(said)
+    assert moved(before, before, step) is None and moved(before, replace(before, lr=2e-3), step) is None
+    assert moved(before, replace(before, steps=60, lr_decay_steps=40), step) is None
+
+
+def test_a_resume_says_where_the_learning_rate_now_ends(
+    record: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lifecycle, directory = "holmes_hpc.submission.lifecycle", "holmes_hpc.training.checkpoint.checkpoint_directory"
+    monkeypatch.setattr(f"{lifecycle}.status.run_status", lambda _: SimpleNamespace(state="failed"))
+    monkeypatch.setattr(f"{directory}.complete", lambda _: [SimpleNamespace(step=2, path="step-2")])
+    monkeypatch.setattr(f"{lifecycle}.follow.follow", lambda *_: 2)
+    monkeypatch.setattr(runs, "submit_run", lambda *_: SimpleNamespace(id="7"))
+    for words, told in ((["train.steps=8", "train.lr_decay_steps=4"], False), (["train.lr_decay_steps=null"], True)):
+        with pytest.raises(typer.Exit):
+            runs.resume(str(record.path), words, None)
+        assert ("the learning rate's cosine now ends at step 8: at step 3" in capsys.readouterr().err) == told

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.config.composition import load
+from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.training.model import optimizer
@@ -23,18 +24,18 @@ RATES = TrainConfig(lr=1.0, min_lr=0.1, warmup_steps=4, steps=20)
 
 
 def test_learning_rates() -> None:
-    rates = [optimizer.learning_rate(step, RATES) for step in range(1, 31)]
+    rates = [learning_rate(step, RATES) for step in range(1, 31)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[19:] == [0.1] * 11
     assert rates[11] == pytest.approx(0.55)  # half way down a half cosine
     assert all(a > b for a, b in pairwise(rates[3:20]))
 
 
 def test_a_line_and_a_late_fall() -> None:
-    line = [optimizer.learning_rate(step, replace(RATES, lr_schedule="linear")) for step in range(1, 22)]
+    line = [learning_rate(step, replace(RATES, lr_schedule="linear")) for step in range(1, 22)]
     assert line[:4] == [0.25, 0.5, 0.75, 1.0] and line[11] == pytest.approx(0.55) and line[19:] == [0.1, 0.1]
     assert line[7] == pytest.approx(0.775)  # a quarter down, where a cosine has fallen less
     wsd = replace(RATES, lr_schedule="wsd", wsd_decay_steps=4)
-    late = [optimizer.learning_rate(step, wsd) for step in range(1, 22)]
+    late = [learning_rate(step, wsd) for step in range(1, 22)]
     assert late[3:16] == [1.0] * 13 and late[17] == pytest.approx(0.55) and late[19:] == [0.1, 0.1]
     assert replace(RATES, lr_schedule="wsd").decay_steps == 2
 
@@ -68,7 +69,7 @@ def test_muon_is_not_shared_out() -> None:
 def test_learning_rates_stay_between_their_ends(steps: int, warm: int, end: int | None, schedule: str) -> None:
     train = replace(RATES, steps=steps, warmup_steps=min(warm, end or steps), lr_decay_steps=end, lr_schedule=schedule)
     for step in range(1, 90):
-        assert 0 < optimizer.learning_rate(step, train) <= 1
+        assert 0 < learning_rate(step, train) <= 1
 
 
 @pytest.mark.parametrize(
