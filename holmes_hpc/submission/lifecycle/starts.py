@@ -18,7 +18,7 @@ def of_newest_start(run: RunDirectory) -> list[str] | None:
     begun = [number for number, line in enumerate(lines) if line.startswith(START_MARK)]
     if not begun:
         return lines
-    held = run.read_run()["slurm"]
+    held = run.read_run().get("slurm")
     job_id = held.get("job_id") if isinstance(held, dict) else None
     words = lines[begun[-1]].removeprefix(START_MARK).split()
     if job_id is not None and words and words[0].rstrip(",") != str(job_id):
