@@ -79,11 +79,12 @@ def _budget(plan: Plan, steps: int | None) -> str:
     of = throughput(plan, steps)
     text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
     if steps is not None:
-        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {_duration(of['days'])}"
+        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {duration(of['days'])}"
     return f"{text}."
 
 
-def _duration(days: float) -> str:
+def duration(days: float) -> str:
+    """In the largest unit of which it is two or more."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= 2 * size:
             return f"{days / size:,.1f} {unit}"
