@@ -159,7 +159,7 @@ def test_data_are_not_tokenized_without_what_joins_them(holmes, tmp_path, monkey
     (tmp_path / "a.txt").write_text("all work and no play")
     monkeypatch.setattr("holmes_hpc.extras.find_spec", lambda name: None if name == "torch" else name)
     done = holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d"))
-    refused(done, "the package torch is not installed", "pip install 'holmes-hpc[train]'")
+    refused(done, "the package torch is not installed", "pip install 'holmes-hpc[train]' (without a GPU: ")
     assert not list(tmp_path.glob("d*"))
 
 

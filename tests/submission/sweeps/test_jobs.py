@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("whole", [10**6, 0])
 def test_a_rate_is_the_reports_and_not_the_last_steps(
-    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The last step, here a slow one, is no run's rate: after the warm-up, over all."""
     monkeypatch.setattr(status_table, "WHOLE", whole)
@@ -122,6 +123,8 @@ def test_a_rate_is_the_reports_and_not_the_last_steps(
     final = collect(tmp_path / "sweep")[0]["final"]
     assert final["step_time_s"] == pytest.approx(cell["step_time_s"])
     assert final["tokens_per_s"] == row.tokens_per_s
+    Progress(manifest, [SimpleNamespace(entry=manifest.jobs[0])]).conclude()  # type: ignore[list-item]
+    assert f"`holmes report {tmp_path / 'sweep'} --by loss`" in capfd.readouterr().err
     run.result_path.unlink()  # as if it still ran
     growing = row_of(manifest, manifest.jobs[0], JobState("41", "RUNNING"))
     assert growing.tokens_per_s == pytest.approx(cell["tokens_per_s"])
