@@ -24,7 +24,8 @@ def missing(error: ModuleNotFoundError) -> ConfigError:
         raise error
     extra = _extra(module)
     wanted = f"{DISTRIBUTION}[{extra}]" if extra else module
-    return ConfigError(f"the package {module} is not installed", where="Python", hint=f"pip install '{wanted}'")
+    more = " (without a GPU: docs/install.md, torch's CPU build)" if module == "torch" else ""
+    return ConfigError(f"the package {module} is not installed", where="Python", hint=f"pip install '{wanted}'{more}")
 
 
 def _extra(module: str) -> str | None:

@@ -1,6 +1,7 @@
 """The `holmes` command as people type it: exit codes, one line for bad input, JSON that parses."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def test_data_are_not_tokenized_without_what_joins_them(holmes, tmp_path, monkey
     (tmp_path / "a.txt").write_text("all work and no play")
     monkeypatch.setattr("holmes_hpc.extras.find_spec", lambda name: None if name == "torch" else name)
     done = holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d"))
-    refused(done, "the package torch is not installed", "pip install 'holmes-hpc[train]'")
+    refused(done, "the package torch is not installed", "pip install 'holmes-hpc[train]' (without a GPU: ")
     assert not list(tmp_path.glob("d*"))
 
 
@@ -468,6 +469,21 @@ def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
     assert "# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit PLAN KEY=VALUE... --dry-run" in out
     refused(holmes(*words, "train.stpes=5", "--template", str(tmp_path / "other")), "did you mean 'train.steps'?")
     assert not (tmp_path / "other").exists()
+
+
+def test_predict_says_the_days_of_a_budget(holmes, site):
+    layout = ["--model", "gpt_3_6b", "--tp", "8", "--pp", "1", "--dp", "2", "--global-batch", "64", "--nodes", "ib-a=2"]
+    words = ["predict", "--site", str(site), *layout]
+    code, out, err = holmes(*words, "--tokens", "300B", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    steps = found["throughput"]["steps"]
+    assert steps == math.ceil(3e11 / found["throughput"]["tokens_per_step"])
+    assert found["throughput"]["days"] == pytest.approx(steps * found["step_time_s"] / 86400)
+    code, out, _ = holmes(*words, "--steps", "100")
+    assert code == 0 and "100 steps, " in out
+    refused(holmes(*words, "--tokens", "2e12", "--steps", "3"), "--steps and --tokens")
+    refused(holmes(*words, "--steps", "0"), "steps")
 
 
 def test_predict_searches_for_nothing(holmes, site):

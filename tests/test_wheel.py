@@ -181,5 +181,8 @@ def test_a_rank_without_torch_says_what_to_install(venv: Path, tmp_path: Path) -
     done = alone(venv, tmp_path, "-m", "holmes_hpc.train", "train.steps=1", f"run_dir={tmp_path}/run")
     assert (done.returncode, done.stderr.splitlines()[-1:]) == (
         2,
-        ["holmes: Python: the package torch is not installed; pip install 'holmes-hpc[train]'"],
+        [
+            "holmes: Python: the package torch is not installed; pip install 'holmes-hpc[train]'"
+            " (without a GPU: docs/install.md, torch's CPU build)"
+        ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
+    from holmes_hpc.config.model import Batch
     from holmes_hpc.fabric.site import Site
 
 
@@ -49,12 +51,29 @@ Earliest = Annotated[
     ),
 ]
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Steps to train, as train.steps=N.")]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="T", help="How long that many tokens take: 2e12, 300B.")
+]
 Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/, or the leader's job id.")]
 
 
 def with_steps(overrides: list[str] | None, steps: int | None) -> list[str]:
     """The overrides, and what --steps says."""
     return [*(overrides or []), *([] if steps is None else [f"train.steps={steps}"])]
+
+
+def steps_for(tokens: str, batch: Batch, steps: int | None) -> int:
+    """The steps that see `tokens`, a number that may end with K, M, B or T."""
+    if steps is not None:
+        raise ConfigError("--steps and --tokens", where="--tokens", hint="leave one of them out")
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(tokens[-1:].upper())
+    try:
+        count = float(tokens[:-1]) * scale if scale else float(tokens)
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise ConfigError(f"{tokens!r} is no number above 0", where="--tokens", hint="write 3e11, or 300B")
+    return math.ceil(count / batch.tokens)
 
 
 def check_output(file: str | None) -> None:

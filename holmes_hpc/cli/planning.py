@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +15,12 @@ from holmes_hpc.cli.app import (
     Overrides,
     SiteFile,
     Steps,
+    Tokens,
     app,
     asked_site,
     check_output,
     configuration,
+    steps_for,
     with_keys,
     with_steps,
 )
@@ -51,7 +52,7 @@ def plan(
         float | None,
         typer.Option(metavar="S", help="Search that long at most; the plan says how much better one could still be."),
     ] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="T", help="How long that many tokens take: 2e12, 300B.")] = None,
+    tokens: Tokens = None,
     learn: Annotated[
         str | None, typer.Option(metavar="RUNS", help="Correct computing and networks by the runs in this directory.")
     ] = None,
@@ -66,12 +67,14 @@ def plan(
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import make_plan
     from holmes_hpc.planning.search.explore import Clock
+    from holmes_hpc.planning.spec.plan import Plan
 
     config = configuration(with_steps(overrides, steps), site)
     if earliest:
         check_choice(config)
     if tokens is not None:
-        config = config.with_train(steps=_steps_for(tokens, config, steps))
+        batch = Plan.read(config.plan_file).batch if config.plan_file else config.batch
+        config = config.with_train(steps=steps_for(tokens, batch, steps))
     asked = config.train.steps if tokens is not None or any("train.steps=" in o for o in overrides or []) else steps
     check_output(output)
     if learn is not None and config.plan_file:
@@ -188,23 +191,6 @@ def calibrate(
             " for what no part has; calibrate again on idle nodes"
         )
     console.note(f"written: {output}")
-
-
-def _steps_for(tokens: str, config: Configuration, steps: int | None) -> int:
-    """The steps that see `tokens`, a number that may end with K, M, B or T."""
-    if steps is not None:
-        raise ConfigError("--steps and --tokens", where="--tokens", hint="leave one of them out")
-    from holmes_hpc.planning.spec.plan import Plan
-
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(tokens[-1:].upper())
-    try:
-        count = float(tokens[:-1]) * scale if scale else float(tokens)
-    except ValueError:
-        count = math.nan
-    if not 0 < count < math.inf:
-        raise ConfigError(f"{tokens!r} is no number above 0", where="--tokens", hint="write 3e11, or 300B")
-    batch = Plan.read(config.plan_file).batch if config.plan_file else config.batch
-    return math.ceil(count / batch.tokens)
 
 
 def _learned(config: Configuration, runs: str) -> Corrections:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, SiteFile, app, check_output, configuration
+from holmes_hpc.cli.app import Json, SiteFile, Steps, Tokens, app, check_output, configuration, steps_for
 from holmes_hpc.config.plan_options import RECOMPUTE, SCHEDULES
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.metrics import PART_NAMES
@@ -83,6 +83,8 @@ def predict(
     gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
     calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`, or a layer profile.")] = None,
     pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
+    steps: Steps = None,
+    tokens: Tokens = None,
     trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
     json: Json = False,
 ) -> None:
@@ -93,7 +95,7 @@ def predict(
     from holmes_hpc.config.plan_options import PlanOptions
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
-    from holmes_hpc.planning.narrative import throughput
+    from holmes_hpc.planning.narrative import duration, throughput
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import site as site_of
     from holmes_hpc.planning.request import with_gpu, with_software
@@ -106,6 +108,7 @@ def predict(
         overlap_grad_reduce=_yes(overlap_grad_reduce, "--overlap-grad-reduce"),
         overlap_param_gather=_yes(overlap_param_gather, "--overlap-param-gather"),
         **({"dtype": dtype} if dtype else {}),
+        **({} if steps is None else {"steps": steps}),
     )
     if (plan_path is None) == (site is None):
         raise ConfigError(
@@ -174,15 +177,16 @@ def predict(
         on = site_of(config)
         given = _chosen_layout(config, with_software(with_gpu(on, gpu) if gpu else on, *software), costs)
     predicted = predict_plan(given, costs)
+    asked = steps if tokens is None else steps_for(tokens, given.batch, steps)
+    rates = throughput(replace(given, predicted=predicted), asked)
     if trace is not None:
         Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
         console.note(f"written: {trace}")
     if json:
         from dataclasses import asdict
 
-        console.as_json(asdict(predicted))
+        console.as_json({**asdict(predicted), "throughput": rates})
         return
-    rates = throughput(given)
     console.table(
         f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
         f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
@@ -193,7 +197,8 @@ def predict(
             *_interval(predicted.interval_s),
             ("samples/s", f"{predicted.samples_per_s:.4g}"),
             ("tokens a step", f"{rates['tokens_per_step']:,}"),
-            ("tokens/s", f"{given.batch.sequence_length * predicted.samples_per_s:,.0f}"),
+            ("tokens/s", f"{rates['tokens_per_s']:,.0f}"),
+            *([(f"{asked:,} steps, {rates['tokens']:.3g} tokens", duration(rates["days"]))] if asked else []),
             ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
             ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
             *(

@@ -66,6 +66,10 @@ def submit(
         console.as_json({"run": str(run.path), "job_id": job.id})
     else:
         console.text(f"job {job.id}: {run.path}")
+        from holmes_hpc.records.find import runs_root
+
+        called = run.path.name if run.path == (runs_root() / run.path.name).absolute() else run.path
+        console.note(f"next: `holmes status {called}`, `holmes logs {called} -f`")
 
 
 @app.command(cls=with_keys("train", "data", "slurm"))

@@ -58,7 +58,9 @@ def look_at_files(config: Configuration) -> None:
     on this machine without what they need."""
     if config.local and (packages := lacking()):
         raise ConfigError(
-            f"this Python has no {packages}", where="launcher=local", hint="pip install 'holmes-hpc[train]'"
+            f"this Python has no {packages}",
+            where="launcher=local",
+            hint="pip install 'holmes-hpc[train]' (without a GPU: docs/install.md, torch's CPU build)",
         )
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():

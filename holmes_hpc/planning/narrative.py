@@ -21,7 +21,10 @@ from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.records.metrics import PART_NAMES
 
 WIDTH = 100
+MUCH = 0.8  # of a declared rate: a network that counts for less is told
+_SOURCE = "NCCL over RoCE, published runs"
 TINY = 0.005  # of a step: what would be told as 0%
+NOTHING = 1e-6  # of a step: what rounding leaves
 CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
 
@@ -42,8 +45,9 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
         lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
     if plan.unused:
         lines.append("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
-    if plan.assumptions:
-        lines += ["", "Supposed:", *(f"- {a}" for a in plan.assumptions)]
+    supposed = [*plan.assumptions, *_counted_less(plan, costs)]
+    if supposed:
+        lines += ["", "Supposed:", *(f"- {a}" for a in supposed)]
     return [folded for line in lines for folded in _folded(line, width)]
 
 
@@ -75,11 +79,12 @@ def _budget(plan: Plan, steps: int | None) -> str:
     of = throughput(plan, steps)
     text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
     if steps is not None:
-        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {_duration(of['days'])}"
+        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {duration(of['days'])}"
     return f"{text}."
 
 
-def _duration(days: float) -> str:
+def duration(days: float) -> str:
+    """In the largest unit of which it is two or more."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= 2 * size:
             return f"{days / size:,.1f} {unit}"
@@ -138,9 +143,9 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
         f"tokens/s, {_per_kind(plan, predicted)}"
     ]
     lines += [
-        f"  {PART_NAMES[name]:<16} " + (f"{s:9.3g} s  {s / total:4.0%}" if s >= TINY * total else f"{'–':>9}")
+        f"  {PART_NAMES[name]:<16} {s:9.3g} s  " + (f"{s / total:4.0%}" if s >= TINY * total else f"{'<1%':>4}")
         for s, name in parts
-        if s > 0
+        if s > NOTHING * total
     ]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
@@ -275,6 +280,24 @@ def _too_close(plan: Plan) -> list[str]:
         f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
         f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
     ]
+
+
+def _counted_less(plan: Plan, costs: Costs) -> Iterable[str]:
+    """Of each fabric in use whose RDMA counts for less than MUCH of its rate, where nobody measured it: what it counts
+    for."""
+    used = {g.transport for g in plan.transports() if g.transport.kind == "rdma"}
+    for transport in sorted(used, key=lambda t: [c.fabric for c in plan.components].index(str(t.fabric))):
+        fabric = plan.site.fabric(str(transport.fabric))
+        assert fabric.rdma_gbps is not None
+        if costs.calibration is not None and costs.calibration.link(fabric, str(transport.nic)) is not None:
+            continue
+        share = costs.link(transport, fabric, "reduce_scatter").efficiency
+        if share < MUCH:
+            by = "as the runs learned from have it" if str(transport.nic) in costs.corrections.rates else _SOURCE
+            yield (
+                f"{fabric.name}: its {fabric.rdma_gbps:g} Gb/s are counted as {share * fabric.rdma_gbps:.3g} ({by});"
+                " `holmes calibrate` measures yours"
+            )
 
 
 def _layers(layers: list[int]) -> str:

@@ -251,9 +251,8 @@ def _told_apart(cells: pd.DataFrame) -> pd.DataFrame:
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
-            words[index] = " ".join(
-                _sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}" for name in differ
-            )
+            told = (_sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}" for name in differ)
+            words[index] = " ".join(filter(None, told))
     return cells.assign(apart=words)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.foreign import from_yaml, read_file
+from holmes_hpc.records.rates import number
 from holmes_hpc.records.run import RunDirectory
 
 NIC_WORDS = {
@@ -147,11 +147,3 @@ def whole(value: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return found if -(2**63) <= found < 2**63 else None
-
-
-def number(value: Any) -> float:
-    """A float; NaN for anything else."""
-    try:
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        return math.nan

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from holmes_hpc.records.rates import finite
+
 CONFIDENCE = 0.95
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% of Student's t, by the number of values
 
@@ -25,18 +27,6 @@ class Estimate:
     low: float
     high: float
     count: int
-
-
-def warmup_steps(count: int) -> int:
-    """How many of a run's first `count` steps are left out: a tenth, at least 2 and at most 20, and never more than
-    half. The first steps connect sockets, fill caches and allocate memory."""
-    return min(max(2, min(20, count // 10)), count // 2)
-
-
-def finite(values: ArrayLike) -> NDArray[np.float64]:
-    """The values that are numbers, flat."""
-    array = np.asarray(values, dtype=np.float64).ravel()
-    return array[np.isfinite(array)]
 
 
 @lru_cache(maxsize=4096)
@@ -89,14 +79,6 @@ def repeats_interval(values: ArrayLike) -> Estimate:
     logs = np.log(finite(values))
     half = STUDENT[found.count] * logs.std(ddof=1) / math.sqrt(found.count)
     return replace(found, low=float(np.exp(logs.mean() - half)), high=float(np.exp(logs.mean() + half)))
-
-
-def harmonic_mean(rates: ArrayLike) -> float:
-    """The mean rate over equal amounts of work (steps): n / sum(1 / rate), which is all work over all time."""
-    kept = finite(rates)
-    if not len(kept) or (kept <= 0).any():
-        return math.nan
-    return float(len(kept) / np.sum(1.0 / kept))
 
 
 def percentage_errors(predicted: ArrayLike, measured: ArrayLike) -> NDArray[np.float64]:

@@ -13,9 +13,12 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.predict import kind_tflops
 from holmes_hpc.planning.narrative import explain
+from holmes_hpc.planning.search.alternatives import grown
 from holmes_hpc.planning.search.best import best_plan, given_plan
 
 pytestmark = pytest.mark.integration
@@ -85,3 +88,39 @@ def test_runners_up_come_in_the_order_of_their_speed_and_gains_say_what_they_hol
     times = [a["predicted"]["step_time_s"] for a in plan.alternatives]
     assert len(times) > 2 and times == sorted(times)
     assert "What would help, each alone and with this layout (planned anew it may be more):" in explain(plan, Costs())
+
+
+def test_a_network_that_counts_for_much_less_than_its_rate_is_told() -> None:
+    fabrics = (SITE.fabrics[0], replace(SITE.fabrics[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
+    site, options = replace(SITE, fabrics=fabrics), PlanOptions(tp=1, pp=2, dp=16)
+    plan = given_plan(MODEL, BATCH, site, options, Costs())
+    told = "roce-b: its 200 Gb/s are counted as 63.8 (NCCL over RoCE, published runs); `holmes calibrate` measures"
+    text = " ".join(explain(plan, Costs(), width=10_000))
+    assert told in text and "a: its" not in text
+    measured = MeasuredFabric("roce-b", A100.name, links={"roce": Link(1e-5, 0.5)})
+    assert "counted as" not in " ".join(explain(plan, Costs(Calibration(fabrics=(measured,))), width=10_000))
+
+
+def test_a_part_that_takes_under_half_a_percent_has_its_time() -> None:
+    plan = given_plan(MODEL, BATCH, SITE, PlanOptions(tp=1, pp=2, dp=16), Costs())
+    assert plan.predicted is not None
+    less = {**plan.predicted.breakdown, "optimizer_s": 3e-4 * plan.predicted.step_time_s, "param_sync_s": 1e-17}
+    lines = explain(replace(plan, predicted=replace(plan.predicted, breakdown=less)), Costs())
+    (line,) = (line for line in lines if line.lstrip().startswith("optimizer"))
+    assert line.split()[1:] == [f"{less['optimizer_s']:.3g}", "s", "<1%"]
+    assert not any(line.lstrip().startswith("parameter sync") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"compute_s": 2.46, "grad_sync_s": 0.1, "optimizer_s": -1.0}, "compute takes 2.46 s longer"),
+        (
+            {"compute_s": 2.46, "optimizer_s": 0.0, "grad_sync_s": 2.3},
+            "compute takes 2.46 s longer, gradient sync 2.3 s",
+        ),
+        ({"compute_s": -1.0, "grad_sync_s": 3.0}, "gradient sync takes 3 s longer"),
+    ],
+)
+def test_a_runner_up_names_the_one_or_two_parts_that_grow_most(more: dict[str, float], words: str) -> None:
+    assert grown(more) == words

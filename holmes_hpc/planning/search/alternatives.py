@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,7 @@ def alternative(
     first, second = predict_layout(best, best_layers), predict_layout(other, layers)
     slower = second.step_time_s / first.step_time_s - 1
     more = {name: second.breakdown[name] - first.breakdown[name] for name in PREDICTED}
-    worst = max(PREDICTED, key=lambda n: more[n])
-    why = (
-        f"{slower:.1%} slower: {PART_NAMES[worst]} takes {more[worst]:.3g} s longer"
-        if slower > 0.0005
-        else ("as fast, and less plain or with more GPUs")
-    )
+    why = f"{slower:.1%} slower: {grown(more)}" if slower > 0.0005 else ("as fast, and less plain or with more GPUs")
     p = other.parallel
     return {
         "strategy": strategy,
@@ -43,3 +39,11 @@ def alternative(
             "breakdown": second.breakdown,
         },
     }
+
+
+def grown(more: Mapping[str, float]) -> str:
+    """In words the part of a step that takes longest beyond the best plan's, and the next where that is a third of it
+    or more. `more`: seconds of each, less where negative."""
+    first, second = sorted(more, key=lambda name: -more[name])[:2]
+    text = f"{PART_NAMES[first]} takes {more[first]:.3g} s longer"
+    return text + (f", {PART_NAMES[second]} {more[second]:.3g} s" if more[second] >= more[first] / 3 > 0 else "")

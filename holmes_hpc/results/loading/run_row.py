@@ -15,12 +15,13 @@ import yaml
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.foreign import from_json, from_yaml, read_file
+from holmes_hpc.records.rates import RATES, first_attempt_of_plan, harmonic_mean
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
 from holmes_hpc.results.columns import PARTS, RUN_COLUMNS
 from holmes_hpc.results.loading.steps import Floats, Steps, no_steps, read_steps
 from holmes_hpc.results.plans import mapping, number, plan_columns, read_plan, text, whole
-from holmes_hpc.results.statistics import harmonic_mean, median_interval
+from holmes_hpc.results.statistics import median_interval
 
 SECOND = timedelta(seconds=1)  # what starts are written to
 
@@ -39,7 +40,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
         return row, no_steps()
     plan, ending = read_plan(run), _ending(run)
     try:
-        steps = read_steps(run, _first_of_plan(record))
+        steps = read_steps(run, first_attempt_of_plan(record))
         row.update(_identity(record, steps, ending or {}), **_configuration(record), **plan_columns(plan))
         row.update(figures(steps))
     except (TypeError, ValueError, AttributeError, OverflowError, HolmesError) as e:
@@ -69,12 +70,6 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
 def plain_name(path: str | Path) -> str:
     """A name that can be printed and stored, whatever bytes the file system has."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-def _first_of_plan(record: dict[str, Any]) -> int:
-    """The number of the attempt since when all have had the plan that the run has now."""
-    plans = [mapping(a).get("plan_id") or record.get("plan_id") for a in record["attempts"]]
-    return max((i + 2 for i, plan in enumerate(plans) if plan != record.get("plan_id")), default=1)
 
 
 def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
@@ -166,10 +161,7 @@ def figures(steps: Steps) -> dict[str, Any]:
         "step_time_s": times.median,
         "step_time_low_s": times.low,
         "step_time_high_s": times.high,
-        **{
-            name: harmonic_mean(steps.scalars[name][kept])
-            for name in ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflops_per_gpu")
-        },
+        **{name: harmonic_mean(steps.scalars[name][kept]) for name in RATES},
         "first_loss": float(steps.scalars["loss"][0]),
         "loss": float(steps.scalars["loss"][-1]),
         "validation_loss": _last(steps.scalars["validation_loss"]),

@@ -16,10 +16,10 @@ from pyarrow import json as arrow_json
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.foreign import MOST_LEVELS, from_json, too_deep
 from holmes_hpc.records.metrics import FIELDS, PARTS, WAYS
+from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
 from holmes_hpc.results.plans import mapping, number
-from holmes_hpc.results.statistics import warmup_steps
 
 SCALARS = tuple(name for name in STEP_COLUMNS if name in FIELDS and name not in ("step", "attempt"))
 LINE = pa.schema(

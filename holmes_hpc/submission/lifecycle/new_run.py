@@ -12,7 +12,7 @@ from typing import Any
 
 from holmes_hpc.commit import git_commit
 from holmes_hpc.config.configuration import Configuration
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.planning.request import pace
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
@@ -49,6 +49,10 @@ def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: 
     path = new_run_path(config, plan)
     if alone and not RunDirectory(path).exists() and others(path):
         raise ConfigError("other files are there", where=str(path), hint="give the run a directory of its own")
+    if RunDirectory(path).exists() and config.name is not None and path == (runs_root() / str(config.name)).absolute():
+        raise RecordError(
+            "it already holds a run", where=str(path), hint="`holmes resume` goes on with it; or give another name"
+        )
     filled = replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml"))
     return RunDirectory.create(
         path,

@@ -70,6 +70,8 @@ class Progress:
         self.__exit__(None, None, None)
         with contextlib.suppress(OSError):
             console.table(str(self._manifest.path.parent), *sweep_rows(self.rows("cache")))
+            if any(job.entry.kind == "plan" for job in self._launched):
+                console.note(f"`holmes report {self._manifest.path.parent} --by loss` compares them")
 
 
 def in_a_line(rows: Sequence[SweepRow]) -> str:

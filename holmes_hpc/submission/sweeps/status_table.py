@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.foreign import from_json
 from holmes_hpc.records.logs import tail
+from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.run_states import is_end, run_state
@@ -23,11 +27,13 @@ from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
+WHOLE = 8_000_000  # bytes of a growing metrics.jsonl that are read at every look
+
 
 @dataclass(frozen=True)
 class SweepRow:
     """One job of a sweep as a table shows it. `state`: completed, failed, … when it ended, else Slurm's word
-    in lower case."""
+    in lower case. `step`, `loss`: of the last step; `tokens_per_s`: of all that count (run_rates)."""
 
     num: int
     overrides: tuple[str, ...]
@@ -61,7 +67,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     if job.kind == "plan":
         run = RunDirectory(manifest.place(job.directory))
         last = _last_metrics(run.metrics_path)
-        step, loss, rate = last.get("step"), last.get("loss"), last.get("tokens_per_s")
+        step, loss, rate = last.get("step"), last.get("loss"), run_rates(run).get("tokens_per_s")
         result = run.read_result()
         if result is None and state.ended and run.exists():
             result = record_end(run, state)
@@ -93,29 +99,54 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     )
 
 
+def run_rates(run: RunDirectory) -> dict[str, float]:
+    """A run's mean_rates, as `holmes report` has them; while it runs, of a file of more than WHOLE bytes those of its
+    last steps alone."""
+    with contextlib.suppress(OSError):
+        seen = run.metrics_path.stat()
+        return _rates(run.path, seen.st_size, seen.st_mtime_ns, run.result_path.exists())
+    return {}
+
+
+@lru_cache(maxsize=1024)
+def _rates(directory: Path, size: int, _: int, ended: bool) -> dict[str, float]:
+    run = RunDirectory(directory)
+    try:
+        if size > WHOLE and not ended:
+            return mean_rates([*_last_lines(run.metrics_path)][::-1])
+        return mean_rates(run.metrics(), first_attempt_of_plan(run.read_run()))
+    except HolmesError:
+        return {}
+
+
 def _last_metrics(path: Path) -> dict[str, Any]:
     """The last whole line of metrics.jsonl, without reading all of it."""
+    return next(_last_lines(path), {})
+
+
+def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The last whole lines of metrics.jsonl, the very last first."""
     for line in reversed(tail(path, 160)):
         try:
             data = from_json(line)
         except ValueError:
             continue
         if isinstance(data, dict):
-            return data
-    return {}
+            yield data
 
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """One mapping per job: `num, overrides, job_id, state, error, directory`, and `final` (of a plan's job: the last
-    step's figures; else the value that the function returned)."""
+    step's number and loss, and the run's rates; else the value that the function returned)."""
     manifest = read_manifest(directory)
     found = []
     for job, state in states(manifest, manifest.jobs).items():
         row = row_of(manifest, job, state)
         final: Any = None
         if job.kind == "plan":
-            result = RunDirectory(manifest.place(job.directory)).read_result()
-            final = result.get("final") if result else None
+            run = RunDirectory(manifest.place(job.directory))
+            result = run.read_result()
+            final = {**(result.get("final") or {}), **run_rates(run)} if result else None
         else:
             outcome, value = plain_outcome(manifest, job)
             final = value if outcome == "completed" else None

@@ -90,7 +90,8 @@ class Watchdog:
         now = self._clock()
         if self._speaks and now - self._said > self._silence_s:
             self._said = now
-            say(f"still at {self._doing}, for {now - self._since:.0f} s")
+            since = f"{now - self._since:.0f}"
+            say(f"still at {self._doing}, for {since} s" if since != "0" else f"now at {self._doing}")
 
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):

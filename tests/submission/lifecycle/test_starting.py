@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import plans
@@ -209,3 +210,12 @@ def test_a_job_says_nothing_of_another_jobs_run(jobs: Jobs, tmp_path: Path, capf
     run = RunDirectory(tmp_path / "run")
     assert finish.finish(run, 1, False, "77", 0) == 1
     assert run.read_result() is None and "belongs to job 1; nothing is recorded of job 77" in capfd.readouterr().out
+
+
+def test_a_name_that_is_taken_asks_for_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config: Any = SimpleNamespace(name="tb", run_dir=None)
+    plan: Any = None
+    RunDirectory.create(new_run.new_run_path(config, plan))
+    with pytest.raises(RecordError, match="or give another name"):
+        new_run.new_run(config, plan, [])

@@ -7,19 +7,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from made_runs import make_run
 from omegaconf import OmegaConf
 from slurm_text import squeue_line
 
 from holmes_hpc import cli
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import RecordError
+from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.sweeps import jobs, progress
+from holmes_hpc.submission.sweeps import jobs, progress, status_table
 from holmes_hpc.submission.sweeps.launcher_settings import (
     LocalLauncherConf,
     SlurmLauncherConf,
@@ -102,6 +105,29 @@ def test_a_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row.state for row in rows] == ["completed", "failed", "failed"] and rows[1].error == "of its own"
     (tmp_path / "sweep" / "41_outcome.json").write_text('{"state": "completed", "value": {"loss": 2}}')
     assert collect(tmp_path / "sweep")[0]["final"] == {"loss": 2}
+
+
+@pytest.mark.parametrize("whole", [10**6, 0])
+def test_a_rate_is_the_reports_and_not_the_last_steps(
+    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last step, here a slow one, is no run's rate: after the warm-up, over all."""
+    monkeypatch.setattr(status_table, "WHOLE", whole)
+    run = make_run(tmp_path / "sweep" / "0", steps=12)
+    last = run.metrics()[-1]
+    run.append_metrics({**last, "step": 12, "step_time_s": 9.0, "tokens_per_s": last["tokens_per_s"] / 9})
+    manifest = open_manifest(tmp_path / "sweep")
+    manifest.put(SweepJob(0, (), "0", "plan", "local", "41", "0", digest="d", submitted=time.time()))
+    (row,), (cell, _) = sweep_status(tmp_path / "sweep"), read_one(run, "0")
+    assert row.tokens_per_s == pytest.approx(cell["tokens_per_s"]) != pytest.approx(last["tokens_per_s"] / 9, rel=0.5)
+    final = collect(tmp_path / "sweep")[0]["final"]
+    assert final["step_time_s"] == pytest.approx(cell["step_time_s"])
+    assert final["tokens_per_s"] == row.tokens_per_s
+    Progress(manifest, [SimpleNamespace(entry=manifest.jobs[0])]).conclude()  # type: ignore[list-item]
+    assert f"`holmes report {tmp_path / 'sweep'} --by loss`" in capfd.readouterr().err
+    run.result_path.unlink()  # as if it still ran
+    growing = row_of(manifest, manifest.jobs[0], JobState("41", "RUNNING"))
+    assert growing.tokens_per_s == pytest.approx(cell["tokens_per_s"])
 
 
 @pytest.mark.integration

@@ -42,6 +42,13 @@ def test_a_slow_set_up_names_its_phase_within_10_s_until_the_first_step(capsys: 
             dog.tell()
         return [line.partition(" still at ")[2] for line in capsys.readouterr().out.splitlines()]
 
+    for _ in range(9):
+        clock.pass_(1)
+    clock.pass_(1)
+    dog.alive("what follows")
+    dog.tell()
+    assert " now at what follows" in capsys.readouterr().out
+    dog = watchdog.Watchdog(Told(), 600, speaks=True, clock=clock)  # type: ignore[arg-type]
     dog.setting_up("building the model")
     assert said_in(10) == ["building the model, for 9 s"]
     dog.alive("step 1")
