@@ -190,7 +190,7 @@ def test_cancelling_says_what_is_kept(
         submitted(tmp_path / f"run{len(kept)}")
         monkeypatch.setattr(checkpoint_directory, "complete", lambda _, kept=kept: kept)
         runs.cancel(str(tmp_path / f"run{len(kept)}"))
-        assert f"so far {says}; its ranks save the step under way if" in " ".join(capfd.readouterr().err.split())
+        assert f"{says}; its ranks save the step under way if" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_batch_script_takes_no_run_from_a_living_job(
