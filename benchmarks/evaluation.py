@@ -1,7 +1,7 @@
 """The paper's evaluation, repeated on the testbed's shaped NICs with paced compute.
 
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
-    python benchmarks/evaluation.py [--part headline|pairs|demo|full] [--runs DIR] [--minutes N]
+    python benchmarks/evaluation.py [--part headline|pairs|demo|four-nodes|full] [--runs DIR] [--minutes N]
 
 Runs the cells of a part one job at a time, repeat by repeat and within a repeat system beside system, so that what
 drifts in the machine meets all of them alike. Started again it goes on where it was; runs that did not complete are
@@ -58,6 +58,10 @@ from holmes_hpc.results.tables import Table, interval, number, unpacked
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 
+FOUR_NODES = """\
+Plain Megatron-LM has a connection a direction here, as it has over NCCL. Predictions are the planner's for each run's
+plan, from declared rates and the pace alone: nothing was fitted to these runs. Intervals are over repeats on one
+machine. Six nodes and more, ablations and the planner's free choice: evaluation-tables.md."""
 READING = """\
 Predictions are the planner's for each run's plan, from declared rates and the pace alone: nothing was fitted to these
 runs. Over gloo plain Megatron-LM's activations and gradients wait for each other: they share one connection
@@ -295,7 +299,7 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
         lines.append(
             f"- *{regime}*: {hop}micro-batches of {REGIMES[regime].micro_size}; `{' '.join(REGIMES[regime].overrides)}`"
         )
-    lines += ["", READING]
+    lines += ["", FOUR_NODES if part.startswith("four-nodes") else READING]
     for t in made[:2]:
         lines += _section(t)
     figures_at = path.with_suffix("")

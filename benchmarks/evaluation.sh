@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # The evaluation from nothing: the testbed's `evaluation` topology, the runs, docs/evaluation-tables.md. `make evaluation`
-# runs it; started again it goes on where it was. PART=headline (two hours at most), pairs or full (some hours more).
+# runs it; started again it goes on where it was. PART=headline (two hours at most), four-nodes (as
+# long; a page of its own), pairs or full (some hours more).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HOLMES_TESTBED=${HOLMES_TESTBED:-/var/lib/holmes-evaluation}
 holmes testbed up evaluation
 trap 'holmes testbed down' EXIT
 eval "$(holmes testbed env)"
-python benchmarks/evaluation.py --part "${PART:-headline}" --page docs/evaluation-tables.md
+page=evaluation-tables
+[ "${PART:-}" = four-nodes ] && page=evaluation-four-nodes
+python benchmarks/evaluation.py --part "${PART:-headline}" --page "docs/$page.md"

@@ -186,7 +186,13 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
         ]
     beside = [c for regime in ("paper-like-6", "unpaced") for c in grid(regime, 4)]
     demo = [Cell(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [Cell(DEMO, "hybrid", 4, BOTH[1])]
-    made = {"headline": _repeated(headline, REPEATS), "pairs": _repeated(pairs, PAIRS), "demo": _repeated(demo, 2)}
+    four_nodes = [cell for regime in (*TARGETS, DEMO) for cell in grid(regime, 4)]  # hybrid and one fabric, side by side
+    made = {
+        "headline": _repeated(headline, REPEATS),
+        "pairs": _repeated(pairs, PAIRS),
+        "demo": _repeated(demo, 2),
+        "four-nodes": _repeated(four_nodes, REPEATS),
+    }
     rest = [*_repeated(targets, REPEATS), *made["pairs"], *_repeated(others, REPEATS), *_repeated(beside, 1)]
     return {**made, "full": list(dict.fromkeys([*made["headline"], *rest]))}
 
