@@ -33,7 +33,8 @@ class StagePlace:
 
 
 class _Ranks:
-    """Stands in for Megatron-Core's RankGenerator: the ranks of all groups of a kind."""
+    """Stands in for Megatron-Core's RankGenerator: the ranks of all groups of a kind. Weights cut over replicas, an
+    axis from 0.18 on, it has none of: a rank is alone on it."""
 
     def __init__(self, widths: Widths) -> None:
         grid = widths.grid()
@@ -47,7 +48,11 @@ class _Ranks:
         self._alone = [[rank] for rank in range(widths.world_size)]
 
     def get_ranks(self, token: str, *_: Any) -> list[list[int]]:
-        return self._inside.get(token, self._alone)
+        kind = "-".join(axis for axis in token.split("-") if axis != "gtp_remat")
+        return self._inside.get(kind, self._alone)
+
+    def get_gtp_ranks(self, _: int) -> list[list[int]]:
+        return self._alone
 
 
 @contextmanager
