@@ -53,6 +53,7 @@ _METADATA = {
 _EXTRA = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # its stand-in, in Megatron-Core from 0.17 on
     ("torch", "Size"),
     ("collections", "OrderedDict"),
     ("collections", "deque"),

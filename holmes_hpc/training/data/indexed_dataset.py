@@ -49,7 +49,7 @@ class _NoPickles:
         return np.load(path, **{**options, "allow_pickle": False})
 
 
-vars(gpt_dataset)["numpy"] = _NoPickles()
+vars(gpt_dataset).update(numpy=_NoPickles(), safe_numpy_load=_NoPickles.load)  # later versions have the second name
 
 
 class _Vocabulary:

@@ -3,6 +3,7 @@ small function asks torch for the facts."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import re
 from collections.abc import Iterator
@@ -37,11 +38,26 @@ def gather() -> CudaFacts:
     import torch.distributed as dist
 
     wheel = torch.version.cuda
-    driver = getattr(torch._C, "_cuda_getDriverVersion")() if wheel else 0  # noqa: B009 (CPU builds lack it)
     te, error = transformer_engine()
     return CudaFacts(
-        wheel, driver, torch.cuda.device_count() if wheel else 0, dist.is_nccl_available(), te, error, _wanted_te()
+        wheel,
+        _driver() if wheel else 0,
+        torch.cuda.device_count() if wheel else 0,
+        dist.is_nccl_available(),
+        te,
+        error,
+        _wanted_te(),
     )
+
+
+def _driver() -> int:
+    """The newest CUDA that the driver knows, asked of the driver itself: torch has no such question any more in 2.13."""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):  # no driver
+        return 0
+    return 0 if failed else version.value
 
 
 def has_transformer_engine() -> bool:

@@ -153,7 +153,8 @@ def row(name: str, plan: Plan, made: Sequence[Made]) -> str:
     found: dict[str | None, set[str]] = defaultdict(set)
     for group in made:
         if group.backend == "nccl":
-            found[group.network].add("edge" if group.kind.startswith("edge") else group.kind.removesuffix(" with cp"))
+            kind = group.kind.removesuffix(" with cp").removesuffix(" with egtp")  # the latter from 0.18 on
+            found[group.network].add("edge" if kind.startswith("edge") else kind)
     p = plan.parallel
     shape = f"TP {p.tp} PP {p.pp} DP {p.dp}" + (f", {p.virtual_stages} chunks" if p.virtual_stages > 1 else "")
     columns = (", ".join(sorted(found[network])) or "–" for network in ("IB", "Socket", None))
