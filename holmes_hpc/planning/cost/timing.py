@@ -179,6 +179,7 @@ def _replica(
     if _apart(layout) or not (software.overlap and software.overlap_gather):  # by the optimizer, of all chunks
         ready, after = np.zeros_like(gather), gather.sum(axis=2)
     down, up = np.tile(traffic.down, (plans, 1)), np.tile(traffic.up, (plans, 1))
+    ready[:, :, 0] += _arriving(layout, traffic, ready[:, :, 0], forward[:, :, 0])
     both = np.minimum(2 * up, up + reduce[:, :, 0])  # on one NIC, at the same moment
     return Durations(forward, backward, down, up, np.where(traffic.beside, both, up), ready, reduce, tail), after
 
@@ -209,6 +210,21 @@ def _exposed(
     tail = np.maximum(reduce / pieces, reduce - backward * (1 - 1 / pieces))
     each, takes, layer = gather / pieces, forward / pieces, forward / np.maximum(1, layers)
     return np.maximum(0, each - layer) + (pieces - 1) * np.maximum(0, each - takes), tail
+
+
+def _arriving(layout: Layout, traffic: Traffic, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:
+    """How much longer stages gather their parameters, `ready` seconds alone, because of the micro-batches that come in
+    meanwhile by the same NIC; all arrays (plans, S). A stage gathers when its first micro-batch has come, and the stage
+    above runs ahead: it sends what it computes until the window of receives is full. Two flows share a NIC evenly."""
+    longer, order = np.zeros_like(ready), layout.order
+    if order.stages == 1 or order.schedule.megatron:  # which receives nothing until it has computed
+        return longer
+    down = traffic.down[:-1]
+    used = down / np.maximum(forward[:, :-1], down)  # of the NIC, by what comes in
+    window = np.array([order.window_below(s) for s in range(order.stages - 1)])
+    shared = np.minimum(ready[:, 1:] * used / np.maximum(used, 1 - used), window * down)
+    longer[:, 1:] = np.where(traffic.beside[1:], shared, 0)
+    return longer
 
 
 def _one_nic(layout: Layout, replica: int, stage: int) -> bool:

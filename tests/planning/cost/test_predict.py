@@ -23,7 +23,7 @@ from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
 from holmes_hpc.planning.cost.timing import Timing, timing
 from holmes_hpc.planning.search.best import best_plan, given_plan
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.spec.plan import Plan, Schedule
 
 TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
 
@@ -285,6 +285,22 @@ def test_stage_transfers_wait_for_gradients_only_where_both_take_one_nic() -> No
         layout = Layout.of(pipeline(transport=transport), Costs())
         d = timing(layout, layer_array(pipeline())).replicas[0]
         assert (d.last_up[0, 1] > d.up[0, 1]) == (transport == "single")
+
+
+@pytest.mark.parametrize(("depth", "coming"), [(1, 1), (2, 2), (4, 4)])
+def test_gathering_waits_for_micro_batches_that_come_in_by_its_nic(depth: int, coming: int) -> None:
+    """As many as receives are posted, under the schedule that posts them ahead; on one NIC alone."""
+    costs = Costs(pace_layer_ms=10)
+    for transport in ("holmes", "single"):
+        told = pipeline(transport=transport, partition="uniform")
+        waits, ahead = (
+            timing(Layout.of(replace(told, schedule=Schedule(kind, depths)), costs), layer_array(told)).replicas[0]
+            for kind, depths in (("1f1b", (2, 1)), ("ahead", (depth, 1)))
+        )
+        longer = (ahead.ready - waits.ready)[0, :, 0]
+        assert longer[0] == 0
+        assert longer[1] == pytest.approx(coming * waits.down[0, 0] if transport == "single" else 0)
+        assert longer[1] < waits.ready[0, 1, 0]
 
 
 def test_the_timeline_holds_every_pass_and_ends_with_the_gradients() -> None:
