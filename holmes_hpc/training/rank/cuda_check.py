@@ -51,7 +51,7 @@ def gather() -> CudaFacts:
 
 
 def _driver() -> int:
-    """The newest CUDA that the driver knows, asked of the driver itself: torch has no such question any more in 2.13."""
+    """The newest CUDA that the driver knows, asked of the driver itself: torch 2.13 has no such question any more."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
