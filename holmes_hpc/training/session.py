@@ -217,10 +217,7 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
 
 
 def _bind(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):  # torch 2.6 has none
-        return ""
-    return affinity.bind(affinity.pci_address(properties))
+    return affinity.bind(affinity.pci_address(torch.cuda.get_device_properties(device)))
 
 
 def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
@@ -260,7 +257,7 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
             store.set("attempt", str(rank_exit.attempt))
         else:
             rank_exit.attempt = int(store.get("attempt"))
-    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", rendezvous.another(raw, timeout_s)))
+    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", raw.clone()))
     return store
 
 

@@ -107,12 +107,6 @@ def _client(address: str, port: int, secret: bytes, world_size: int, timeout_s: 
     return dist.TCPStore(relay.address, relay.port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def another(store: dist.TCPStore, timeout_s: float) -> dist.TCPStore:
-    """A connection of its own to the same store, for another thread. (torch before 2.8 has no ``Store.clone``.)"""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
 def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: int) -> None:
     """Rank 0, when it fails before it could start the store: the others need not wait for it."""
     with contextlib.suppress(HolmesError, OSError):
