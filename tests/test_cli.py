@@ -47,6 +47,23 @@ def test_plan_for_a_site_file_is_written_and_read_back(holmes, site, tmp_path):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_what_is_doubtful_of_a_site_is_said_before_its_plan(holmes, tmp_path):
+    target, path = tmp_path / "plan.yaml", tmp_path / "site.yaml"
+    path.write_text(TWO.replace("nic: ib, rdma_gbps: 200", "nic: ib, rdma_gbps: 25"))
+    code, _, err = holmes(
+        "plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.pp=2", "--site", str(path), "-o", str(target)
+    )
+    assert code == 0 and "rdma_gbps of ib-a is 25, which no InfiniBand has" in " ".join(err.split())
+    code, out, _ = holmes("predict", str(target))
+    assert code == 0 and "its 200 Gb/s are counted as" in " ".join(out.split())  # as the plan has it
+
+
+def test_deep_pipelines_name_their_networks_too(holmes, site):
+    told = ("plan.strategy=one-fabric", "plan.pp=10", "plan.tp=1", "batch.global_size=96")
+    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", *told, "--site", str(site))
+    assert code == 0 and "stages 0 to 9: 3, 3, 3" in out and "data parallel by " in " ".join(out.split())
+
+
 def test_json_of_a_plan_is_one_document(holmes, site):
     code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "--json")
     assert code == 0

@@ -95,4 +95,7 @@ def asked_site(config: Configuration) -> Site:
     from holmes_hpc.planning.request import site
 
     with console.waiting("asking Slurm"):
-        return site(config)
+        found = site(config)
+    for remark in found.assumptions if config.site_file else ():  # at a plan's end, under Supposed, they come late
+        console.note(f"{config.site_file}: {remark}")
+    return found

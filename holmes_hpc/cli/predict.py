@@ -95,7 +95,7 @@ def predict(
     from holmes_hpc.config.plan_options import PlanOptions
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
-    from holmes_hpc.planning.narrative import duration, throughput
+    from holmes_hpc.planning.narrative import counted_less, duration, throughput
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import site as site_of
     from holmes_hpc.planning.request import with_gpu, with_software
@@ -208,7 +208,7 @@ def predict(
             *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
             *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
         ],
-        caption="; ".join(given.assumptions),
+        caption="; ".join((*given.assumptions, *counted_less(given, costs))),
     )
 
 

@@ -25,6 +25,7 @@ MUCH = 0.8  # of a declared rate: a network that counts for less is told
 _SOURCE = "NCCL over RoCE, published runs"
 TINY = 0.005  # of a step: what would be told as 0%
 NOTHING = 1e-6  # of a step: what rounding leaves
+IDLE = 0.25  # of a step: more waiting than that is told beside what takes longest
 CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
 
@@ -45,7 +46,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
         lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
     if plan.unused:
         lines.append("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
-    supposed = [*plan.assumptions, *_counted_less(plan, costs)]
+    supposed = [*plan.assumptions, *counted_less(plan, costs)]
     if supposed:
         lines += ["", "Supposed:", *(f"- {a}" for a in supposed)]
     return [folded for line in lines for folded in _folded(line, width)]
@@ -121,7 +122,11 @@ def _drawing(plan: Plan) -> list[str]:
             ]
         else:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
-            lines.append(f"|   stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")
+            by = dict.fromkeys(str(inside[s]) for s in part.stages if s in inside)
+            lines.append(
+                f"|   stages {part.stages[0]} to {part.stages[-1]}: {layers} layers"
+                + (f", data parallel by {' and '.join(by)}" if by else "")
+            )
         following = (part.stages[-1], part.stages[-1] + 1)
         if following in edges and plan.strategy != "hierarchical-dp":
             lines.append(f"|     |  activations by {edges[following]}")
@@ -195,13 +200,18 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
 def _binding(predicted: Predicted) -> str:
     named = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
     name = max(named, key=lambda n: named[n])
-    helps = {
+    all_helps = {
         "compute_s": "more or faster GPUs help",
         "pipeline_wait_s": "more micro-batches or a faster transfer help",
         "grad_sync_s": "a faster data-parallel network helps",
         "param_sync_s": "a faster data-parallel network helps",
-    }.get(name)
-    return f"{PART_NAMES[name]}: {helps}" if helps else PART_NAMES[name]
+    }
+    helps = all_helps.get(name)
+    text = f"{PART_NAMES[name]}: {helps}" if helps else PART_NAMES[name]
+    waits = named.get("pipeline_wait_s", 0.0) / predicted.step_time_s
+    if name != "pipeline_wait_s" and waits >= IDLE:
+        text += f"; {waits:.0%} is {PART_NAMES['pipeline_wait_s']}: {all_helps['pipeline_wait_s']}"
+    return text
 
 
 def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
@@ -282,7 +292,7 @@ def _too_close(plan: Plan) -> list[str]:
     ]
 
 
-def _counted_less(plan: Plan, costs: Costs) -> Iterable[str]:
+def counted_less(plan: Plan, costs: Costs) -> Iterable[str]:
     """Of each fabric in use whose RDMA counts for less than MUCH of its rate, where nobody measured it: what it counts
     for."""
     used = {g.transport for g in plan.transports() if g.transport.kind == "rdma"}

@@ -50,7 +50,7 @@ def test_a_model_trains_on_a_cpu() -> None:
         [sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    losses = [float(line) for line in ended.stdout.split()]
+    losses = [float(line) for line in ended.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.8 says
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
     assert "CPU RNG state changed" not in ended.stderr
 
