@@ -62,7 +62,8 @@ def test_memory_that_is_taken_is_told_from_memory_that_never_was() -> None:
     assert "plan again for this kind of GPU" in str(memory_problem(39 * GIB, 40 * GIB, 70 * GIB, "g"))
 
 
-@pytest.mark.integration  # a CUDA build of torch looks for its libraries by a process
+@pytest.mark.nccl  # whose lane has a CUDA build of torch
+@pytest.mark.integration  # which looks for its libraries by a process
 def test_the_facts_of_this_machine_can_be_gathered() -> None:
     facts = gather()
     # Megatron-Core's own metadata says which Transformer Engine it is for, or, from 0.17 on, names no versions
