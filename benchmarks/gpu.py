@@ -138,6 +138,7 @@ def minimal(overrides: list[str]) -> Figures:
             params_dtype=settings.params_dtype,
         ),
         [wrapped],
+        use_gloo_process_groups=not cuda,
     )
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss

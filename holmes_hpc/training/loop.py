@@ -271,7 +271,8 @@ class Trainer:
         optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
-        losses = [float(loss) for loss in stored]
+        norm = None if norm is None else float(norm)  # with some Transformer Engines a tensor
+        losses = _numbers(stored)
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
         figures = {"grad_norm": norm, "learning_rate": rate, **({} if updated else {"skipped": True})}
         if self._pause_s:
@@ -318,7 +319,7 @@ class Trainer:
         with torch.no_grad():
             for number in range(self.settings.eval_steps):
                 self.watchdog.alive(f"validation {number + 1} after step {self.step}")
-                losses += [float(loss) for loss in self._forward_backward(batches, forward_only=True)]
+                losses += _numbers(self._forward_backward(batches, forward_only=True))
         self.watchdog.alive(f"what follows step {self.step}")
         for chunk in self.models:
             chunk.train()
@@ -455,6 +456,12 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
     labels = batch.get("labels") if model.post_process else None
     output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
     return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _numbers(losses: list[torch.Tensor]) -> list[float]:
+    """The micro-batches' losses, fetched from the device at once."""
+    found: list[float] = torch.stack(losses).tolist() if losses else []
+    return found
 
 
 def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

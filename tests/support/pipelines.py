@@ -249,7 +249,7 @@ def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any
     if key not in _made:
         built = point_to_point.build(
             plan,
-            lambda edge: dist.new_group(list(edge.ranks)),
+            lambda edge: dist.new_group(list(edge.ranks), backend=world[5]),
             rank=dist.get_rank(),
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
             config=config,
@@ -336,9 +336,11 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
         )
         torch.cuda.set_device(0)
         torch.use_deterministic_algorithms(True, warn_only=True)
+    # Megatron's DDP reduces gradients of one replica too, which gloo does not with CUDA's tensors
+    everyone = "cpu:gloo,cuda:nccl" if (device, backend) == ("cuda", "gloo") else backend
     try:
         dist.init_process_group(
-            backend, store=dist.FileStore(f"{folder}/store", stages * dp * tp), rank=rank, world_size=stages * dp * tp
+            everyone, store=dist.FileStore(f"{folder}/store", stages * dp * tp), rank=rank, world_size=stages * dp * tp
         )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from holmes_hpc.training.rank import cuda_check
+
 _CPU = torch.device("cpu")
 _mode: _CudaMeansCpu | None = None
 
@@ -89,8 +91,8 @@ class CpuEvent:
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
     """Import Megatron-Core in here: functions that it hands to ``torch.compile`` are compiled when they are first
-    called, and stay as they are where this process trains on its CPU. There nothing is compiled, and loading the
-    compiler would take each rank 2 s and 75 MiB."""
+    called, and stay as they are where this process trains on its CPU, or nothing can be compiled (cuda_check says so).
+    On a CPU nothing is, and loading the compiler would take each rank 2 s and 75 MiB."""
     compiler = torch.compile
 
     def later(model: Any = None, **options: Any) -> Any:
@@ -106,7 +108,7 @@ def without_compiler() -> Iterator[None]:
 def _compiled_later(compiler: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
     @cache
     def compiled() -> Callable[..., Any]:
-        return function if _mode is not None else compiler(function, **options)
+        return function if _mode is not None or not cuda_check.can_compile() else compiler(function, **options)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
 
@@ -21,7 +25,8 @@ class CudaFacts:
     """What torch says of CUDA here. `wheel`: the CUDA version that torch was built for (None: a CPU build); `driver`:
     the newest CUDA that the driver knows (12040 for 12.4; 0: there is none); `devices`: GPUs that can be used; `nccl`:
     whether torch has NCCL; `te`: Transformer Engine's version, `te_error`: why it cannot be imported, `te_wanted`: the
-    versions that Megatron-Core asks for (``>=2.9,<2.12``)."""
+    versions that Megatron-Core asks for (``>=2.9,<2.12``). `compiler`: whether Triton can build what starts its kernels.
+    """
 
     wheel: str | None
     driver: int = 0
@@ -30,6 +35,7 @@ class CudaFacts:
     te: str | None = None
     te_error: str | None = None
     te_wanted: str = ""
+    compiler: bool = True
 
 
 def gather() -> CudaFacts:
@@ -47,17 +53,26 @@ def gather() -> CudaFacts:
         te,
         error,
         _wanted_te(),
+        can_compile(),
     )
 
 
 def _driver() -> int:
-    """The newest CUDA that the driver knows, asked of the driver itself: torch 2.13 has no such question any more."""
+    """The newest CUDA that the driver knows, asked of the driver itself: torch has no such question any more."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):  # no driver
         return 0
     return 0 if failed else version.value
+
+
+@cache
+def can_compile() -> bool:
+    """Whether there is what Triton builds the start of its kernels with, when ``torch.compile`` uses it first: a C
+    compiler, and Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def has_transformer_engine() -> bool:
@@ -126,6 +141,11 @@ def problems(facts: CudaFacts) -> Iterator[HolmesError]:
 
 def remarks(facts: CudaFacts) -> Iterator[str]:
     """What may be wrong: lines for the log."""
+    if facts.wheel and not facts.compiler:
+        yield (
+            "no C compiler or no Python.h here, without which torch.compile makes no kernels: bias, dropout and"
+            " activation stay unfused; install gcc and Python's headers (Debian: python3-dev)"
+        )
     if facts.te and facts.te_wanted and not facts.te_error:
         from packaging.specifiers import SpecifierSet
 

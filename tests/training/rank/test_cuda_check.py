@@ -1,10 +1,22 @@
 """What is wrong with a GPU, a driver or torch. The facts are made up: nothing here has seen such hardware."""
 
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 
-from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts, fp8_problem, gather, memory_problem, problems, remarks
+from holmes_hpc.training.rank import cpu
+from holmes_hpc.training.rank.cuda_check import (
+    GIB,
+    CudaFacts,
+    can_compile,
+    fp8_problem,
+    gather,
+    memory_problem,
+    problems,
+    remarks,
+)
 
 GOOD = CudaFacts("13.0", 13000, 8, True)
 
@@ -44,6 +56,24 @@ def test_each_problem_is_one_line(facts: CudaFacts, says: str) -> None:
 )
 def test_what_fits_is_not_talked_about(facts: CudaFacts) -> None:
     assert not list(problems(facts)) and not list(remarks(facts))
+
+
+def test_where_nothing_can_be_compiled_it_is_said_and_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = remarks(replace(GOOD, compiler=False))
+    assert "no C compiler or no Python.h here" in line and "install gcc" in line
+
+    def compiles(*_: object, **__: object) -> None:
+        raise AssertionError("it was compiled")
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch, "compile", compiles)
+    monkeypatch.setattr(cpu, "_mode", None)
+    can_compile.cache_clear()
+    with cpu.without_compiler():
+        function = torch.compile(lambda x: x + 1)
+    assert not can_compile() and function(1) == 2
+    can_compile.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["1.13.0", "2.12.0"])
