@@ -25,7 +25,7 @@ class CudaFacts:
     """What torch says of CUDA here. `wheel`: the CUDA version that torch was built for (None: a CPU build); `driver`:
     the newest CUDA that the driver knows (12040 for 12.4; 0: there is none); `devices`: GPUs that can be used; `nccl`:
     whether torch has NCCL; `te`: Transformer Engine's version, `te_error`: why it cannot be imported, `te_wanted`: the
-    versions that Megatron-Core asks for (``>=2.9,<2.12``). `compiler`: whether Triton can build what starts its kernels.
+    versions that Megatron-Core asks for (``>=2.9,<2.12``). `compiler`: whether Triton can build its kernels' start.
     """
 
     wheel: str | None
