@@ -65,7 +65,8 @@ machine. Six nodes and more, ablations and the planner's free choice: evaluation
 READING = """\
 Predictions are the planner's for each run's plan, from declared rates and the pace alone: nothing was fitted to these
 runs. Over gloo plain Megatron-LM's activations and gradients wait for each other: they share one connection
-(benchmarks/one_connection.py; the cells at 4 nodes, with a connection a direction: evaluation-four-nodes.md). On connections of their own (proportional layers) the same 1F1B is faster; judge the
+(benchmarks/one_connection.py; the cells at 4 nodes, with a connection a direction: evaluation-four-nodes.md). On
+connections of their own (proportional layers) the same 1F1B is faster; judge the
 method by that row as well. Without overlap of its traffic it is 8% faster there still, which the predictions miss
 (docs/evaluation.md says why). Six and eight ranks fill this machine's two cores: layers then take up to 6% longer than
 their pace, up to 10% in its slow hours (most where ranks wait least), and differences of 2% at 8 nodes are
