@@ -257,7 +257,8 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
             store.set("attempt", str(rank_exit.attempt))
         else:
             rank_exit.attempt = int(store.get("attempt"))
-    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", raw.clone()))
+    own_store = raw.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", own_store))
     return store
 
 
