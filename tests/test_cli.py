@@ -59,9 +59,9 @@ def test_what_is_doubtful_of_a_site_is_said_before_its_plan(holmes, tmp_path):
 
 
 def test_deep_pipelines_name_their_networks_too(holmes, site):
-    told = ("plan.strategy=one-fabric", "plan.pp=10", "plan.tp=1", "batch.global_size=96")
+    told = ("plan.strategy=one-fabric", "plan.pp=16", "plan.tp=1", "plan.dp=2")
     code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", *told, "--site", str(site))
-    assert code == 0 and "stages 0 to 9: 3, 3, 3" in out and "data parallel by " in " ".join(out.split())
+    assert code == 0 and "stages 0 to 15: 1, 2, 2" in out and "data parallel by local" in " ".join(out.split())
 
 
 def test_json_of_a_plan_is_one_document(holmes, site):
