@@ -88,3 +88,5 @@ def generate(
         console.as_json({"run": run, "prompt": prompt, "text": text})
     else:
         console.text(prompt + text)
+        if not text.strip():
+            console.note("nothing but blanks came: little was learned yet, or try --temperature 0.8")

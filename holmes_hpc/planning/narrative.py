@@ -81,6 +81,9 @@ def _budget(plan: Plan, steps: int | None) -> str:
     text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
     if steps is not None:
         text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {duration(of['days'])}"
+        if plan.predicted is not None and plan.predicted.interval_s is not None:
+            low, high = (duration(steps * s / 86400) for s in plan.predicted.interval_s)
+            text += f" ({low} to {high} by that interval)"
     return f"{text}."
 
 

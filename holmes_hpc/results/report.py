@@ -164,7 +164,7 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
         said.append(
             f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
-            f"({tables.percent(error)} of the measured)."
+            f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
         )
     parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
     if parts and run["step_time_s"]:

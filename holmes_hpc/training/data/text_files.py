@@ -245,7 +245,9 @@ def _json_text(line: bytes, json_key: str, where: str) -> str:
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
-        raise DataError(f"not JSON: {e}", where=where, hint="give one JSON object a line, in UTF-8") from e
+        raise DataError(
+            f"not JSON: {e}", where=where, hint="give one JSON object a line, in UTF-8; or name the files to take"
+        ) from e
     if not isinstance(entry, dict) or not isinstance(entry.get(json_key), str):
         keys = ", ".join(map(str, list(entry)[:8])) if isinstance(entry, dict) else type(entry).__name__
         raise DataError(f"no text under {json_key!r} (found: {keys})", where=where, hint="name the key with --json-key")
