@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The evaluation from nothing: the testbed's `evaluation` topology, the runs, docs/evaluation-tables.md. `make evaluation`
-# runs it; started again it goes on where it was. PART=headline (two hours at most), four-nodes (as
-# long; a page of its own), pairs or full (some hours more).
+# runs it; started again it goes on where it was. PART=headline or four-nodes (its own page; two hours at most either),
+# pairs or full (some hours more).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HOLMES_TESTBED=${HOLMES_TESTBED:-/var/lib/holmes-evaluation}

@@ -186,9 +186,7 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
         ]
     beside = [c for regime in ("paper-like-6", "unpaced") for c in grid(regime, 4)]
     demo = [Cell(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [Cell(DEMO, "hybrid", 4, BOTH[1])]
-    four_nodes = [
-        cell for regime in (*TARGETS, DEMO) for cell in grid(regime, 4)
-    ]  # hybrid and one fabric, side by side
+    four_nodes = [cell for regime in (*TARGETS, DEMO) for cell in grid(regime, 4)]
     made = {
         "headline": _repeated(headline, REPEATS),
         "pairs": _repeated(pairs, PAIRS),

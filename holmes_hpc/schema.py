@@ -96,6 +96,19 @@ def check(made: Any, where: str, error: type[HolmesError] = ConfigError, dotted:
             raise error(f"{what} is {_shown(value)}", where="" if dotted else where, hint=allowed(declared, value))
 
 
+def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
+    """An unknown key. One that says GB/s, such as rdma_GBps, is told with its number: with the key put right alone the
+    rate would be an eighth."""
+    meant = declared.get(name.lower()) if name.endswith("GBps") else None
+    if meant is not None and meant.says.unit == "Gb/s" and isinstance(value, int | float):
+        return error(
+            f"unknown key {name!r}: rates are in Gb/s, 8 for each GB/s",
+            where=where,
+            hint=f"write {meant.name}: {8 * value:g}",
+        )
+    return error(f"unknown key {name!r}", where=where, hint=nearest(name, declared))
+
+
 def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = ConfigError) -> T:
     """Dataclass `cls` from plain data, nested ones too; unknown and missing keys are named. Its values the dataclass
     checks itself (:func:`check`)."""
@@ -104,7 +117,7 @@ def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = Confi
         raise error(f"is {_shown(values)}, not keys with values", where=where, hint=f"known are: {', '.join(declared)}")
     for name in values:
         if name not in declared:
-            raise error(f"unknown key {str(name)!r}", where=where, hint=nearest(str(name), declared))
+            raise _unknown(str(name), values[name], declared, where, error)
     for k in declared.values():
         if k.default is REQUIRED and k.name not in values:
             raise error(f"{k.name} is missing", where=where, hint=f"give {k.name}: {k.says.help or allowed(k)}")

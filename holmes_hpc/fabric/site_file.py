@@ -62,7 +62,6 @@ def read_site_file(path: str | os.PathLike[str]) -> Site:
 
 def parse_site(data: Mapping[str, Any]) -> Site:
     """The Site in the parsed YAML `data`."""
-    _refuse_gbytes(data, "site")
     file = make(SiteFile, _with_figures(data), "site", SiteError)
     common = {k: v for k, v in (("ethernet_gbps", file.ethernet_gbps), ("gpu", file.gpu)) if v is not None}
     fabrics = []
@@ -71,7 +70,6 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         where = f"fabric {entry['name']}" if named else f"fabric {number}"
         if isinstance(entry, Mapping):
             _refuse_other_words(entry.get("nic"), where)
-            _refuse_gbytes(entry, where)
             entry = {**common, **_with_figures(entry)}
         fabrics.append(make(Fabric, entry, where, SiteError))
     for fabric in fabrics:
@@ -111,18 +109,6 @@ def _refuse_other_words(nic: Any, where: str) -> None:
         meaning = read_vocabulary().meaning(nic)
         if meaning is not None and meaning.nic is not None:
             raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
-
-
-def _refuse_gbytes(entry: Mapping[str, Any], where: str) -> None:
-    """Raise SiteError for a rate under a key that says GB/s, such as rdma_GBps: with its key put right alone it would
-    be an eighth."""
-    for name, value in entry.items():
-        if isinstance(name, str) and name.endswith("GBps") and isinstance(value, int | float):
-            raise SiteError(
-                f"unknown key {name!r}: rates are in Gb/s, 8 for each GB/s",
-                where=where,
-                hint=f"write {name.lower()}: {8 * value:g}",
-            )
 
 
 def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:

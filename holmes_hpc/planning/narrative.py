@@ -25,6 +25,12 @@ MUCH = 0.8  # of a declared rate: a network that counts for less is told
 _SOURCE = "NCCL over RoCE, published runs"
 TINY = 0.005  # of a step: what would be told as 0%
 NOTHING = 1e-6  # of a step: what rounding leaves
+_HELPS = {  # against a part of the step
+    "compute_s": "more or faster GPUs help",
+    "pipeline_wait_s": "more micro-batches or a faster transfer help",
+    "grad_sync_s": "a faster data-parallel network helps",
+    "param_sync_s": "a faster data-parallel network helps",
+}
 IDLE = 0.25  # of a step: more waiting than that is told beside what takes longest
 CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
 
@@ -82,7 +88,7 @@ def _budget(plan: Plan, steps: int | None) -> str:
     if steps is not None:
         text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {duration(of['days'])}"
         if plan.predicted is not None and plan.predicted.interval_s is not None:
-            low, high = (duration(steps * s / 86400) for s in plan.predicted.interval_s)
+            low, high = (duration(of["days"] * s / plan.predicted.step_time_s) for s in plan.predicted.interval_s)
             text += f" ({low} to {high} by that interval)"
     return f"{text}."
 
@@ -203,18 +209,14 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
 def _binding(predicted: Predicted) -> str:
     named = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
     name = max(named, key=lambda n: named[n])
-    all_helps = {
-        "compute_s": "more or faster GPUs help",
-        "pipeline_wait_s": "more micro-batches or a faster transfer help",
-        "grad_sync_s": "a faster data-parallel network helps",
-        "param_sync_s": "a faster data-parallel network helps",
-    }
-    helps = all_helps.get(name)
-    text = f"{PART_NAMES[name]}: {helps}" if helps else PART_NAMES[name]
     waits = named.get("pipeline_wait_s", 0.0) / predicted.step_time_s
-    if name != "pipeline_wait_s" and waits >= IDLE:
-        text += f"; {waits:.0%} is {PART_NAMES['pipeline_wait_s']}: {all_helps['pipeline_wait_s']}"
-    return text
+    if name == "pipeline_wait_s" or waits < IDLE:
+        return _with_help(name)
+    return f"{_with_help(name)}; {waits:.0%} is {_with_help('pipeline_wait_s')}"
+
+
+def _with_help(part: str) -> str:
+    return f"{PART_NAMES[part]}: {_HELPS[part]}" if part in _HELPS else PART_NAMES[part]
 
 
 def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:

@@ -73,6 +73,11 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("ethernet_gbps: 25", "", "fabric ib-a: ethernet_gbps is missing"),
         ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
         ("rdma_gbps: 200,", "rdma_GBps: 25,", "rates are in Gb/s, 8 for each GB/s; write rdma_gbps: 200"),
+        (
+            "intra_node_gbps: 2400",
+            "intra_node_GBps: 300",
+            "rates are in Gb/s, 8 for each GB/s; write intra_node_gbps: 2400",
+        ),
         ("ethernet_gbps: 25", "ethernet_GBps: 3", "site: unknown key 'ethernet_GBps': rates are in Gb/s, 8 for each"),
         ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),
         ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
