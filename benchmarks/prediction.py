@@ -111,6 +111,7 @@ def holmes(*arguments: str) -> None:
 
 def calibration() -> Path:
     """The one calibration; made when it is not there."""
+    root().mkdir(parents=True, exist_ok=True)
     path = root() / "prediction.cal.yaml"
     if not path.exists():
         holmes("calibrate", "name=prediction-calibration", *CALIBRATION, "-o", str(path))

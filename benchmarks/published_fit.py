@@ -32,6 +32,7 @@ START = Stack(
     loose=1.5,
     loss_bytes=12.0,
     launch_s=2.5e-5,
+    wait_s=1e-5,
     gap_s=4e-6,
     pass_s=1e-3,
     step_s=5e-3,

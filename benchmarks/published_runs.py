@@ -79,6 +79,7 @@ class Run:
     overlap_transfers: bool = True
     paired_transfers: bool = True
     scatter_transfers: bool = False
+    awaited_launches: bool = False
     seconds: float | None = None
     memory_gib: float | None = None
     fits: bool = True
@@ -197,6 +198,7 @@ def software(run: Run) -> Software:
         overlap_transfers=run.overlap_transfers,
         paired_transfers=run.paired_transfers,
         scatter_transfers=run.scatter_transfers,
+        awaited_launches=run.awaited_launches,
         sharding=run.sharding,
     )
 

@@ -336,7 +336,8 @@ def cancel(run: Run, json: Json = False) -> None:
     console.text(f"{run}: was {before.state.lower()}" + (", nothing to cancel" if before.ended else ", cancelled"))
     if before.state == "RUNNING" and record.read_run().get("config"):
         kept = checkpoint_directory.complete(record.checkpoints)
-        last = f"its last checkpoint is of step {kept[0].step}" if kept else "it has no checkpoint"
+        made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
+        last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
         more = "; its ranks save the step under way if Slurm's KillWait (30 s unless a site sets it) is long enough"
         console.note(last if here else f"so far {last}{more}")
 

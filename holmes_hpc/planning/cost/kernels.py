@@ -82,10 +82,11 @@ class Stack:
     `product`, `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`:
     of the bandwidth for kernels of a token's width, and for those that go through one large array (scores, gradients,
     optimizer, loss). `unfused`, `loose`: bytes that unfused attention, other unfused operations move, of those counted.
-    `loss_bytes`: of a logit, forward, by the loss. `launch_s`: of a kernel, on the CPU; `gap_s`: between two of them on
-    the GPU. `pass_s`: of every pass; `step_s`: of every step. `ring_s`, `hop_s`: of a collective inside a node, and for
-    each of its ranks (all-reduces of 2 to 8 A100, github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`,
-    `transfer`: share of the nominal rate that collectives in a node, those over InfiniBand and stage transfers reach.
+    `loss_bytes`: of a logit, forward, by the loss. `launch_s`: of a kernel, on the CPU; `wait_s`: of one that the CPU
+    waits for, more; `gap_s`: between two of them on the GPU. `pass_s`: of every pass; `step_s`: of every step.
+    `ring_s`, `hop_s`: of a collective inside a node, and for each of its ranks (all-reduces of 2 to 8 A100,
+    github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `transfer`: share of the nominal rate that
+    collectives in a node, those over InfiniBand and stage transfers reach.
     """
 
     product: Share = 0.965
@@ -97,6 +98,7 @@ class Stack:
     loose: Share = 1.87
     loss_bytes: Share = 8.48
     launch_s: Time = 2.82e-5
+    wait_s: Time = 4e-5
     gap_s: Time = 4.57e-6
     pass_s: Time = 1.5e-3
     step_s: Time = 2.47e-3

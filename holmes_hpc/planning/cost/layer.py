@@ -2,7 +2,8 @@
 
 Counted are the layer's products with weights (forward; backward the gradients of input and weight of each), attention
 by what computes it, bytes of what only moves memory, tensor parallel's collectives, and for each kernel a gap. A CPU
-that cannot launch as quickly as the GPU computes is waited for: a pass takes no less than its kernels take to launch.
+that cannot launch as quickly as the GPU computes is waited for: a pass takes no less than its kernels take to launch,
+and where each is waited for before the next (CUDA_LAUNCH_BLOCKING=1) as much longer.
 Elements moved are counted per token from Korthikanti et al. 2022 (arXiv 2205.05198), section 4.
 """
 
@@ -153,6 +154,9 @@ class Work:
         again = {"none": 0.0, "selective": self.again(), "full": forward}[recompute]
         launched = count * stack.launch_s
         more = {"none": 2, "selective": 2, "full": 3}[recompute]
+        if self.software.awaited_launches:
+            launched += count * stack.wait_s
+            return forward + launched, backward + again + more * launched
         return max(forward, launched), max(backward + again, more * launched)
 
     def embedding(self) -> Seconds:

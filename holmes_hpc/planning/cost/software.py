@@ -37,6 +37,7 @@ class Software:
     scatter_transfers: Annotated[bool, key("TP ranks share out a stage transfer")] = False
     all_reduced: Annotated[bool, key("gradients are all-reduced although the optimizer is shared out")] = False
     wire_bytes: Annotated[int | None, key("of a gradient's element on the wire; none: as in its buffer", ge=1)] = None
+    awaited_launches: Annotated[bool, key("CUDA_LAUNCH_BLOCKING=1: each kernel is waited for")] = False
     gathered_logits: Annotated[bool, key("every TP rank has the logits of all tokens of the vocabulary")] = False
     backward_reductions: Annotated[int, key("all-reduces of a layer's backward pass under TP", ge=1)] = 2
     sharding: Annotated[str, key("what data-parallel ranks share out", one_of=SHARDING)] = "optimizer"

@@ -59,7 +59,7 @@ def _beside_a_near_batch(
     best: Candidate, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
 ) -> Candidate:
     """`best`, which says so where a global batch near the one asked for is much better."""
-    near = near_batch(model, batch, site, options, costs, best.placement)
+    near = near_batch(model, batch, site, options, costs, best.placement, best.seconds)
     if near is None:
         return best
     try:

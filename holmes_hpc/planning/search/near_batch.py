@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil, floor, inf
+from math import ceil, floor, gcd, inf
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -20,10 +20,10 @@ WORTH = 0.05  # more samples a second than that are worth a remark
 
 
 def near_batch(
-    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, best: Placement
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, best: Placement, seconds: float
 ) -> Batch | None:
-    """The batch near `batch` that is estimated to give the most samples a second, in micro-batches as those of `best`;
-    None where that would not be worth a remark."""
+    """The batch near `batch` that may give the most samples a second, in micro-batches as those of `best`, whose step
+    takes `seconds`; None where none can give so many more that it is worth a remark."""
     if options.dp is not None or batch.global_size // best.micro % EVEN == 0:
         return None
     told = replace(options, search_micro_size=False)
@@ -35,13 +35,11 @@ def near_batch(
     unit = EVEN * best.micro
     size = batch.global_size
     others = [n * unit for n in range(max(1, ceil(size * (1 - APART) / unit)), floor(size * (1 + APART) / unit) + 1)]
-    others.sort(key=lambda n: (-len(divisors(n // best.micro)), abs(n - size)))
+    others.sort(key=lambda n: (-gcd(n // best.micro, best.gpus), -len(divisors(n // best.micro)), abs(n - size)))
     rates = {n: rate(n) for n in others[:LOOKED_AT]}
-    own = rate(size)
+    own = size / seconds
     worth = [n for n in rates if rates[n] > (1 + WORTH) * own]
     if not worth:
         return None
     most = max(rates.values())
-    return replace(
-        batch, global_size=min((n for n in worth if rates[n] > most / (1 + WORTH)), key=lambda n: abs(n - size))
-    )
+    return replace(batch, global_size=next(n for n in worth if rates[n] > most / (1 + WORTH)))

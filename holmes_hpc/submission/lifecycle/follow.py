@@ -12,7 +12,7 @@ from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.outcome import quoted
-from holmes_hpc.submission.lifecycle.starts import last_step
+from holmes_hpc.submission.lifecycle.starts import before_step_1, last_step
 from holmes_hpc.submission.lifecycle.status import Job, lags, last_word, record_end
 
 QUIET_S, LATER_S, SOON_S = 10.0, 30.0, 120.0  # silence at most: so long after a change of state, and later
@@ -68,9 +68,7 @@ def follow(
             now = time.monotonic()
             if not lines and now - silent > (QUIET_S if starts or now - since < SOON_S else LATER_S) - poll_s:
                 if starts:
-                    loads = run.log_path(rank).exists()
-                    what = "ranks load torch and Megatron-Core" if loads else "the nodes start the ranks"
-                    console.note(f"{what}: {now - since:.0f} s")
+                    console.note(f"{before_step_1(run, rank)}: {now - since:.0f} s")
                 else:
                     why = f" ({state.why or state.reason})" if state.reason else ""
                     console.note(f"job {job.id}: {state.state}{why}, {time.strftime('%H:%M:%S')}")

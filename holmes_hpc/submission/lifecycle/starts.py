@@ -50,6 +50,13 @@ def failures(run: RunDirectory, start: str) -> int:
     )
 
 
+def before_step_1(run: RunDirectory, rank: int = 0) -> str:
+    """What a running job does before its first step, by what `rank` has left."""
+    if not (log := run.log_path(rank)).exists():
+        return "the nodes start the ranks"
+    return "ranks set up" if tail(log, 1) else "ranks load torch and Megatron-Core"
+
+
 def last_step(run: RunDirectory) -> int | None:
     metrics = run.metrics()
     return int(metrics[-1]["step"]) if metrics else None

@@ -27,7 +27,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, r
 from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
-from holmes_hpc.submission.lifecycle.starts import of_newest_start
+from holmes_hpc.submission.lifecycle.starts import before_step_1, of_newest_start
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 # what a record that no version of ours wrote may lead to
@@ -162,7 +162,8 @@ def _job_id(record: Mapping[str, Any]) -> str | None:
 @dataclass(frozen=True)
 class Status:
     """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word in lower
-    case (pending, running, …). `why`: why it waits, and about when it will start."""
+    case (pending, running, …). `why`: why it waits, and about when it will start; or what it does before
+    its first step."""
 
     name: str
     path: str
@@ -274,7 +275,7 @@ def _status(
         _whole(blamed.get("failed_rank")),
         _text(blamed.get("failed_node")),
         tuple(map(str, blamed.get("log_tail") or ())),
-        state.why,
+        before_step_1(run) if state.state == "RUNNING" and step is None and not state.why else state.why,
     )
 
 

@@ -32,25 +32,31 @@ from holmes_hpc.training.data.tokenizer import ByteTokenizer
 
 SHARD_BYTES = 5_000_000_000  # of one .safetensors file, as Hugging Face's own
 State = Mapping[str, torch.Tensor]  # Megatron-Core's names of the whole model, layers counted from 0
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded in the state
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `parameters` counts a tied head once."""
+    """What was written. `parameters` counts a tied head once. `tokenizer`: "file" where one lies beside the weights,
+    "bytes" where ids are bytes and need none, None where it is the user's to add."""
 
     path: str
     architecture: str
     parameters: int
     files: int
     step: int | None = None
+    tokenizer: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
         after = "" if self.step is None else f" after step {self.step:,}"
-        return f"{self.architecture}{after}: {self.parameters:,} parameters, in {self.path}"
+        lacks = {"file": "", "bytes": "; no tokenizer file: token ids are bytes of UTF-8, and 256 ends a document"}
+        return f"{self.architecture}{after}: {self.parameters:,} parameters, in {self.path}" + lacks.get(
+            str(self.tokenizer), "; no tokenizer file: the run had no data.tokenizer, add the one of its data"
+        )
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,8 @@ def write(
             shutil.copyfile(tokenizer, temporary / "tokenizer.json")
         if source is not None:
             copy_small(source, temporary)
+        of_bytes = "bytes" if spec.vocab == ByteTokenizer.vocab else None
+        beside = "file" if any((temporary / name).is_file() for name in TOKENIZERS) else of_bytes
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -201,7 +209,7 @@ def write(
         ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(str(out), kind, parameters, len(files), step)
+    return Exported(str(out), kind, parameters, len(files), step, beside)
 
 
 def config(spec: ModelSpec, dtype: str, eod: int | None, source: Path | None) -> dict[str, Any]:

@@ -78,6 +78,13 @@ def test_tiny_passes_take_as_long_as_their_launches() -> None:
     assert Costs().layer_s(model, replace(tiny, micro_size=2), 1, ON)[0] == forward
 
 
+def test_launches_that_are_waited_for_come_on_top() -> None:
+    """CUDA_LAUNCH_BLOCKING=1: more for TP, whose ranks do less for each launch."""
+    waits = Costs(software=Software(awaited_launches=True))
+    more = [sum(layer(waits, tp=tp)) / sum(layer(tp=tp)) for tp in (1, 8)]
+    assert 1 < more[0] < more[1]
+
+
 def test_tensor_parallel_is_never_free() -> None:
     """Of a layer cut into 8, each rank does more than an eighth, and its ranks exchange."""
     one, eight = layer(batch=Batch(64, 8, 2048)), layer(batch=Batch(64, 8, 2048), tp=8)

@@ -184,7 +184,7 @@ def test_cancelling_says_what_is_kept(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for kept, says in (
-        ([], "so far it has no checkpoint"),
+        ([], "so far it has made no step and no checkpoint"),
         ([Checkpoint(15)], "so far its last checkpoint is of step 15"),
     ):
         submitted(tmp_path / f"run{len(kept)}")

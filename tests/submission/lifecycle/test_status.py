@@ -53,6 +53,19 @@ def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -
     assert (found.state, found.error, found.ended) == ("failed", "rank 0: no", True)
 
 
+def test_a_running_job_without_a_step_says_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with(tmp_path / "a", slurm={"job_id": "7"})
+    state = JobState("RUNNING")
+    monkeypatch.setattr(track, "job_of", lambda run: SimpleNamespace(id="7", state=lambda mode: state))
+    assert track.run_status(run).why == "the nodes start the ranks"
+    run.log_path(0).touch()
+    assert track.run_status(run).why == "ranks load torch and Megatron-Core"
+    run.log_path(0).write_text("4 ranks met\n")
+    assert track.run_status(run).why == "ranks set up"
+    run.append_metrics({"step": 1, "loss": 5.0, "step_time_s": 1.0, "attempt": 1})
+    assert track.run_status(run).why == ""
+
+
 def test_nothing_is_written_into_a_run_that_others_may_write(tmp_path: Path) -> None:
     """A link of theirs would lead it anywhere."""
     ended = JobState("FAILED", exit_code=1)

@@ -94,6 +94,13 @@ def test_transformer_engines_names_give_the_same_weights(name: str) -> None:
     assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
 
 
+def test_it_says_which_tokenizer_belongs_to_the_weights(tmp_path: Path) -> None:
+    of_bytes = replace(GPT2, vocab=257)
+    for number, (spec, word, says) in enumerate(((of_bytes, "bytes", "are bytes"), (GPT2, None, "data.tokenizer"))):
+        made = write(state(spec), spec, tmp_path / str(number))
+        assert made.tokenizer == word and says in str(made)
+
+
 def test_one_file_and_the_type_of_the_weights(tmp_path: Path) -> None:
     half = {k: v.to(torch.bfloat16) for k, v in state(GPT2).items()}
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -144,6 +151,7 @@ def test_a_run_exports_its_models_and_its_tokenizer(saved: Path, tmp_path: Path)
     )
     made = export(of_run(run, saved, step=3), tmp_path / "out")
     assert "after step 3" in str(made) and (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert made.tokenizer == "file"
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (said["architectures"], said["eos_token_id"], said["num_key_value_heads"]) == (["LlamaForCausalLM"], 60, 2)
     want, got = dict(convert(state(GROUPED), GROUPED)), load_file(tmp_path / "out" / "model.safetensors")
