@@ -86,7 +86,7 @@ def run(
     overrides = with_steps(overrides, steps)
     chosen, config = planned(overrides, site, earliest=earliest)
     console.note(
-        f"plan {chosen.id}: {chosen.strategy}, "
+        f"plan {chosen.id}: {chosen.spread}, "
         + ", ".join(f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components)
     )
     record, job = start(chosen, config, overrides)

@@ -107,7 +107,7 @@ def _headline(plan: Plan) -> str:
     sizes = p.words if isinstance(p, Widths) else f"TP {p.tp}, PP {p.pp}{virtual}, DP {p.dp}"
     return (
         f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-        f"tokens a step, on {p.world_size} ranks, {plan.strategy}; {sizes}, "
+        f"tokens a step, on {p.world_size} ranks, {plan.spread}; {sizes}, "
         f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
         f"{plan.schedule.kind}, recompute {plan.recompute}"
     )

@@ -376,7 +376,7 @@ class Trainer:
         say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
         say(
-            f"plan {plan.id}: {plan.strategy}, {plan.parallel.words}, "
+            f"plan {plan.id}: {plan.spread}, {plan.parallel.words}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
             + (f"; paced: {paced} ms a layer" if paced else "")
         )

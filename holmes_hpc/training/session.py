@@ -145,10 +145,9 @@ def start(
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:
-        say(
-            f"{own.world_size} ranks on {len({n.node for n in nodes})} nodes met in {time.perf_counter() - began:.1f} s"
-            f" ({own.by}, {device.type})"
-        )
+        where = "one node" if nodes[0].one_host else f"{len({n.node for n in nodes})} nodes"
+        took_s = time.perf_counter() - began
+        say(f"{own.world_size} ranks on {where} met in {took_s:.1f} s ({own.by}, {device.type})")
     assert rank_exit.attempt is not None
     return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus, owned)
 

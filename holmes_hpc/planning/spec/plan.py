@@ -251,6 +251,11 @@ class Plan:
         ]
 
     @property
+    def spread(self) -> str:
+        """How it lies on the nodes, for people: its strategy, or that one node has all of it."""
+        return "one node" if sum(c.nodes for c in self.components) == 1 else self.strategy
+
+    @property
     def world_size(self) -> int:
         return self.parallel.world_size
 
