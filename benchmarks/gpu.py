@@ -27,6 +27,7 @@ from typing import Any
 
 from holmes_hpc.config.composition import load
 from holmes_hpc.planning.cost.flops import model_flops_per_step
+from holmes_hpc.planning.cost.memory import CUDA_BYTES
 from holmes_hpc.planning.request import local_site, make_plan
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -63,20 +64,27 @@ def holmes(overrides: list[str], folder: Path) -> Figures:
 
 
 def minimal(overrides: list[str]) -> Figures:
-    """The loop with nothing but Megatron-Core, in this process."""
+    """The loop with nothing but Megatron-Core, in this process. Without a C compiler it has no fusions, as this engine
+    then."""
     import torch
     import torch.nn.functional as F
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
 
     from holmes_hpc.training.metrics.metrics_line import peak_memory_bytes
-    from holmes_hpc.training.rank import cpu
+    from holmes_hpc.training.rank import cpu, cuda_check
+
+    with cpu.without_compiler():
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.module import Float16Module
 
     config = load(overrides)
     train, plan = config.train, make_plan(config, local_site(1, config.train.device))
@@ -94,6 +102,7 @@ def minimal(overrides: list[str]) -> Figures:
 
     m, half = plan.model, train.dtype == "bf16"
     fused = cuda and importlib.util.find_spec("transformer_engine") is not None
+    compiles = cuda and cuda_check.can_compile()
     settings = TransformerConfig(
         num_layers=m.layers,
         hidden_size=m.hidden,
@@ -109,8 +118,8 @@ def minimal(overrides: list[str]) -> Figures:
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         pipeline_dtype=torch.bfloat16 if half else torch.float32,
-        bias_activation_fusion=cuda and (m.swiglu or m.bias),
-        bias_dropout_fusion=cuda,
+        bias_activation_fusion=compiles and (m.swiglu or m.bias),
+        bias_dropout_fusion=compiles,
         apply_rope_fusion=fused and m.rope,
         gradient_accumulation_fusion=False,
     )
@@ -211,6 +220,14 @@ def layers(fused: bool, rmsnorm: bool) -> Any:
     return layer
 
 
+def tensor_bytes(plan: Plan) -> float:
+    """What the planner predicts of the fullest rank's tensors, which is all that torch's allocator counts: without what
+    a CUDA process holds beside them."""
+    assert plan.predicted is not None
+    beside = 0 if plan.site.fabrics[0].gpu.is_cpu else CUDA_BYTES
+    return max(plan.predicted.memory_bytes_per_gpu) - beside
+
+
 def megatron(overrides: list[str]) -> Figures:
     """:func:`minimal` in a process of its own."""
     done = subprocess.run(
@@ -262,9 +279,11 @@ def main() -> int:
     (ours, our_bytes, _), (theirs, their_bytes, _) = (
         tuple(map(statistics.median, zip(*runs, strict=True))) for runs in found.values()
     )
-    assert plan.predicted is not None
-    predicted = max(plan.predicted.memory_bytes_per_gpu)
-    print(f"log(vocabulary) is {math.log(plan.model.vocab):.3f}; the planner predicts {predicted / 2**30:.2f} GiB")
+    predicted = tensor_bytes(plan)
+    print(
+        f"log(vocabulary) is {math.log(plan.model.vocab):.3f}; the planner predicts {predicted / 2**30:.2f} GiB "
+        "of tensors"
+    )
     print(
         f"medians: holmes_hpc {flops / ours / 1e12:.4g} TFLOP/s and {our_bytes / 2**30:.2f} GiB, Megatron-Core's "
         f"loop {flops / theirs / 1e12:.4g} TFLOP/s and {their_bytes / 2**30:.2f} GiB: {theirs / ours:.3f} times its "

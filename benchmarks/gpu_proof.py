@@ -4,16 +4,18 @@
     python benchmarks/gpu_proof.py [--parts start,…] [--device cuda] [--out build/gpu-proof] [--list]
 
 Each part is a process of its own with a limit of its own: one that hangs is ended, with the stacks of its threads in
-its log, and the next one begins. With --device cpu the parts that can run without a GPU do, on models of no size: that
-shows that the proof itself works, and nothing of GPUs.
+its log and with all that it started; what it had found is kept, and the next one begins. With --device cpu the parts
+that can run without a GPU do, on models of no size: that shows that the proof itself works, and nothing of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import html
 import importlib.util
 import json
+import math
 import os
 import platform
 import signal
@@ -39,22 +41,23 @@ class Part:
 
 PARTS = {
     "start": Part("two processes run ahead as the very first thing they do, with lazy and with eager loading", 85),
-    "tests": Part("the tests that want a GPU", 100, cpu=False),
+    "tests": Part("the tests that want a GPU", 120, cpu=False),
     "network": Part(
-        "NCCL uses sockets where it is told to; InfiniBand without an adapter ends in one line", 40, cpu=False
+        "NCCL uses sockets where it is told to; InfiniBand without an adapter ends in one line", 34, cpu=False
     ),
-    "speed": Part("TFLOP/s and memory beside a minimal Megatron-Core loop of its own configuration", 150),
-    "profile": Part("synchronisations and pageable copies of a micro-batch", 40, cpu=False),
-    "resume": Part("a run that was saved and resumed has the losses of one that was not", 60),
-    "calibrate": Part("the parts of a step, measured, and what the planner makes of them", 45),
-    "weights": Part("initial weights are the CPU's, bit by bit", 20),
+    "speed": Part("TFLOP/s and memory beside a minimal Megatron-Core loop of its own configuration", 140),
+    "profile": Part("synchronisations and pageable copies of a micro-batch", 36, cpu=False),
+    "resume": Part("a run that was saved and resumed has the losses of one that was not", 50),
+    "calibrate": Part("the parts of a step, measured, and what the planner makes of them", 40),
+    "weights": Part("initial weights are the CPU's, bit by bit", 15),
 }
+TOTAL_S = 530.0  # of all parts; what makes a page of them takes the rest of nine minutes
 
 
-def run_part(name: str, device: str, out: Path) -> dict[str, Any]:
-    """A part in a process of its own, within its limit; what it found, and its seconds."""
+def run_part(name: str, device: str, out: Path, left_s: float = math.inf) -> dict[str, Any]:
+    """A part in a process of its own, within its limit and `left_s`; what it found, and its seconds."""
     part, found = PARTS[name], out / f"{name}.json"
-    limit_s = part.limit_s * (1 if device == "cuda" else 10)  # a CPU shows nothing, and may be busy
+    limit_s = min(part.limit_s, max(1.0, left_s)) if device == "cuda" else 10 * part.limit_s  # a CPU shows nothing
     found.unlink(missing_ok=True)
     command = [sys.executable, "-X", "faulthandler", str(HERE / "gpu_proof_parts.py"), name, device, str(found)]
     began = time.monotonic()
@@ -64,8 +67,10 @@ def run_part(name: str, device: str, out: Path) -> dict[str, Any]:
             code = process.wait(limit_s)
             said = "" if code == 0 else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            said = f"ran past its limit of {limit_s:g} s"
+            said = f"ran past its limit of {limit_s:.3g} s"
             _end(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind would be in the next one's way
     figures: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
     wrong = [said] if said else []
     wrong += [] if found.exists() else [_last_line(out / f"{name}.log")]
@@ -148,11 +153,12 @@ def main() -> int:
     says = f"Shown on {found['gpus'][0]['name']}." if given.device == "cuda" else "On a CPU: says nothing about GPUs."
     given.out.mkdir(parents=True, exist_ok=True)
     proof: dict[str, Any] = {"machine": found, "says": says, "parts": []}
+    end = time.monotonic() + TOTAL_S
     for name in names:
         if given.device == "cpu" and not PARTS[name].cpu:
             print(f"{name:10} needs a GPU", flush=True)
             continue
-        row = run_part(name, given.device, given.out)
+        row = run_part(name, given.device, given.out, end - time.monotonic())
         proof["parts"].append(row)
         (given.out / "proof.json").write_text(json.dumps(proof, indent=1) + "\n")
         (given.out / "proof.html").write_text(page(proof))

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
+NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE of nvml.h
 
 
 def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
-    """A Gpu each; none where there is no driver, or where a GPU is of an unknown kind."""
+    """A Gpu each; none where there is no driver. ConfigError where one is of a kind without known figures."""
     found = []
-    for file in sorted(folder.glob("*/information")):
-        model = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
-        gpu = read_vocabulary().gpu(model.group(1).lower()) if model else None
+    for name in _in_proc(folder) or _of_nvml():
+        gpu = read_vocabulary().gpu(name.lower().replace(" ", "_"))
         if gpu is None:
-            return []
+            raise ConfigError(
+                f"no figures are known of the GPU {name!r}",
+                where="this machine",
+                hint="describe it in a site file (`gpu:`), or use train.device=cpu",
+            )
         found.append(gpu)
     return found
+
+
+def _in_proc(folder: Path) -> list[str]:
+    texts = [file.read_text(errors="replace") for file in sorted(folder.glob("*/information"))]
+    return [model[1] for text in texts if (model := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))]
+
+
+def _of_nvml() -> list[str]:
+    """What NVML calls them, in containers that do not see the driver's folder; nothing where it is not there."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2():
+            return []
+    except (OSError, AttributeError):
+        return []
+    try:
+        count, names = ctypes.c_uint(), []
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        for number in range(count.value):
+            device, name = ctypes.c_void_p(), ctypes.create_string_buffer(NAME_BYTES)
+            if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) == 0 and (
+                nvml.nvmlDeviceGetName(device, name, NAME_BYTES) == 0
+            ):
+                names.append(name.value.decode(errors="replace"))
+        return names
+    finally:
+        nvml.nvmlShutdown()

@@ -12,7 +12,7 @@ from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.local_gpus import local_gpus
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
@@ -34,8 +34,13 @@ LEARNED = 32  # runs that are learned from at most, the last ones by path
 
 def local_site(processes: int, device: str) -> Site:
     """This machine as a site of one node that holds `processes` ranks: on its GPUs where it has as many, and `device`
-    (``train.device``) is not cpu."""
-    gpus = local_gpus() if device != "cpu" else []
+    (``train.device``) is not cpu. ConfigError where it is cuda, and they are of a kind without known figures."""
+    gpus: list[Gpu] = []
+    try:
+        gpus = local_gpus() if device != "cpu" else []
+    except ConfigError:
+        if device == "cuda":
+            raise
     if len(gpus) >= processes:
         gpu, says = gpus[0], f"one machine, {gpus[0].name}"
     else:

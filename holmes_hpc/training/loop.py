@@ -124,7 +124,7 @@ class Trainer:
         self.model_config = gpt.transformer_config(
             plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
         )
-        attention.refuse_unfused(plan, here.launch.rank, here.device, dtype)
+        attention.refuse_unfused(plan, here.launch.rank, here.device, dtype, self.document_end is not None)
         attention.refuse_apart(self.document_end, here.cuda)
         chosen = config.checkpoint
         chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)

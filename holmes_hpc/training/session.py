@@ -152,6 +152,18 @@ def start(
     return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus, owned)
 
 
+def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
+    """What the sides of a rank's products are made of."""
+    m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
+    return {
+        "tokens of a micro-batch": plan.batch.micro_size * plan.batch.sequence_length,
+        "model.hidden": m.hidden,
+        "model.ffn on a rank": m.ffn // tp,
+        "width of the queries on a rank": m.query_width // tp,
+        "width of the keys on a rank": m.key_width // tp,
+    }
+
+
 def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     """Rank 0 makes the run's directory its own, as long as it lives; the open lock comes back. RecordError where
     another attempt lives in it, or where others may write there; then nothing is recorded."""
@@ -194,7 +206,7 @@ def _check_cuda(plan: Plan, own: Launch, on_gpu: bool, train: TrainConfig) -> li
             raise problem
     if train.fp8 is not None:
         capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
-        if unfit := cuda_check.fp8_problem(train.fp8, on_gpu, facts.te is not None, capability):
+        if unfit := cuda_check.fp8_problem(train.fp8, on_gpu, facts.te, capability, _fp8_sizes(plan, own.rank)):
             raise unfit
     return list(cuda_check.remarks(facts))
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.local_gpus import local_gpus
+from holmes_hpc.planning import request
 
 
 @pytest.mark.parametrize(
@@ -16,13 +18,51 @@ from holmes_hpc.fabric.local_gpus import local_gpus
         (["NVIDIA A100-SXM4-80GB"] * 2, ["a100-80gb"] * 2),
         (["NVIDIA H100 80GB HBM3"], ["h100"]),
         (["NVIDIA GeForce RTX 4090"], ["rtx-4090"]),
-        (["Some GPU"], []),
+        (["NVIDIA L4"], ["l4"]),
+        (["Tesla T4"], ["t4"]),
         ([], []),
     ],
 )
 def test_kinds(models: list[str], kinds: list[str], tmp_path: Path) -> None:
+    drivers_folder(tmp_path, models)
+    assert [gpu.name for gpu in local_gpus(tmp_path)] == kinds
+
+
+def test_a_kind_without_figures_is_one_line_where_cuda_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers_folder(tmp_path, ["Some GPU"])
+    with pytest.raises(ConfigError, match="no figures are known of the GPU 'Some GPU'"):
+        local_gpus(tmp_path)
+    monkeypatch.setattr(request, "local_gpus", lambda: local_gpus(tmp_path))
+    assert request.local_site(1, "auto").fabrics[0].gpu.is_cpu
+    with pytest.raises(ConfigError, match="site file"):
+        request.local_site(1, "cuda")
+
+
+def test_nvml_is_asked_where_the_drivers_folder_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container; NVML is a mock."""
+
+    class Nvml:
+        def nvmlDeviceGetCount_v2(self, count) -> int:
+            count._obj.value = 2
+            return 0
+
+        def nvmlDeviceGetHandleByIndex_v2(self, number, device) -> int:
+            return 0
+
+        def nvmlDeviceGetName(self, device, name, size) -> int:
+            name.value = b"NVIDIA H100 80GB HBM3"
+            return 0
+
+        nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
+    assert [gpu.name for gpu in local_gpus(tmp_path)] == ["h100", "h100"]
+
+
+def drivers_folder(tmp_path: Path, models: list[str]) -> None:
     for number, model in enumerate(models):
         folder = tmp_path / f"0000:{number:02x}:00.0"
         folder.mkdir()
         (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 234\nGPU UUID: \t GPU-0\n")
-    assert [gpu.name for gpu in local_gpus(tmp_path)] == kinds

@@ -52,9 +52,9 @@ def _ours(process: psutil.Process) -> bool:
         return False
     if os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink("/proc/self/ns/net"):
         return False
-    if process.ppid() == os.getpid():
-        return not any(name in word for name in PYTHONS_OWN for word in process.cmdline())
-    return environment.get(MARK) == os.environ.get(MARK)
+    if any(name in word for name in PYTHONS_OWN for word in process.cmdline()):
+        return False
+    return process.ppid() == os.getpid() or environment.get(MARK) == os.environ.get(MARK)
 
 
 def temporary(folder: Path) -> set[Path]:

@@ -43,6 +43,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.schedule.orders import SCHEDULES
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.plan import GroupTransport
@@ -54,6 +55,7 @@ from holmes_hpc.training.pipeline.run_ahead import TraceEvent, run_ahead
 from holmes_hpc.training.rank import cpu
 
 SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
+START = "HOLMES_TESTS_START"  # spawn or fork
 
 
 @dataclass
@@ -326,6 +328,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> None:
+    end_with(os.getppid())
     torch.set_num_threads(1)
     stages, chunks, dp, tp, device, backend = world
     if device == "cpu":
@@ -334,7 +337,7 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
         os.environ.update(
             NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket", CUBLAS_WORKSPACE_CONFIG=":4096:8"
         )
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.use_deterministic_algorithms(True, warn_only=True)
     # Megatron's DDP reduces gradients of one replica too, which gloo does not with CUDA's tensors
     everyone = "cpu:gloo,cuda:nccl" if (device, backend) == ("cuda", "gloo") else backend
@@ -394,8 +397,8 @@ def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]
 
 
 def starting() -> Any:
-    """How processes are started here."""
-    return multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    """How processes are started here; :data:`START` in the environment says it otherwise."""
+    return multiprocessing.get_context(os.environ.get(START) or ("spawn" if torch.cuda.is_available() else "fork"))
 
 
 def _one_of_two(file: str, function: str, rank: int, folder: str, args: tuple[Any, ...]) -> None:
@@ -460,6 +463,7 @@ def play_apart(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str,
 
 
 def serve() -> None:
+    end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print is no answer
     for line in sys.stdin:

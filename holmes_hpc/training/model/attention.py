@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.spec.plan import Plan
@@ -98,27 +99,40 @@ def refuse_apart(document_end: int | None, cuda: bool) -> None:
         )
 
 
-def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, masked: bool) -> None:
     """Raise PlanError where the plan counts on fused attention and neither Transformer Engine nor torch has it for
-    this model on this GPU: its memory would not do. Nothing is asked on a CPU."""
+    this model on this GPU: its memory would not do. `masked`: documents are kept apart by a mask. Nothing is asked on a
+    CPU."""
     gpu = plan.site.fabric(plan.places[rank].fabric).gpu
     counted_on = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
-    if device.type != "cuda" or not counted_on or has_transformer_engine():
+    if device.type != "cuda" or not counted_on:
         return
-    m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
-    heads = torch.empty(
-        1, m.heads // tp, plan.batch.sequence_length, m.head_width, dtype=dtype, device=device, requires_grad=True
-    )
-    asked = torch.backends.cuda.SDPAParams(heads, heads, heads, None, m.dropout, True, m.kv_heads < m.heads)
-    kernels = (
-        torch.backends.cuda.can_use_flash_attention,
-        torch.backends.cuda.can_use_efficient_attention,
-        torch.backends.cuda.can_use_cudnn_attention,
-    )
-    if not any(can_use(asked) for can_use in kernels):
+    m, s, tp = plan.model, plan.batch.sequence_length, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
+    if has_transformer_engine():
+        whose, fused = "Transformer Engine", dtype != torch.float32
+    else:
+        whose, fused = "torch", _torch_fuses(m, s, tp, device, dtype, masked)
+    if not fused:
+        mask = ", with documents kept apart" if masked else ""
         raise PlanError(
-            f"the plan counts on fused attention, and torch has none here for heads {m.head_width} wide in "
-            f"{str(dtype).removeprefix('torch.')}",
+            f"the plan counts on fused attention, and {whose} has none here for heads {m.head_width} wide in "
+            f"{str(dtype).removeprefix('torch.')}{mask}",
             where=f"GPU of rank {rank}",
-            hint="install Transformer Engine, or plan with gpu: {attention: unfused} in the site file",
+            hint="train in bf16, or plan with gpu: {attention: unfused} in the site file",
         )
+
+
+def _torch_fuses(m: ModelSpec, sequence: int, tp: int, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether torch has a fused kernel for a rank's heads."""
+    heads = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
+    keys = heads[:, : max(1, m.kv_heads // tp)]
+    mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device) if masked else None
+    asked = torch.backends.cuda.SDPAParams(heads, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
+    return any(
+        can_use(asked)
+        for can_use in (
+            torch.backends.cuda.can_use_flash_attention,
+            torch.backends.cuda.can_use_efficient_attention,
+            torch.backends.cuda.can_use_cudnn_attention,
+        )
+    )

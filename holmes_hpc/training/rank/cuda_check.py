@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,15 @@ from pathlib import Path
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
 
 GIB = 1 << 30
+ANY = (1 << 30, 0)
+# Of each recipe: the compute capability it needs (8.9, Ada, multiplies in fp8; 10.0, Blackwell, scales it block by
+# block) and one for which Transformer Engine does not have it, the least version of Transformer Engine (Megatron-Core's
+# fp8_utils.py), and what sizes have to be multiples of.
+FP8 = {
+    "delayed": ((8, 9), ANY, "1.0", 16),
+    "tensorwise": ((8, 9), ANY, "2.2", 16),
+    "mxfp8": ((10, 0), (12, 0), "2.1", 32),
+}
 TAKEN = 0.9  # of what the plan predicts must be free; its predictions are that good
 
 
@@ -156,26 +165,36 @@ def remarks(facts: CudaFacts) -> Iterator[str]:
             )
 
 
-def fp8_problem(recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int]) -> ConfigError | None:
-    """Whether ``train.fp8`` cannot be had. `capability`: CUDA's compute capability of the GPU; 8.9 (Ada) and later
-    multiply in fp8, 10.0 (Blackwell) and later scale it block by block."""
-    needed = (10, 0) if recipe == "mxfp8" else (8, 9)
+def fp8_problem(
+    recipe: str, on_gpu: bool, te: str | None, capability: tuple[int, int], sizes: Mapping[str, int]
+) -> ConfigError | None:
+    """Whether ``train.fp8`` cannot be had. `te`: Transformer Engine's version; `capability`: CUDA's compute capability
+    of the GPU; `sizes` of this rank's products, which have to be whole blocks."""
+    needed, below, version, block = FP8[recipe]
     where, hint = f"train.fp8={recipe}", "leave train.fp8 out"
     if not on_gpu:
         return ConfigError("fp8 needs a GPU", where=where, hint=hint)
-    if not te:
+    if te is None:
         return ConfigError(
             "fp8 needs Transformer Engine, which is not installed",
             where=where,
             hint="pip install transformer-engine[pytorch], or " + hint,
         )
-    if capability < needed:
+    if _numbers(te) < _numbers(version):
+        return ConfigError(f"it needs Transformer Engine {version}, {te} is installed", where=where, hint=hint)
+    if not needed <= capability < below:
+        wanted = f"it needs {'.'.join(map(str, needed))}" + (f", below {below[0]}.{below[1]}" if below < ANY else "")
         return ConfigError(
-            f"this GPU has compute capability {'.'.join(map(str, capability))}, it needs {'.'.join(map(str, needed))}",
-            where=where,
-            hint=hint,
+            f"this GPU has compute capability {'.'.join(map(str, capability))}, {wanted}", where=where, hint=hint
         )
+    for name, size in sizes.items():
+        if size % block:
+            return ConfigError(f"{name} is {size}, fp8 needs a multiple of {block}", where=where, hint=hint)
     return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
 
 
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:

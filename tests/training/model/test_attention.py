@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from sites import A100
 
 from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data import samples
 from holmes_hpc.training.model import attention
 from holmes_hpc.training.model.attention import SdpaAttention
@@ -124,11 +125,7 @@ def test_a_plan_that_counts_on_fused_attention_where_there_is_none_is_refused(
     said: str | None, kernels: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's answer is made up: there is no GPU here to ask."""
-    made_for = spawn.plan()
-    gpu = replace(A100, attention=said)
-    plan = replace(
-        made_for, site=replace(made_for.site, fabrics=tuple(replace(f, gpu=gpu) for f in made_for.site.fabrics))
-    )
+    plan = on_a100(said)
     for name in ("flash", "efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda asked: kernels)
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *asked: asked)
@@ -136,4 +133,31 @@ def test_a_plan_that_counts_on_fused_attention_where_there_is_none_is_refused(
     monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
     expected = pytest.raises(PlanError, match="counts on fused attention") if ends else contextlib.nullcontext()
     with expected:
-        attention.refuse_unfused(plan, 0, torch.device("cuda", 0), torch.bfloat16)
+        attention.refuse_unfused(plan, 0, torch.device("cuda", 0), torch.bfloat16, False)
+
+
+def test_documents_apart_are_asked_for_with_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash kernel takes none; its answer is made up."""
+    empty, ones = torch.empty, torch.ones
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **how: ones(*size, **how))
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *asked: asked)
+    for name in ("flash", "efficient", "cudnn"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda asked: asked[3] is None)
+    plan, gpu = on_a100(), torch.device("cuda", 0)
+    attention.refuse_unfused(plan, 0, gpu, torch.bfloat16, False)
+    with pytest.raises(PlanError, match="documents kept apart"):
+        attention.refuse_unfused(plan, 0, gpu, torch.bfloat16, True)
+
+
+def test_transformer_engine_has_none_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "has_transformer_engine", lambda: True)
+    attention.refuse_unfused(on_a100(), 0, torch.device("cuda", 0), torch.bfloat16, False)
+    with pytest.raises(PlanError, match=r"Transformer Engine has none here .* in float32"):
+        attention.refuse_unfused(on_a100(), 0, torch.device("cuda", 0), torch.float32, False)
+
+
+def on_a100(attention: str | None = None) -> Plan:
+    """A plan whose fabrics are of A100s, with `attention` in its site file."""
+    made, gpu = spawn.plan(), replace(A100, attention=attention)
+    return replace(made, site=replace(made.site, fabrics=tuple(replace(f, gpu=gpu) for f in made.site.fabrics)))

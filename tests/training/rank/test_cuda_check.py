@@ -104,17 +104,26 @@ def test_the_facts_of_this_machine_can_be_gathered() -> None:
 @pytest.mark.parametrize(
     ("recipe", "on_gpu", "te", "capability", "says"),
     [
-        ("delayed", True, True, (8, 9), None),
-        ("tensorwise", True, True, (9, 0), None),
-        ("mxfp8", True, True, (10, 0), None),
-        ("mxfp8", True, True, (9, 0), "train.fp8=mxfp8: this GPU has compute capability 9.0, it needs 10.0"),
-        ("delayed", True, True, (8, 0), "compute capability 8.0, it needs 8.9"),
-        ("delayed", True, False, (9, 0), "needs Transformer Engine, which is not installed"),
-        ("delayed", False, True, (0, 0), "fp8 needs a GPU"),
+        ("delayed", True, "1.13.0", (8, 9), None),
+        ("tensorwise", True, "2.2.0.dev0+5fdd7bb", (9, 0), None),
+        ("mxfp8", True, "2.11.0", (10, 0), None),
+        ("mxfp8", True, "2.11.0", (9, 0), "train.fp8=mxfp8: this GPU has compute capability 9.0, it needs 10.0"),
+        ("mxfp8", True, "2.11.0", (12, 0), "compute capability 12.0, it needs 10.0, below 12.0"),
+        ("mxfp8", True, "2.0.0", (10, 0), "it needs Transformer Engine 2.1, 2.0.0 is installed"),
+        ("tensorwise", True, "2.1.0", (9, 0), "it needs Transformer Engine 2.2, 2.1.0 is installed"),
+        ("delayed", True, "2.11.0", (8, 0), "compute capability 8.0, it needs 8.9"),
+        ("delayed", True, None, (9, 0), "needs Transformer Engine, which is not installed"),
+        ("delayed", False, "2.11.0", (0, 0), "fp8 needs a GPU"),
     ],
 )
 def test_fp8_where_it_cannot_be_had_is_refused(
-    recipe: str, on_gpu: bool, te: bool, capability: tuple[int, int], says: str | None
+    recipe: str, on_gpu: bool, te: str | None, capability: tuple[int, int], says: str | None
 ) -> None:
-    problem = fp8_problem(recipe, on_gpu, te, capability)
+    problem = fp8_problem(recipe, on_gpu, te, capability, {"model.hidden": 96})
     assert (problem is None) == (says is None) and (says or "") in str(problem or "")
+
+
+@pytest.mark.parametrize(("recipe", "size", "block"), [("delayed", 24, 16), ("mxfp8", 48, 32)])
+def test_sizes_that_fp8_cannot_share_out_are_refused(recipe: str, size: int, block: int) -> None:
+    problem = fp8_problem(recipe, True, "2.11.0", (10, 0), {"model.hidden": 64, "model.ffn on a rank": size})
+    assert f"model.ffn on a rank is {size}, fp8 needs a multiple of {block}" in str(problem)
