@@ -591,7 +591,8 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
         refused(holmes(*layout, *more), said)
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
-    refused(holmes("predict", str(path), "--gpu", "h100"), "a PLAN has its own", "--gpu")
+    for option, value in (("--gpu", "h100"), ("--transport", "single"), ("--pp", "4"), ("--layers-per-stage", "16,16")):
+        refused(holmes("predict", str(path), option, value), "a PLAN has its own", option)
 
 
 def test_the_planner_counts_the_type_that_training_uses(holmes, site):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import gpu_proof
+import gpu_proof_parts
+import pipelines
+import psutil
 import pytest
 
 SCRIPT = Path(gpu_proof.__file__)
@@ -29,7 +33,7 @@ def test_what_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
 
 
 def test_all_parts_end_within_nine_minutes() -> None:
-    assert sum(part.limit_s for part in gpu_proof.PARTS.values()) <= 540
+    assert sum(part.limit_s for part in gpu_proof.PARTS.values()) <= gpu_proof.TOTAL_S <= 530
 
 
 @pytest.mark.integration
@@ -49,6 +53,46 @@ def test_a_part_that_hangs_or_dies_is_said_and_ends(
     monkeypatch.setitem(gpu_proof.PARTS, "weights", gpu_proof.Part("nothing", limit_s))
     row = gpu_proof.run_part("weights", "cuda", tmp_path)
     assert not row["ok"] and row["wrong"][0] == wrong
+
+
+@pytest.mark.integration
+def test_a_part_at_its_limit_shows_what_it_had_found_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpu_proof_parts.py").write_text(
+        "import subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        'Path(sys.argv[3]).write_text(\'{"child": %d, "wrong": ["one thing"]}\' % child.pid)\n'
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(gpu_proof, "HERE", tmp_path)
+    monkeypatch.setitem(gpu_proof.PARTS, "weights", gpu_proof.Part("nothing", 100))
+    row = gpu_proof.run_part("weights", "cuda", tmp_path, left_s=3)
+    assert row["wrong"] == ["ran past its limit of 3 s", "one thing"]
+    assert gone(row["figures"]["child"])
+
+
+@pytest.mark.integration
+def test_a_script_past_its_limit_ends_with_all_that_it_started() -> None:
+    text = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    done = gpu_proof_parts._python(text, 3, {})
+    assert done.returncode == 124 and gone(int(done.stdout))
+
+
+def gone(pid: int) -> bool:
+    """Ended, whoever is to take note of it."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.integration
+def test_pipelines_start_where_cuda_forbids_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spawned, as on a machine with a GPU: that leaves no process behind either, which every test is watched for."""
+    monkeypatch.setenv(pipelines.START, "spawn")
+    server = pipelines.Server()
+    case = pipelines.Case(layers=[[1], [1]], micro_batches=[2], schedule="ahead", in_flight=[2, 1])
+    ranks = server.call("play", [asdict(case)], 280, timeout_s=300)[0]
+    assert all(len(rank["gradients"]) == 1 for rank in ranks)
 
 
 def test_unknown_parts_and_no_gpu_are_one_line(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click.core import ParameterSource
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, SiteFile, Steps, Tokens, app, check_output, configuration, steps_for
@@ -26,10 +27,34 @@ if TYPE_CHECKING:
 Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes on beside computing.")]
 
 
+# What may be told beside a PLAN: what it does not hold itself, or what differs where it is to run.
+BESIDE_A_PLAN = (
+    "site",  # refused with words of its own
+    "attention",
+    "fused_norm",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute_parts",
+    "recompute_layers",
+    "dtype",
+    "grad_dtype",
+    "calibration",
+    "pace_layer_ms",
+    "steps",
+    "tokens",
+    "trace",
+    "json",
+)
+
+
 @app.command()
 def predict(
+    ctx: typer.Context,
     plan_path: Annotated[
-        str | None, typer.Argument(metavar="[PLAN]", show_default=False, help="A file of `holmes plan -o`.")
+        str | None,
+        typer.Argument(
+            metavar="[PLAN]", show_default=False, help="A file of `holmes plan -o`, whose layout is not told anew."
+        ),
     ] = None,
     site: SiteFile = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
@@ -110,6 +135,15 @@ def predict(
         **({"dtype": dtype} if dtype else {}),
         **({} if steps is None else {"steps": steps}),
     )
+    if plan_path is not None:
+        for name in ctx.params:
+            given_here = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if given_here and name not in ("plan_path", *BESIDE_A_PLAN):
+                raise ConfigError(
+                    "a PLAN has its own",
+                    where=f"--{name.replace('_', '-')}",
+                    hint="leave it out, or give --site FILE with a layout",
+                )
     if (plan_path is None) == (site is None):
         raise ConfigError(
             "a PLAN and --site: a plan has its own site" if site else "neither a PLAN nor --site",
@@ -120,16 +154,6 @@ def predict(
     software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
     gradients = _bytes(grad_dtype)
     if plan_path is not None:
-        for name, value in (
-            ("gpu", gpu),
-            ("ffn", ffn),
-            ("kv-heads", kv_heads),
-            ("head-dim", head_dim),
-            ("dropout", dropout),
-            ("sharding", sharding),
-        ):
-            if value is not None:
-                raise ConfigError("a PLAN has its own", where=f"--{name}", hint="leave it out, or give --site FILE")
         given = Plan.read(plan_path)
         given = replace(given, site=with_software(given.site, *software))
         said |= _recomputed(given.recompute, recompute_parts, recompute_layers)

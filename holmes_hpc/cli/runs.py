@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -30,6 +31,7 @@ def submit(
         str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.", show_default=False)
     ] = None,
     overrides: Overrides = None,
+    site: SiteFile = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a batch script that sbatch can run as it is; submit nothing.")
     ] = False,
@@ -45,7 +47,7 @@ def submit(
             where="submit",
             hint="make one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both",
         )
-    chosen, config = planned(overrides, plan_file=plan_path)
+    chosen, config = planned(overrides, site, plan_file=plan_path)
     if dry_run or template:
         from holmes_hpc.submission.lifecycle.new_run import new_run_path
         from holmes_hpc.submission.templates import script_for
@@ -274,8 +276,9 @@ def status(
             console.text(f"\n{s.name}: {rank}{s.error}")
             for line in quoted(s.log_tail, s.error, s.failed_rank):
                 console.text(line)
-            if s.ended and checkpoint_directory.complete(RunDirectory(s.path).checkpoints):
-                console.text(f"go on with `holmes resume {s.name}`")
+            kept = checkpoint_directory.complete(RunDirectory(s.path).checkpoints) if s.ended else []
+            if kept:
+                console.text(f"go on with `holmes resume {s.name}`, after step {kept[0].step}")
 
 
 @app.command()
@@ -338,8 +341,18 @@ def cancel(run: Run, json: Json = False) -> None:
         kept = checkpoint_directory.complete(record.checkpoints)
         made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
         last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
-        more = "; its ranks save the step under way if Slurm's KillWait (30 s unless a site sets it) is long enough"
+        more = f"; its ranks finish a step or two and save, if Slurm's KillWait{_kill_wait()} is long enough for both"
         console.note(last if here else f"so far {last}{more}")
+
+
+def _kill_wait() -> str:
+    """How long Slurm leaves a cancelled job, in words; nothing where it does not say."""
+    from holmes_hpc.slurm.scontrol import read_config
+
+    with contextlib.suppress(HolmesError):
+        if said := read_config().get("KillWait"):
+            return f" ({said} here)"
+    return ""
 
 
 @app.command()

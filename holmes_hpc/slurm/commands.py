@@ -30,7 +30,7 @@ AWAY = (
     "Message receive failure",
 )
 OUTPUT_WAIT_S = 30
-WITHOUT = "without Slurm: `holmes plan --site FILE`, `holmes run launcher=local`"
+WITHOUT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
 # sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
 _COMPONENT_OPTIONS = (
     "PARTITION",

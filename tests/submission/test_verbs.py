@@ -86,7 +86,7 @@ def test_status_of_a_failed_run_ends_with_the_next_step(holmes: Holmes, tmp_path
     kept.mkdir(parents=True)
     (kept / ".metadata").write_bytes(b"ab")
     (kept / "holmes.json").write_text(json.dumps({"files": {".metadata": [2, 0]}}))
-    assert holmes("status", "r")[1].endswith("rank 1 died\ngo on with `holmes resume r`\n")
+    assert holmes("status", "r")[1].endswith("rank 1 died\ngo on with `holmes resume r`, after step 4\n")
 
 
 def test_a_long_table_shows_what_is_worth_showing() -> None:

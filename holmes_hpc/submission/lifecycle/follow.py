@@ -112,7 +112,8 @@ def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str]
         return 0
     rank = result.get("failed_rank")
     blamed = f"rank {rank} on {result['failed_node']}: " if rank is not None else ""
-    console.note(f"{run.name}: {result['state']}: {blamed}{result.get('error') or ''}")
+    why = "" if result.get("error") == result["state"] else result.get("error") or ""
+    console.note(f"{run.name}: {result['state']}" + (f": {blamed}{why}" if blamed or why else ""))
     tail = result.get("log_tail")
     new = [line for line in tail if line not in told] if isinstance(tail, list) else []
     for line in quoted(new, str(result.get("error") or ""), rank if isinstance(rank, int) else None):

@@ -189,7 +189,7 @@ def fp8_problem(
         )
     for name, size in sizes.items():
         if size % block:
-            return ConfigError(f"{name} is {size}, fp8 needs a multiple of {block}", where=where, hint=hint)
+            return ConfigError(f"{name}: {size}, where fp8 needs a multiple of {block}", where=where, hint=hint)
     return None
 
 

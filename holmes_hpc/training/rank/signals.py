@@ -39,7 +39,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.seen:
             self.told = signal.Signals(number).name
-            say(f"{self.told}: one more step, then the state is saved")
+            say(f"{self.told}: a step or two more, then the state is saved")
 
 
 @dataclass(frozen=True)

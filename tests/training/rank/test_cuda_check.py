@@ -126,4 +126,4 @@ def test_fp8_where_it_cannot_be_had_is_refused(
 @pytest.mark.parametrize(("recipe", "size", "block"), [("delayed", 24, 16), ("mxfp8", 48, 32)])
 def test_sizes_that_fp8_cannot_share_out_are_refused(recipe: str, size: int, block: int) -> None:
     problem = fp8_problem(recipe, True, "2.11.0", (10, 0), {"model.hidden": 64, "model.ffn on a rank": size})
-    assert f"model.ffn on a rank is {size}, fp8 needs a multiple of {block}" in str(problem)
+    assert f"model.ffn on a rank: {size}, where fp8 needs a multiple of {block}" in str(problem)

@@ -1,0 +1,57 @@
+"""The planner's memory against the tensors of real ranks (benchmarks/planner_memory.py has more cases), and what fused
+attention saves of it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import gpu
+import planner_memory
+from sites import H100, one_fabric, two_clusters
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.memory import CUDA_BYTES
+from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.cost.software import Software
+from holmes_hpc.planning.search.best import best_plan
+
+SEQUENCE = 1024  # long enough that scores in memory would be most of it
+
+
+@pytest.mark.integration
+def test_layers_with_fused_attention_hold_what_is_predicted(tmp_path: Path) -> None:
+    case = planner_memory.Case(
+        {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [3, 1]},
+        {"layers": 4, "max_positions": SEQUENCE},
+        {"sequence_length": SEQUENCE, "micro_size": 1, "global_size": 2},
+    )
+    plan = case.plan()
+    assert plan.predicted is not None
+    measured = planner_memory.measure(plan, tmp_path)
+    assert measured == pytest.approx(plan.predicted.memory_bytes_per_gpu, rel=0.08)
+
+
+def test_gpt_3_6b_fits_with_fused_attention_and_not_without() -> None:
+    """On four nodes of H100 and four of A100, as its plan has it."""
+    site = replace(two_clusters(4), fabrics=(one_fabric(H100, nodes=4), two_clusters(4).fabrics[1]))
+    plan = best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(recompute="none"), Costs())
+    unfused = predict(plan, Costs(software=Software(attention="softmax")))
+    assert plan.predicted is not None
+    most, without = (max(p.memory_bytes_per_gpu) / 2**30 for p in (plan.predicted, unfused))
+    assert most < 80 < without
+
+
+def test_the_proof_compares_tensors_with_tensors() -> None:
+    """torch's allocator does not count what a CUDA process holds beside them."""
+    plan = best_plan(named("gpt_3_6b"), Batch(64, 1, 2048), two_clusters(1), PlanOptions(pp=1, tp=1), Costs())
+    assert plan.predicted is not None
+    assert gpu.tensor_bytes(plan) == max(plan.predicted.memory_bytes_per_gpu) - CUDA_BYTES
