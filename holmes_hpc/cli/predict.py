@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, SiteFile, Steps, Tokens, app, check_output, configuration, steps_for
@@ -137,8 +136,8 @@ def predict(
     )
     if plan_path is not None:
         for name in ctx.params:
-            given_here = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            if given_here and name not in ("plan_path", *BESIDE_A_PLAN):
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE" and name not in ("plan_path", *BESIDE_A_PLAN):
                 raise ConfigError(
                     "a PLAN has its own",
                     where=f"--{name.replace('_', '-')}",
