@@ -8,6 +8,7 @@ if [ ! -x "$python" ]; then
   "${PYTHON:-python3}" -m venv --system-site-packages build/gpu-venv
   python=build/gpu-venv/bin/python
   "$python" -m pip install -q --no-index --no-deps --find-links build/wheels build/wheels/*.whl
+  "$python" -c 'import torch, megatron.core' || { echo "gpu-proof: torch is in a venv itself, or build/wheels lacks packages; make install" >&2; exit 2; }
 fi
 export PYTHONPATH="$PWD:$PWD/tests/support:$PWD/benchmarks"
 exec "$python" benchmarks/gpu_proof.py "$@"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import gpu
 import gpu_proof
 import gpu_proof_parts
 import pipelines
@@ -78,6 +80,12 @@ def test_a_script_past_its_limit_ends_with_all_that_it_started() -> None:
     text = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     done = gpu_proof_parts._python(text, 3, {})
     assert done.returncode == 124 and gone(int(done.stdout))
+
+
+def test_what_speed_is_held_against_has_a_configuration_of_its_own() -> None:
+    """Only sizes are shared with the engine: a fault in its configuration would be in both."""
+    loop = inspect.getsource(gpu.minimal) + inspect.getsource(gpu.layers)
+    assert "TransformerConfig(" in loop and "training.model" not in loop and "transformer_config" not in loop
 
 
 def gone(pid: int) -> bool:
