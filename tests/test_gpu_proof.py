@@ -6,8 +6,10 @@ import inspect
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import gpu
 import gpu_proof
@@ -57,6 +59,21 @@ def test_a_part_that_hangs_or_dies_is_said_and_ends(
     assert not row["ok"] and row["wrong"][0] == wrong
 
 
+def limit_comes_with(file: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit is over as soon as `file` is there, however slow the machine is."""
+    real, limit_s = getattr(subprocess.Popen, method), 100
+
+    def until_there(process: Any, *args: Any, timeout: float | None = None) -> Any:
+        said = next(iter(args), timeout)
+        if said != limit_s:
+            return real(process, timeout=said)
+        while not (file.exists() and file.read_text().endswith("}")):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("it", limit_s)
+
+    monkeypatch.setattr(subprocess.Popen, method, until_there)
+
+
 @pytest.mark.integration
 def test_a_part_at_its_limit_shows_what_it_had_found_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,21 +82,27 @@ def test_a_part_at_its_limit_shows_what_it_had_found_and_leaves_nothing(
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
-        'Path(sys.argv[3]).write_text(\'{"child": %d, "wrong": ["one thing"]}\' % child.pid)\n'
+        'Path(sys.argv[3]).write_text(\'{"wrong": ["one thing"], "child": %d}\' % child.pid)\n'
         "time.sleep(600)\n"
     )
     monkeypatch.setattr(gpu_proof, "HERE", tmp_path)
-    monkeypatch.setitem(gpu_proof.PARTS, "weights", gpu_proof.Part("nothing", 100))
-    row = gpu_proof.run_part("weights", "cuda", tmp_path, left_s=3)
-    assert row["wrong"] == ["ran past its limit of 3 s", "one thing"]
+    monkeypatch.setitem(gpu_proof.PARTS, "weights", gpu_proof.Part("nothing", 200))
+    limit_comes_with(tmp_path / "weights.json", "wait", monkeypatch)
+    row = gpu_proof.run_part("weights", "cuda", tmp_path, left_s=100)
+    assert row["wrong"] == ["ran past its limit of 100 s", "one thing"]
     assert gone(row["figures"]["child"])
 
 
 @pytest.mark.integration
-def test_a_script_past_its_limit_ends_with_all_that_it_started() -> None:
-    text = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-    done = gpu_proof_parts._python(text, 3, {})
-    assert done.returncode == 124 and gone(int(done.stdout))
+def test_a_script_past_its_limit_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "child.json"
+    text = (
+        "import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']).pid; "
+        f"pathlib.Path({str(file)!r}).write_text('{{\"pid\": %d}}' % child); time.sleep(600)"
+    )
+    limit_comes_with(file, "communicate", monkeypatch)
+    assert gpu_proof_parts._python(text, 100, {}).returncode == 124
+    assert gone(json.loads(file.read_text())["pid"])
 
 
 def test_what_speed_is_held_against_has_a_configuration_of_its_own() -> None:
