@@ -218,6 +218,9 @@ def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(
     code, out, _ = holmes("rm", "mine", "--yes")
     assert code == 0 and "removed: " in out and not run.path.exists()
     refused(holmes("rm", "mine", "--yes"), "no such run")
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").touch()
+    refused(holmes("rm", str(tmp_path / "sweep"), "--yes"), "name its runs")
 
 
 def test_tables_break_no_words_whatever_the_width(holmes, monkeypatch):

@@ -194,7 +194,11 @@ def remove(
     from holmes_hpc.records.find import find_run
     from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
     from holmes_hpc.submission.lifecycle.status import run_statuses
+    from holmes_hpc.submission.sweeps.status_table import is_sweep
 
+    for name in runs:
+        if is_sweep(name):
+            raise ConfigError("a sweep is not removed as a whole", where=name, hint=f"name its runs: {name}/0 …")
     with console.waiting("asking Slurm"):
         found = run_statuses([find_run(name) for name in runs])
     for one in found:

@@ -127,7 +127,9 @@ def test_a_rate_is_the_reports_and_not_the_last_steps(
     assert f"`holmes report {tmp_path / 'sweep'} --by loss`" in capfd.readouterr().err
     run.result_path.unlink()  # as if it still ran
     growing = row_of(manifest, manifest.jobs[0], JobState("41", "RUNNING"))
-    assert growing.tokens_per_s == pytest.approx(cell["tokens_per_s"])
+    assert growing.tokens_per_s == pytest.approx(cell["tokens_per_s"]) and not growing.why
+    run.metrics_path.unlink()
+    assert row_of(manifest, manifest.jobs[0], JobState("RUNNING")).why == "the nodes start the ranks"
 
 
 @pytest.mark.integration
