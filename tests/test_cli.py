@@ -318,6 +318,32 @@ def test_unknown_verbs_and_options(holmes):
     refused(holmes("plan", "--steps", "3x"), "--steps")
 
 
+def test_what_other_programs_call_it_and_what_the_shell_took_apart(holmes):
+    for word, key in (
+        ("train.learning_rate=1", "train.lr"),
+        ("train.batch_size=8", "batch.global_size"),
+        ("data.path=x", "data.prefix"),
+        ("tp=2", "plan.tp"),
+        ("train.step=5", "train.steps"),
+    ):
+        refused(holmes("plan", word), f"did you mean {key!r}?")
+    refused(holmes("plan", "plan.nodes={ib-a:", "2}"), "quote the whole word", "'KEY={a: 1, b: 2}'")
+    refused(holmes("plan", "plan.layers_per_stage=[4,", "4]"), "quote the whole word", "'KEY=[1, 2]'")
+
+
+def test_predict_says_where_a_layout_lies_and_cuts_activations_as_plan_does(holmes, site):
+    layout = ("--site", str(site), "--model", "gpt_3_6b", "--tp", "2", "--pp", "2", "--dp", "16", "--json")
+    own, cut, whole = (
+        json.loads(holmes("predict", *layout, *more)[1])
+        for more in ((), ("--sequence-parallel",), ("--no-sequence-parallel",))
+    )
+    assert own == cut and whole["step_time_s"] > own["step_time_s"]
+    assert own["strategy"] == "pipeline" and [c["fabric"] for c in own["components"]] == ["ib-a", "roce-a"]
+    across = json.loads(holmes("predict", *layout, "--strategy", "hierarchical-dp")[1])
+    assert across["strategy"] == "hierarchical-dp" and across["nic_bytes_per_step"] != own["nic_bytes_per_step"]
+    assert "lies on" in holmes("predict", *layout[:-1])[1]
+
+
 def test_generate_says_at_once_what_it_lacks(holmes, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "holmes_hpc.training.checkpoint.generate", None)  # torch: not before

@@ -12,7 +12,7 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, SiteFile, Steps, Tokens, app, check_output, configuration, steps_for
-from holmes_hpc.config.plan_options import RECOMPUTE, SCHEDULES
+from holmes_hpc.config.plan_options import RECOMPUTE, SCHEDULES, STRATEGIES
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.metrics import PART_NAMES
 
@@ -71,8 +71,13 @@ def predict(
         int | None, typer.Option(help="Layers of each stage that full recomputation computes again. [all]")
     ] = None,
     schedule: Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}; auto: as `plan` would choose")] = "auto",
-    sequence_parallel: Annotated[bool, typer.Option(help="Activations split over the TP ranks.")] = False,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(show_default=False, help="Activations split over the TP ranks. [as `plan`: with TP]")
+    ] = None,
     distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
+    strategy: Annotated[
+        str, typer.Option(help=f"{', '.join(STRATEGIES)}; auto: a pipeline across fabrics where that can be")
+    ] = "auto",
     transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
     model: Annotated[str | None, typer.Option(help="A named model.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of a model without a name, or instead of its own.")] = None,
@@ -119,7 +124,7 @@ def predict(
     from holmes_hpc.config.plan_options import PlanOptions
     from holmes_hpc.planning.cost.predict import chrome_trace, timeline
     from holmes_hpc.planning.cost.predict import predict as predict_plan
-    from holmes_hpc.planning.narrative import counted_less, duration, throughput
+    from holmes_hpc.planning.narrative import counted_less, duration, throughput, where_stages_lie
     from holmes_hpc.planning.request import costs as costs_of
     from holmes_hpc.planning.request import site as site_of
     from holmes_hpc.planning.request import with_gpu, with_software
@@ -180,13 +185,16 @@ def predict(
             plan=make(
                 PlanOptions,
                 {
+                    "strategy": strategy,
                     "tp": tp,
                     "pp": pp,
                     "dp": dp,
                     "virtual_stages": virtual_stages,
                     "recompute": recompute,
                     "schedule": schedule,
-                    "sequence_parallel": sequence_parallel,
+                    "sequence_parallel": tp > 1 and batch.sequence_length % tp == 0
+                    if sequence_parallel is None
+                    else sequence_parallel,
                     "distributed_optimizer": distributed_optimizer,
                     "transport": transport,
                     "gpus_per_node": gpus_per_node,
@@ -208,7 +216,8 @@ def predict(
     if json:
         from dataclasses import asdict
 
-        console.as_json({**asdict(predicted), "throughput": rates})
+        where = {"strategy": given.strategy, "components": given.layout}
+        console.as_json({**asdict(predicted), "throughput": rates, **where})
         return
     console.table(
         f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
@@ -216,6 +225,7 @@ def predict(
         f"{given.schedule.kind}, recompute {given.recompute}",
         ("figure", "predicted"),
         [
+            ("lies on", f"{given.spread}: {where_stages_lie(given)}"),
             ("step time", console.seconds(predicted.step_time_s)),
             *_interval(predicted.interval_s),
             ("samples/s", f"{predicted.samples_per_s:.4g}"),

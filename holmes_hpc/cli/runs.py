@@ -48,6 +48,8 @@ def submit(
             hint="make one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both",
         )
     chosen, config = planned(overrides, site, plan_file=plan_path)
+    tokens = config.train.steps * chosen.batch.global_size * chosen.batch.sequence_length
+    console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
         from holmes_hpc.submission.lifecycle.new_run import new_run_path
         from holmes_hpc.submission.templates import script_for
@@ -83,14 +85,12 @@ def run(
     json: Json = False,
 ) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
+    from holmes_hpc.planning.narrative import where_stages_lie
     from holmes_hpc.submission.lifecycle.follow import follow
 
     overrides = with_steps(overrides, steps)
     chosen, config = planned(overrides, site, earliest=earliest)
-    console.note(
-        f"plan {chosen.id}: {chosen.spread}, "
-        + ", ".join(f"{c.nodes} x {c.fabric} (stage {', '.join(map(str, c.stages))})" for c in chosen.components)
-    )
+    console.note(f"plan {chosen.id}: {chosen.spread}, {where_stages_lie(chosen)}")
     record, job = start(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     code = follow(record, job, show=console.note if json else console.text)

@@ -25,6 +25,25 @@ from holmes_hpc.config.options import meant
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import keys
 
+VALUES = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # what a shell takes apart where it is not quoted
+ELSEWHERE = {  # what Megatron-LM, DeepSpeed and transformers call our keys
+    "learning_rate": "train.lr",
+    "batch_size": "batch.global_size",
+    "global_batch_size": "batch.global_size",
+    "train_batch_size": "batch.global_size",
+    "micro_batch_size": "batch.micro_size",
+    "per_device_train_batch_size": "batch.micro_size",
+    "seq_length": "batch.sequence_length",
+    "seq_len": "batch.sequence_length",
+    "max_steps": "train.steps",
+    "train_iters": "train.steps",
+    "data_path": "data.prefix",
+    "path": "data.prefix",
+    "tensor_model_parallel_size": "plan.tp",
+    "pipeline_model_parallel_size": "plan.pp",
+    "save_interval": "train.checkpoint_interval",
+}
+
 
 def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The files under conf/ with `overrides`, as plain data that is not checked. ConfigError for what Hydra refuses."""
@@ -117,13 +136,21 @@ def _literal(value: Any) -> Any:
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
+def _meant_key(word: str, known: Sequence[str]) -> str:
+    """The key that other programs call so, or the one that ends so in another group; else the nearest."""
+    last = word.rpartition(".")[2]
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    key = ELSEWHERE.get(last) or (same[0] if len(same) == 1 else None)
+    return f"did you mean {key!r}?" if key else nearest(word, known)
+
+
 def explained(error: Exception) -> ConfigError:
     """Hydra's error as one line; for an unknown key, the nearest known one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     if unknown:
         known = sorted(_keys(composed()))
-        return ConfigError(f"unknown key {unknown[1]!r}", where="overrides", hint=nearest(unknown[1], known))
+        return ConfigError(f"unknown key {unknown[1]!r}", where="overrides", hint=_meant_key(unknown[1], known))
     option = re.search(r"Could not find '(\w+)/([^']+)'", str(error))
     if option:
         known = [line.strip() for line in _options(str(error))]
@@ -133,6 +160,13 @@ def explained(error: Exception) -> ConfigError:
     bare = re.match(r"Error parsing override '([^'=]+)'", lines[0] if lines else "")
     if bare and (word := meant(bare[1])):
         return ConfigError(f"{bare[1]!r} names no key", where="overrides", hint=f"did you mean {word!r}?")
+    open_word = re.search(r"no viable alternative at input '([{\[])", str(error))
+    if open_word:  # the shell took it apart
+        return ConfigError(
+            f"cannot be read: {lines[0] if lines else error}",
+            where="overrides",
+            hint=f"quote the whole word, lest the shell take it apart: 'KEY={VALUES[open_word[1]]}'",
+        )
     if "grammar" in str(error) or "Lexer" in str(error) or "override" in type(error).__name__.lower():
         return ConfigError(
             f"cannot be read: {lines[0] if lines else error}",

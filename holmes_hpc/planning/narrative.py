@@ -51,7 +51,8 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     if plan.alternatives:
         lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
     if plan.unused:
-        lines.append("Unused: " + ", ".join(f"{n} nodes of {f}" for f, n in plan.unused.items()))
+        more = "" if isinstance(plan.parallel, Widths) else " (plan.unequal=true may use them)"
+        lines.append("Unused: " + ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items()) + more)
     supposed = [*plan.assumptions, *counted_less(plan, costs)]
     if supposed:
         lines += ["", "Supposed:", *(f"- {a}" for a in supposed)]
@@ -295,6 +296,21 @@ def _too_close(plan: Plan) -> list[str]:
         f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
         f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
     ]
+
+
+def where_stages_lie(plan: Plan) -> str:
+    """The nodes of each component, and its stages."""
+
+    def stages(found: tuple[int, ...]) -> str:
+        whole = len(found) > 2 and found == tuple(range(found[0], found[-1] + 1))
+        named = f"{found[0]} to {found[-1]}" if whole else ", ".join(map(str, found))
+        return f"stage{'s' * (len(found) > 1)} {named}"
+
+    return ", ".join(f"{_nodes(c.nodes)} of {c.fabric} ({stages(c.stages)})" for c in plan.components)
+
+
+def _nodes(number: int) -> str:
+    return f"{number} node{'s' * (number != 1)}"
 
 
 def counted_less(plan: Plan, costs: Costs) -> Iterable[str]:

@@ -223,7 +223,7 @@ def with_software(on: Site, attention: str | None, fused_norm: bool | None) -> S
 
 def check_site(plan: Plan, on: Site) -> None:
     """Refuse a plan whose fabrics are not those of `on`; the error names the first difference."""
-    hint = "make a plan for this site with `holmes plan`"
+    hint = "make a plan for this site with `holmes plan`, or give the plan's own with --site FILE"
     names = [f.name for f in on.fabrics]
     for part in plan.components:
         was = plan.site.fabric(part.fabric)
