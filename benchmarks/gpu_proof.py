@@ -68,9 +68,8 @@ def run_part(name: str, device: str, out: Path, left_s: float = math.inf) -> dic
             said = "" if code == 0 else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             said = f"ran past its limit of {limit_s:.3g} s"
-            _end(process)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it left behind would be in the next one's way
+            _tell(process, signal.SIGABRT, 2.0)  # its stacks into its log
+        _tell(process, signal.SIGKILL, 5.0)  # what it left behind would be in the next one's way
     figures: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
     wrong = [said] if said else []
     wrong += [] if found.exists() else [_last_line(out / f"{name}.log")]
@@ -85,14 +84,11 @@ def run_part(name: str, device: str, out: Path, left_s: float = math.inf) -> dic
     }
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Its stacks into its log, then the end of all that it started."""
-    for number, wait_s in ((signal.SIGABRT, 2.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(wait_s)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+def _tell(process: subprocess.Popen[bytes], number: signal.Signals, wait_s: float) -> None:
+    """A signal to all that is left of what a process started; `wait_s` for its end."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, number)
+        process.wait(wait_s)
 
 
 def _last_line(log: Path) -> str:

@@ -28,6 +28,7 @@ Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes 
 
 # What may be told beside a PLAN: what it does not hold itself, or what differs where it is to run.
 BESIDE_A_PLAN = (
+    "plan_path",
     "site",  # refused with words of its own
     "attention",
     "fused_norm",
@@ -142,7 +143,7 @@ def predict(
     if plan_path is not None:
         for name in ctx.params:
             source = ctx.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE" and name not in ("plan_path", *BESIDE_A_PLAN):
+            if source is not None and source.name == "COMMANDLINE" and name not in BESIDE_A_PLAN:
                 raise ConfigError(
                     "a PLAN has its own",
                     where=f"--{name.replace('_', '-')}",

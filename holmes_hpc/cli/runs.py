@@ -345,8 +345,10 @@ def cancel(run: Run, json: Json = False) -> None:
         kept = checkpoint_directory.complete(record.checkpoints)
         made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
         last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
-        more = f"; its ranks finish a step or two and save, if Slurm's KillWait{_kill_wait()} is long enough for both"
-        console.note(last if here else f"so far {last}{more}")
+        if not here:
+            enough = f"if Slurm's KillWait{_kill_wait()} is long enough for both"
+            last = f"so far {last}; its ranks finish a step or two and save, {enough}"
+        console.note(last)
 
 
 def _kill_wait() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
 
 START_MARK = "holmes: start of job"  # in the batch script's log, at every start
@@ -55,6 +56,11 @@ def before_step_1(run: RunDirectory, rank: int = 0) -> str:
     if not (log := run.log_path(rank)).exists():
         return "the nodes start the ranks"
     return "ranks set up" if tail(log, 1) else "ranks load torch and Megatron-Core"
+
+
+def why(run: RunDirectory, state: JobState, step: int | None) -> str:
+    """Why a job waits, or what one that runs does while it has made no `step`."""
+    return state.why or (before_step_1(run) if state.state == "RUNNING" and step is None else "")
 
 
 def last_step(run: RunDirectory) -> int | None:

@@ -27,7 +27,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, r
 from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
-from holmes_hpc.submission.lifecycle.starts import before_step_1, of_newest_start
+from holmes_hpc.submission.lifecycle.starts import of_newest_start, why
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 # what a record that no version of ours wrote may lead to
@@ -275,7 +275,7 @@ def _status(
         _whole(blamed.get("failed_rank")),
         _text(blamed.get("failed_node")),
         tuple(map(str, blamed.get("log_tail") or ())),
-        before_step_1(run) if state.state == "RUNNING" and step is None and not state.why else state.why,
+        why(run, state, step),
     )
 
 

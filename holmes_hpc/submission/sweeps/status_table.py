@@ -22,8 +22,8 @@ from holmes_hpc.records.logs import tail
 from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
+from holmes_hpc.submission.lifecycle import starts
 from holmes_hpc.submission.lifecycle.run_states import is_end, run_state
-from holmes_hpc.submission.lifecycle.starts import before_step_1
 from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
@@ -69,8 +69,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         run = RunDirectory(manifest.place(job.directory))
         last = _last_metrics(run.metrics_path)
         step, loss, rate = last.get("step"), last.get("loss"), run_rates(run).get("tokens_per_s")
-        if state.state == "RUNNING" and step is None and not why:
-            why = before_step_1(run)
+        why = starts.why(run, state, step)
         result = run.read_result()
         if result is None and state.ended and run.exists():
             result = record_end(run, state)

@@ -109,16 +109,17 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
         return
     m, s, tp = plan.model, plan.batch.sequence_length, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     if has_transformer_engine():
-        whose, fused = "Transformer Engine", dtype != torch.float32
+        whose, fused, instead = "Transformer Engine", dtype != torch.float32, "train in bf16"
     else:
         whose, fused = "torch", _torch_fuses(m, s, tp, device, dtype, masked)
+        instead = "use data.documents=joined" if masked else "install Transformer Engine"
     if not fused:
         mask = ", with documents kept apart" if masked else ""
         raise PlanError(
             f"the plan counts on fused attention, and {whose} has none here for heads {m.head_width} wide in "
             f"{str(dtype).removeprefix('torch.')}{mask}",
             where=f"GPU of rank {rank}",
-            hint="train in bf16, or plan with gpu: {attention: unfused} in the site file",
+            hint=f"{instead}, or plan with gpu: {{attention: unfused}} in the site file",
         )
 
 

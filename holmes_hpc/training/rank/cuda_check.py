@@ -155,14 +155,11 @@ def remarks(facts: CudaFacts) -> Iterator[str]:
             "no C compiler or no Python.h here, without which torch.compile makes no kernels: bias, dropout and"
             " activation stay unfused; install gcc and Python's headers (Debian: python3-dev)"
         )
-    if facts.te and facts.te_wanted and not facts.te_error:
-        from packaging.specifiers import SpecifierSet
-
-        if not SpecifierSet(facts.te_wanted, prereleases=True).contains(facts.te):
-            yield (
-                f"Transformer Engine {facts.te} is not of the versions that Megatron-Core was made for "
-                f"({facts.te_wanted}): if a step fails in it, install one of those"
-            )
+    if facts.te and facts.te_wanted and not facts.te_error and not _is_of(facts.te, facts.te_wanted):
+        yield (
+            f"Transformer Engine {facts.te} is not of the versions that Megatron-Core was made for "
+            f"({facts.te_wanted}): if a step fails in it, install one of those"
+        )
 
 
 def fp8_problem(
@@ -180,7 +177,7 @@ def fp8_problem(
             where=where,
             hint="pip install transformer-engine[pytorch], or " + hint,
         )
-    if _numbers(te) < _numbers(version):
+    if not _is_of(te, f">={version}.dev0"):
         return ConfigError(f"it needs Transformer Engine {version}, {te} is installed", where=where, hint=hint)
     if not needed <= capability < below:
         wanted = f"it needs {'.'.join(map(str, needed))}" + (f", below {below[0]}.{below[1]}" if below < ANY else "")
@@ -193,8 +190,11 @@ def fp8_problem(
     return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+def _is_of(version: str, wanted: str) -> bool:
+    """Whether a version is one of those `wanted`, in packaging's words (``>=2.9,<2.12``)."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted, prereleases=True).contains(version)
 
 
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
