@@ -87,7 +87,7 @@ class Scenario:
         """The GPUs that a plan's stages and pipelines run on, (PP, DP)."""
         of = {place: [i for i, p in enumerate(self.place) if p == place] for place in set(self.place)}
         used = [of[c.fabric, n][g] for c in plan.components for n in range(c.nodes) for g in range(c.gpus_per_node)]
-        return np.array(used)[plan.parallel.grid()[:, :, 0]]
+        return np.array(used)[np.stack(plan.parallel.grid())[:, :, 0]]
 
 
 def scenario(

@@ -43,7 +43,7 @@ def measure(name: str, at: Site, model: ModelSpec, batch: Batch, limit_s: float 
     limit = f" (limit {limit_s:g})" if limit_s else ""
     print(
         f"{name:22} CPU {used:6.2f} s, clock {seconds:6.2f} s{limit:12}  peak {peak:.2f} GiB so far  "
-        f"{plan.strategy} TP {p.tp} PP {p.pp} DP {p.dp} V {p.virtual_stages} micro {plan.batch.micro_size}"
+        f"{plan.strategy} {p} micro {plan.batch.micro_size}"
         f" {plan.schedule.kind} {plan.recompute}; step {plan.predicted.step_time_s if plan.predicted else 0:.2f} s",
         flush=True,
     )

@@ -18,17 +18,19 @@ from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from planner_regret import resumed
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.unequal import Unequal
-from holmes_hpc.planning.schedule.routed import least_in_flight
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.spec.plan import Component
-from holmes_hpc.planning.spec.widths import Width, Widths
+from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
+from holmes_hpc.planning.spec.plan import Component, Schedule
 
 A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)
@@ -77,14 +79,13 @@ def least_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
             for f in dict.fromkeys(fabrics)
         )
         for tps in product(*(_tps(f) for f in fabrics)):
-            widths = Widths(
-                tuple(Width(n, tp, n * f.gpus_per_node // tp) for f, n, tp in zip(fabrics, nodes, tps, strict=True)),
-                sequence_parallel=max(tps) > 1,
-            )
-            dps = [w.dp for w in widths.stages]
+            sizes = zip(fabrics, nodes, tps, strict=True)
+            stages = tuple(StageParallel(tp, n * f.gpus_per_node // tp) for f, n, tp in sizes)
+            parallel = Parallel(stages, sequence_parallel=max(tps) > 1)
+            dps = [stage.dp for stage in parallel.stages]
             if max(dps) > batch.micro_batches(1):
                 continue
-            one = Unequal(model, batch, widths, (1,) * len(dps), (1,) * len(dps), "none", components, site, costs)
+            one = Layout(model, batch, parallel, "none", Schedule("ahead", (1,) * len(dps)), components, site, costs)
             depths = {
                 tuple(
                     min(d, -(-batch.micro_batches(1) // dp))
@@ -93,7 +94,8 @@ def least_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
                 for more in range(DEEPER)
             }
             for layers, depth, size in product(_splits(model.layers, len(dps)), depths, BUCKETS):
-                best = min(best, one.varied(layers, depth, size).step_s)
+                layout = one.varied(Schedule("ahead", depth), bucket_bytes=size)
+                best = min(best, float(step_s(layout, np.array(layers)[None, :, None])[0]))
     return best
 
 
@@ -125,7 +127,7 @@ def _tps(fabric: Fabric) -> list[int]:
 def measured(seed: int) -> dict[str, Any]:
     """One site: the planner's step, and the least of all that can be listed."""
     model, batch, site = drawn(seed)
-    plan = best_plan(model, batch, site, PlanOptions(unequal=True), Costs())
+    plan = best_plan(model, batch, site, PlanOptions(unequal="true"), Costs())
     assert plan.predicted is not None
     least, found = least_s(model, batch, site, Costs()), plan.predicted.step_time_s
     return {
@@ -134,7 +136,7 @@ def measured(seed: int) -> dict[str, Any]:
         "found_s": found,
         "least_s": least,
         "regret": found / least - 1,
-        "plan": plan.parallel.words,
+        "plan": str(plan.parallel),
     }
 
 

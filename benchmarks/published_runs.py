@@ -21,7 +21,7 @@ from holmes_hpc.planning.cost.kernels import STACK, Stack
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.profile import from_csv
 from holmes_hpc.planning.cost.timing import step_s
-from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.layers import chunked, uniform
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Schedule
@@ -162,7 +162,7 @@ def layout(run: Run, costs: Costs) -> Layout:
         gpu(run.gpu),
         rdma_gbps=rdma,
     )
-    parallel = Parallel(
+    parallel = Parallel.uniform(
         run.tp,
         run.pp,
         run.dp,

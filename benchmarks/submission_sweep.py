@@ -40,7 +40,7 @@ PLAN = Plan(
     "pipeline",
     ModelSpec("m", 8, 64, 8, 256, 128, 8),
     Batch(64, 1, 32),
-    Parallel(pp=2, dp=32),
+    Parallel.uniform(pp=2, dp=32),
     "none",
     Schedule("1f1b", (2, 1)),
     (Component("ib", "nic_ib", "ib-a", 4, 8, (0,)), Component("roce", "nic_roce", "roce-a", 4, 8, (1,))),

@@ -37,12 +37,14 @@ def site(*fabrics: tuple[int, Gpu]) -> Site:
 def shown(name: str, at: Site, unequal: bool = True) -> float:
     """Print one plan; its samples a second."""
     began = time.process_time()
-    plan: Plan = best_plan(named("gpt_7_5b"), Batch(1536, 4, 2048), at, PlanOptions(unequal=unequal), Costs())
+    plan: Plan = best_plan(
+        named("gpt_7_5b"), Batch(1536, 4, 2048), at, PlanOptions(unequal="auto" if unequal else "false"), Costs()
+    )
     assert plan.predicted is not None
     widths = "unequal" if unequal else "equal"
     print(
         f"{name:24} {widths:8} {plan.predicted.samples_per_s:7.1f} samples/s  left out {sum(plan.unused.values())}  "
-        f"{time.process_time() - began:5.1f} s of CPU  {plan.parallel.words}"
+        f"{time.process_time() - began:5.1f} s of CPU  {plan.parallel}"
     )
     return plan.predicted.samples_per_s
 

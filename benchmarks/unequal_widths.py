@@ -30,13 +30,13 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.schedule.routed import least_in_flight
-from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.schedule.order import least_in_flight
+from holmes_hpc.planning.search.best import best_plan, to_plan
 from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.search.unequal import found, to_plan
+from holmes_hpc.planning.search.per_stage import variants
+from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.planning.spec.parts import Schedule
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Width, Widths
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.audit import loads
 
@@ -83,13 +83,13 @@ class Case:
             recompute="none",
             strategy="pipeline" if len(nodes) > 1 else "one-fabric",
             virtual_stages=1 if side else None,
+            unequal="false" if side else "auto",
         )
         factors = {at: f for at, f in (self.factors or {}).items() if at in nodes or not side}
         costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else factors or None)
         if side:
             return best_plan(model, batch, site, options, costs)
-        made = to_plan(found(model, batch, site, options, costs, Clock(), inf)[0], site)
-        assert isinstance(made.parallel, Widths)
+        made = to_plan(variants(model, batch, site, options, costs, Clock(), inf)[0], site, [])
         if self.weights:
             *others, last = made.parallel.stages
             half = self.layers // 2
@@ -101,12 +101,12 @@ class Case:
         return made
 
 
-def _told(plan: Plan, widths: list[Width], layers: list[int], more: int) -> Plan:
+def _told(plan: Plan, widths: list[StageParallel], layers: list[int], more: int) -> Plan:
     """A plan of two stages with other widths and layers, and `more` in flight than hide nothing but computing."""
     depths = least_in_flight(tuple(w.dp for w in widths), (more, 0))
     return replace(
         plan,
-        parallel=Widths(tuple(widths), sequence_parallel=max(w.tp for w in widths) > 1),
+        parallel=Parallel(tuple(widths), sequence_parallel=max(w.tp for w in widths) > 1),
         stages=tuple(replace(s, layers=n, chunks=(n,)) for s, n in zip(plan.stages, layers, strict=True)),
         schedule=Schedule("ahead", depths),
         predicted=None,
@@ -212,7 +212,7 @@ def over_pace(record: RunDirectory) -> float:
     assert plan.pace_layer_ms is not None
     found = []
     for s, stage in enumerate(plan.stages):
-        weights = plan.parallel.stages[s].weights if isinstance(plan.parallel, Widths) else ()
+        weights = plan.parallel.stages[s].weights
         ranks = sum(weights) / max(weights) if weights else plan.parallel.dp_of(s)
         factor = (plan.pace_factors or {}).get(stage.fabric, 1.0)
         each = 3e-3 * plan.pace_layer_ms * factor * stage.layers * plan.batch.micro_batches(1) / ranks
@@ -267,7 +267,7 @@ def main() -> None:
             plans[case.name, side] = plan = case.plan(side, site)
             says = f"{plan.predicted.samples_per_s:.3f} samples/s" if plan.predicted else "nothing"
             print(
-                f"  {plan.parallel.words}: {', '.join(f'{s.layers} on {s.fabric}' for s in plan.stages)}, "
+                f"  {plan.parallel}: {', '.join(f'{s.layers} on {s.fabric}' for s in plan.stages)}, "
                 f"{plan.schedule.in_flight} in flight, {says} predicted"
             )
     until = time.monotonic() + 60 * given.minutes

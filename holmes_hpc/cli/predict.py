@@ -222,7 +222,7 @@ def predict(
         return
     console.table(
         f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
-        f"step in micro-batches of {given.batch.micro_size}: {given.parallel.words}, schedule "
+        f"step in micro-batches of {given.batch.micro_size}: {given.parallel}, schedule "
         f"{given.schedule.kind}, recompute {given.recompute}",
         ("figure", "predicted"),
         [
@@ -284,7 +284,7 @@ def _chosen_layout(config: Configuration, on: Site, costs: Costs) -> Plan:
     """The layout that --tp, --pp, --dp, … give, with the schedule and the recomputation that `plan` would choose where
     they are not given: of those that fit the shortest step, the plainer of equals."""
     from holmes_hpc.planning.request import given_layout
-    from holmes_hpc.planning.schedule.orders import in_question
+    from holmes_hpc.planning.schedule.kinds import in_question
 
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1

@@ -91,9 +91,17 @@ class PlanOptions:
         float | None, key("memory of one GPU, instead of the site's", unit="GiB", gt=0, infinite=True)
     ] = None
     fabric_order: Annotated[tuple[str, ...] | None, key("[ib-a, roce-a]: fabrics along the pipeline")] = None
-    unequal: Annotated[bool, key("stages may have TP, DP and nodes of their own, where that is faster")] = False
+    unequal: Annotated[
+        str,
+        key(
+            "stages may have TP, DP and nodes of their own: auto (searched where 1% may be gained), true or false",
+            one_of=("auto", "true", "false"),
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.unequal, bool):  # as YAML reads the words
+            object.__setattr__(self, "unequal", str(self.unequal).lower())
         check(self, "plan", dotted=True)
         if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):
             raise ConfigError(ignored, where="plan", hint="leave it out, or use transport=holmes or schedule=ahead")

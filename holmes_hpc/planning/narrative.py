@@ -13,11 +13,10 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-from holmes_hpc.planning.schedule.orders import megatrons_own
+from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.search.alternatives import PREDICTED
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.records.metrics import PART_NAMES
 
 WIDTH = 100
@@ -51,8 +50,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     if plan.alternatives:
         lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
     if plan.unused:
-        more = "" if isinstance(plan.parallel, Widths) else " (plan.unequal=true may use them)"
-        lines.append("Unused: " + ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items()) + more)
+        lines.append("Unused: " + ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items()))
     supposed = [*plan.assumptions, *counted_less(plan, costs)]
     if supposed:
         lines += ["", "Supposed:", *(f"- {a}" for a in supposed)]
@@ -104,11 +102,9 @@ def duration(days: float) -> str:
 
 def _headline(plan: Plan) -> str:
     p, batch = plan.parallel, plan.batch
-    virtual = f" x {p.virtual_stages} virtual" if p.virtual_stages > 1 else ""
-    sizes = p.words if isinstance(p, Widths) else f"TP {p.tp}, PP {p.pp}{virtual}, DP {p.dp}"
     return (
         f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-        f"tokens a step, on {p.world_size} ranks, {plan.spread}; {sizes}, "
+        f"tokens a step, on {p.world_size} ranks, {plan.spread}; {p}, "
         f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
         f"{plan.schedule.kind}, recompute {plan.recompute}"
     )
@@ -127,7 +123,8 @@ def _drawing(plan: Plan) -> list[str]:
         )
         if len(part.stages) <= 8:
             lines += [
-                f"|   stage {s}: {_stage(plan, s)}" + (f", data parallel by {inside[s]}" if s in inside else "")
+                f"|   stage {s}: {_stage(plan, s, part.gpus_per_node)}"
+                + (f", data parallel by {inside[s]}" if s in inside else "")
                 for s in part.stages
             ]
         else:
@@ -143,10 +140,11 @@ def _drawing(plan: Plan) -> list[str]:
     return lines
 
 
-def _stage(plan: Plan, stage: int) -> str:
+def _stage(plan: Plan, stage: int, per_node: int) -> str:
     layers, held, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
-    width = f"{w.nodes} nodes, TP {w.tp} x DP {w.dp}, " if isinstance(p, Widths) and (w := p.stages[stage]) else ""
-    return f"{width}{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
+    nodes = p.stages[stage].ranks // per_node
+    sizes = f"{nodes} nodes, TP {p.tp_of(stage)} x DP {p.dp_of(stage)}, " if plan.is_per_stage else ""
+    return f"{sizes}{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
 
 
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
@@ -252,7 +250,7 @@ def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:
     p = plan.parallel
-    if isinstance(p, Widths):  # a search of its own
+    if plan.is_per_stage:  # a search of its own
         return
     fabrics = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.fabrics)
     nodes = {c.fabric: 2 * c.nodes for c in plan.components}

@@ -22,7 +22,6 @@ from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailors
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory
@@ -135,7 +134,7 @@ def learned(config: Configuration, root: str) -> tuple[Learned, list[str]]:
 def _observed(record: RunDirectory, calibration: str | None) -> Observed:
     """A run as its record has it: its plan, and the medians of the latest attempt's steps after warm-up."""
     config, plan = recorded(record.config)[0], Plan.read(record.plan_path)
-    if isinstance(plan.parallel, Widths):
+    if plan.is_per_stage:
         raise RecordError("its stages have unequal widths", where=str(record.path), hint="learn from equal ones")
     lines = record.metrics()
     last = max((int(line.get("attempt") or 1) for line in lines), default=1)
@@ -189,7 +188,7 @@ def for_calibration(config: Configuration) -> Configuration:
         plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in here.fabrics})
     used = [f for f in here.fabrics if not plan.nodes or f.name in plan.nodes]
     ranks = [((plan.nodes or {}).get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    plan = replace(plan, unequal=False)  # what is measured is measured at one TP
+    plan = replace(plan, unequal="false")  # what is measured is measured at one TP
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:

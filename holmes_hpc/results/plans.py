@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from holmes_hpc.planning.spec.plan_file import flatten
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.foreign import from_yaml, read_file
 from holmes_hpc.records.rates import number
@@ -53,7 +54,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
     """Repeats share a plan, byte for byte."""
-    plan = mapping(from_yaml(text))
+    plan = mapping(flatten(from_yaml(text)))
     return {key: _shaped(value, SHAPE.get(key)) for key, value in plan.items()}
 
 

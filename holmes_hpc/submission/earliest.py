@@ -139,7 +139,7 @@ def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str
             rows.append(
                 [
                     nodes_of(start.plan),
-                    start.plan.parallel.words,
+                    str(start.plan.parallel),
                     clock(start.start),
                     f"{start.duration_s / 60:.1f} min",
                     clock(start.end),

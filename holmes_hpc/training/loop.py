@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.errors import ConfigError, HolmesError
-from holmes_hpc.planning.schedule.orders import Order, megatrons_own
+from holmes_hpc.planning.schedule.kinds import megatrons_own
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.records.run import RunDirectory
@@ -376,7 +377,7 @@ class Trainer:
         say(described(self.data, self.training, plan, self.settings.steps))
         paced = self.settings.pace_layer_ms
         say(
-            f"plan {plan.id}: {plan.spread}, {plan.parallel.words}, "
+            f"plan {plan.id}: {plan.spread}, {plan.parallel}, "
             f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
             + (f"; paced: {paced} ms a layer" if paced else "")
         )

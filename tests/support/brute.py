@@ -65,7 +65,7 @@ def _parallels(model: ModelSpec, batch: Batch, tp: int, pp: int, dp: int, **more
     m = batch.micro_batches(dp)
     for chunks in range(1, model.layers // pp + 1):
         if chunks == 1 or (pp > 1 and m % pp == 0):
-            yield Parallel(tp, pp, dp, virtual_stages=chunks, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
+            yield Parallel.uniform(tp, pp, dp, virtual_stages=chunks, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
 
 
 def _pipelines(

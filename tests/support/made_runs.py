@@ -73,7 +73,7 @@ def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: f
         "one-fabric" if alone else "pipeline",
         replace(MODEL, hidden=hidden),
         batch,
-        Parallel(pp=stages, dp=dp),
+        Parallel.uniform(pp=stages, dp=dp),
         "none",
         Schedule("1f1b", tuple(range(stages, 0, -1))),
         components,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from holmes_hpc.planning.schedule.orders import Order, Pass
+from holmes_hpc.planning.schedule.kinds import Pass
+from holmes_hpc.planning.schedule.order import Order
 
 
 def every_pass(order: Order) -> list[Pass]:

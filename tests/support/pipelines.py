@@ -44,7 +44,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from holmes_hpc.lifetime import end_with
-from holmes_hpc.planning.schedule.orders import SCHEDULES
+from holmes_hpc.planning.schedule.kinds import SCHEDULES
 from holmes_hpc.planning.spec.parallel import Parallel, groups
 from holmes_hpc.planning.spec.plan import GroupTransport
 from holmes_hpc.planning.spec.transport import TCP
@@ -212,12 +212,14 @@ def forward_step(case: Case, data: Iterator[torch.Tensor], model: torch.nn.Modul
 def communicator(case: Case, config: TransformerConfig) -> point_to_point.EdgeCommunicator:
     """Channels for this world, made once for the processes and used by all its cases of one kind."""
     stages, chunks, dp, tp, *_ = case.world
-    parallel = Parallel(pp=stages, dp=dp, tp=tp, virtual_stages=chunks)
+    parallel = Parallel.uniform(pp=stages, dp=dp, tp=tp, virtual_stages=chunks)
     plan = SimpleNamespace(
         parallel=parallel,
         edge_dtype=case.edge_dtype,
         edge_connections=case.stripes,
-        transports=lambda: (GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel)),
+        transports=lambda: (
+            GroupTransport(g.kind, g.ranks, TCP, g.stages) for g in groups(parallel, parallel.dp, tied=True)
+        ),
     )
     channels = _channels(case.world, plan, config)
     for channel in channels.values():

@@ -38,7 +38,7 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
         "pipeline" if len(fabrics) > 1 else "one-fabric",
         MODEL,
         Batch(8, 1, 32),
-        Parallel(pp=len(fabrics), dp=dp),
+        Parallel.uniform(pp=len(fabrics), dp=dp),
         "none",
         Schedule("1f1b", tuple(range(len(fabrics), 0, -1))),
         tuple(Component(f.partition, f.constraint, f.name, nodes, f.gpus_per_node, (i,)) for f, i in parts),

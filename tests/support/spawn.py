@@ -24,10 +24,9 @@ from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.schedule.routed import least_in_flight
-from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.schedule.order import least_in_flight
+from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
-from holmes_hpc.planning.spec.widths import Width, Widths
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)
@@ -63,7 +62,7 @@ def plan(
     """A plan whose stages lie in fabrics of their own, nodes of TP ranks. `layers`: per stage, its chunks."""
     layers = layers or [[model.layers // pp]] * pp
     chunks = len(layers[0])
-    parallel = Parallel(
+    parallel = Parallel.uniform(
         tp=tp,
         pp=pp,
         dp=dp,
@@ -135,13 +134,13 @@ def unequal(
         )
         for s, (tp, dp) in enumerate(widths)
     ]
-    made = tuple(Width(dp, tp, dp, tuple((weights or {}).get(s, ()))) for s, (tp, dp) in enumerate(widths))
+    made = tuple(StageParallel(tp, dp, tuple((weights or {}).get(s, ()))) for s, (tp, dp) in enumerate(widths))
     in_flight = tuple(more.pop("in_flight", least_in_flight(tuple(dp for _, dp in widths))))
     return Plan(
         "pipeline",
         model,
         batch,
-        Widths(made, sequence_parallel=max(tp for tp, _ in widths) > 1),
+        Parallel(made, sequence_parallel=max(tp for tp, _ in widths) > 1),
         "none",
         Schedule("ahead", in_flight),
         tuple(Component(f.partition, "", f.name, f.nodes, f.gpus_per_node, (s,)) for s, f in enumerate(sites)),

@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
@@ -16,7 +18,8 @@ from holmes_hpc.fabric.site import Fabric, FabricLink, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import UNMEASURED
 from holmes_hpc.planning.cost.kernels import kind, kinds
-from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
 from holmes_hpc.planning.spec.transport import Transport, TransportRule
@@ -25,10 +28,11 @@ T = TypeVar("T")
 _order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
 
 
-def grid_of(plan: Plan) -> Parallel:
-    """Its sizes. PlanError where stages have unequal widths (of which cost/unequal.py knows)."""
-    p = plan.parallel
-    return p if isinstance(p, Parallel) else Parallel(p.tp, p.pp, p.dp)
+def _remembered(store: dict[Any, Any], key: object, compute: Callable[[], T]) -> T:
+    if key not in store:
+        store[key] = compute()
+    value: T = store[key]
+    return value
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Layout:
 
     `memo`: what was worked out of where the ranks are. `common`: what does not even depend on that, but on fabrics
     alone (:meth:`once`); layouts that differ in nothing but their components, schedule, recomputation, virtual stages
-    and buckets may share one.
+    and buckets may share one. A stage of a layout that is per stage costs what it would in a uniform one with its TP
+    and DP: :attr:`views`.
     """
 
     model: ModelSpec
@@ -74,7 +79,7 @@ class Layout:
         for name, value in (("schedule", schedule), ("bucket_bytes", bucket_bytes), ("recompute", recompute)):
             if value is not None:
                 object.__setattr__(made, name, value)
-        made.__dict__.pop("order", None)  # the only thing worked out that these change
+        made.__dict__.pop("order", None)  # the only thing computed that these change
         return made
 
     @classmethod
@@ -82,7 +87,7 @@ class Layout:
         return cls(
             plan.model,
             plan.batch,
-            grid_of(plan),
+            plan.parallel,
             plan.recompute,
             plan.schedule,
             plan.components,
@@ -97,14 +102,25 @@ class Layout:
     def once(self, key: tuple[object, ...], made: Callable[[], T]) -> T:
         """What `made` gives, worked out once for all layouts with the same `common`: `key` says all that it goes by
         beside what they have in common, fabrics by name."""
-        if key not in self.common:
-            self.common[key] = made()
-        found: T = self.common[key]
-        return found
+        return _remembered(self.common, key, made)
+
+    def remember(self, *key: object, compute: Callable[[], T]) -> T:
+        """Return what `compute` gives, which is computed once for all variants of this layout: `key` holds all that it
+        depends on beside where the ranks are."""
+        return _remembered(self.memo, key, compute)
+
+    @cached_property
+    def is_per_stage(self) -> bool:
+        """As :attr:`Plan.is_per_stage`."""
+        return not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @cached_property
     def order(self) -> Order:
         p = self.parallel
+        if self.is_per_stage:
+            depths = self.schedule.in_flight
+            total = self.batch.micro_batches(1)
+            return self.remember("order", depths, compute=lambda: Order.routed(p.routes(total), depths))
         micro_batches = self.batch.micro_batches(p.dp)
         return _order(
             self.schedule.kind,
@@ -115,6 +131,52 @@ class Layout:
             self.costs.software.overlap_transfers,
             self.costs.software.paired_transfers,
         )
+
+    @property
+    def views(self) -> tuple[Layout, ...]:
+        """Where the layout is per stage: for each stage the uniform layout of its TP and DP, of which nothing but that
+        stage counts. Its replicas compute as many micro-batches as the one that has most."""
+        stages = range(self.parallel.pp)
+        return self.remember("views", self.recompute, compute=lambda: tuple(self._view(stage) for stage in stages))
+
+    def _view(self, stage: int) -> Layout:
+        sizes, p = self.parallel.stages[stage], self.parallel
+        count = max(len(self.order.own(self.order.row(stage, r))) for r in range(sizes.dp))
+        own = self.replicas[0][stage]
+        micro = self.batch.micro_size
+        padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for every stage's TP
+        return self.remember(
+            *("view", self.recompute, sizes.tp, sizes.dp, count, own.gpus_per_node),
+            compute=lambda: Layout(
+                replace(self.model, vocab_multiple=self.model.vocab_multiple * padding) if padding > 1 else self.model,
+                Batch(micro * sizes.dp * count, micro, self.batch.sequence_length),
+                Parallel.uniform(sizes.tp, p.pp, sizes.dp, sequence_parallel=p.sequence_parallel and sizes.tp > 1),
+                self.recompute,
+                Schedule(PER_STAGE.name, (1,) * p.pp),
+                tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components),
+                self.site,
+                self.costs,
+                transport_mode=self.transport_mode,
+                edge_dtype=self.edge_dtype,
+                edge_connections=self.edge_connections,
+            ),
+        )
+
+    def by_stage(self, name: str, setting: object, compute: Callable[[Layout], np.ndarray]) -> np.ndarray:
+        """Return, for each stage and each number of layers from one to all, what `compute` gives of its view, (layers,
+        S). It is computed once for all variants of this layout with an equal `setting`."""
+
+        def columns() -> np.ndarray:
+            tables = [view.remember(name, setting, compute=partial(compute, view)) for view in self.views]
+            return np.stack([table[:, stage] for stage, table in enumerate(tables)], axis=1)
+
+        return self.remember("by stage", name, self.recompute, setting, compute=columns)
+
+    @property
+    def all_layers(self) -> np.ndarray:
+        """From one layer on every stage to all on every stage, (layers, S, 1)."""
+        counts = np.arange(1, self.model.layers + 1)
+        return np.repeat(counts, self.parallel.pp).reshape(-1, self.parallel.pp, 1)
 
     @property
     def hierarchical(self) -> bool:
@@ -159,12 +221,7 @@ class Layout:
     @cached_property
     def rule(self) -> TransportRule:
         """As the Plan has it; here, where a group's members run is found out without listing them."""
-        return TransportRule(
-            self.site,
-            self.transport_mode,
-            frozenset(c.fabric for c in self.components),
-            sum(c.nodes for c in self.components) == 1,
-        )
+        return TransportRule.of_job(self.site, self.transport_mode, self.components)
 
     def edge(self, replica: int, stage: int) -> Transport:
         """Of the stage transfer from `stage` to the next (the last's: back to the first). Local if it never leaves a
@@ -263,6 +320,8 @@ class Layout:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What was not measured and therefore supposed."""
+        if self.is_per_stage:
+            return tuple(dict.fromkeys(note for view in self.views for note in view.assumptions))
         calibration, said = self.costs.calibration, list[str]()
         for fabric in dict.fromkeys(self.fabric(c) for c in self.components):
             gpu = fabric.gpu

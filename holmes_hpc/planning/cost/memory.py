@@ -23,8 +23,9 @@ from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import parameters, recomputed
 from holmes_hpc.planning.cost.traffic import by_stage
-from holmes_hpc.planning.schedule.orders import Order
-from holmes_hpc.planning.spec.plan import Component
+from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.planning.spec.plan import Component, Schedule
 
 # What a CUDA process holds beside tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
 CUDA_BYTES = 2 * 2**30
@@ -107,8 +108,38 @@ def layer_activation_bytes(
 def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
     """Peak memory of a rank of each stage for layer splits of shape (plans, S, C), the most of all pipeline
     replicas."""
+    if layout.is_per_stage:
+        return _memory_per_stage(layout, layers)
     parts = [_replica(layout, replica, layers) for replica in range(len(layout.replicas))]
     return StageMemory(*(np.max([getattr(p, f.name) for p in parts], axis=0) for f in fields(StageMemory)))
+
+
+def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
+    """:func:`memory` of a layout that is per stage, of each stage the replica with most neighbours."""
+    p, batch = layout.parallel, layout.batch
+    own = _own_memory(layout, layers)
+    posted = np.zeros(p.pp)
+    for s, component in enumerate(layout.replicas[0]):
+        element = layout.costs.weight_bytes(layout.fabric(component).gpu)
+        tensor = batch.micro_size * batch.sequence_length * layout.model.hidden * element / p.tp_of(s)
+        counted = 2 * ((s > 0) + (s < p.pp - 1))  # windows of one, in the view
+        posted[s] = max(0, layout.order.buffers(s) - counted) * tensor
+    return replace(own, buffers=own.buffers + posted)
+
+
+def _own_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
+    """Return :func:`memory` of a layout that is per stage, without its buffers of transfers beyond the first ones."""
+    pp, stages = layout.parallel.pp, np.arange(layout.parallel.pp)
+
+    def of_view(view: Layout, depth: int) -> StageMemory:
+        schedule = Schedule(PER_STAGE.name, (depth,) * pp)
+        return view.remember("memory at", depth, compute=lambda: memory(view.varied(schedule), view.all_layers))
+
+    tables = [of_view(view, depth) for view, depth in zip(layout.views, layout.schedule.in_flight, strict=True)]
+    rows = layers[:, :, 0] - 1
+    return StageMemory(
+        *(np.stack([getattr(tables[s], f.name)[rows[:, s], s] for s in stages], axis=1) for f in fields(StageMemory))
+    )
 
 
 def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
@@ -127,10 +158,10 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
             _activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, "none")[0],
         )
 
-    key = "memory", replica, layout.recompute
-    if key not in layout.memo:
-        layout.memo[key] = by_stage(layout, replica, ("memory", layout.recompute), of).T
-    element, gradient, moments, outside, kept, more, whole = layout.memo[key]
+    element, gradient, moments, outside, kept, more, whole = layout.remember(
+        *("memory", replica, layout.recompute),
+        compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), of).T,
+    )
     weights, gradients = count * element, count * gradient
     optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
     gathered = np.zeros_like(count)
@@ -248,6 +279,8 @@ def capacity(gpu: Gpu, most_gib: float | None = None) -> float:
 
 def fits(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> np.ndarray:
     """Which layer splits fit on every stage, (plans,)."""
+    if layout.is_per_stage and not (_own_memory(layout, layers).total() <= room(layout, most_gib)).all():
+        return np.zeros(len(layers), dtype=bool)  # much quicker than with all buffers, and often enough
     return np.asarray((memory(layout, layers).total() <= room(layout, most_gib)).all(axis=1))
 
 

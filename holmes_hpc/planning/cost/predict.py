@@ -12,16 +12,15 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
+from holmes_hpc.planning.cost.per_stage import breakdown_per_stage, events, sent_bytes
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s
-from holmes_hpc.planning.cost.unequal import predict_unequal, timeline_unequal
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
 from holmes_hpc.planning.spec.transport import Transport
-from holmes_hpc.planning.spec.widths import Widths
 
 
 def layer_array(plan: Plan) -> np.ndarray:
@@ -31,8 +30,6 @@ def layer_array(plan: Plan) -> np.ndarray:
 
 def predict(plan: Plan, costs: Costs) -> Predicted:
     """Predict one plan as it is."""
-    if isinstance(plan.parallel, Widths):
-        return predict_unequal(plan, costs)
     return predict_layout(Layout.of(plan, costs), layer_array(plan))
 
 
@@ -44,11 +41,11 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     return Predicted(
         step_time_s=seconds,
         samples_per_s=batch.global_size / seconds,
-        model_tflops_per_gpu=model_flops_per_step(model, batch, p.tp) / per_gpu,
+        model_tflops_per_gpu=model_flops_per_step(model, batch, p.vocabulary_parts) / per_gpu,
         hardware_tflops_per_gpu=hardware_flops_per_step(
             model,
             batch,
-            p.tp,
+            p.vocabulary_parts,
             layout.recompute,
             layout.costs.software.recompute_parts,
             int(recomputed(layout, layers).sum()),
@@ -81,6 +78,8 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
     """Seconds of the step of the stage that computes longest: computing, waiting for other stages and their transfers,
     gradients' and parameters' traffic that nothing hides, the optimizer and what else follows. They sum up to the
     step."""
+    if layout.is_per_stage:
+        return breakdown_per_stage(layout, layers)
     times = timing(layout, layers)
     ends = [float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(times.replicas, times.shared, strict=True)]
     replica = int(np.argmax(ends))
@@ -104,13 +103,17 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
     """Payload bytes that all nodes together send in a step, by fabric (RDMA) or ``ethernet`` (TCP)."""
     p, model = layout.parallel, layout.model
-    sent: defaultdict[str, float] = defaultdict(float)
-    count = parameters(layout, layers)[0].sum(axis=1)
+    total: defaultdict[str, float] = defaultdict(float)
 
     def add(transport: Transport, amount: float) -> None:
         if transport.kind != "local" and amount:
-            sent[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
+            total[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
 
+    if layout.is_per_stage:
+        for group, _, amount in sent_bytes(layout, layers):
+            add(group.transport, amount)
+        return dict(sorted(total.items()))
+    count = parameters(layout, layers)[0].sum(axis=1)
     for replica, stages in enumerate(layout.replicas):
         pipelines = layout.pipelines(stages[0])
         runs = pipelines // layout.run
@@ -125,7 +128,7 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
             whole = model.padded_vocab(p.tp) / p.tp * model.hidden * layout.costs.gradient_size(gpu)
             how = layout.costs.collectives(gpu)
             add(layout.ends(replica), how.all_reduce / 2 * whole * 2 * pipelines * p.tp)
-    return dict(sorted(sent.items()))
+    return dict(sorted(total.items()))
 
 
 def _add_synchronisation(
@@ -147,11 +150,17 @@ def _add_synchronisation(
 def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """The simulated step as events: {stage, name, kind, micro_batch, chunk, start_s, end_s}, sorted by stage and start.
 
-    `kind`: forward, backward, send (a stage transfer, listed at its sender), grad_sync, param_sync.
+    `kind`: forward, backward, send (a stage transfer, listed at its sender), grad_sync, param_sync. Of a plan that is
+    per stage `stage` counts replicas, stage by stage.
     """
-    if isinstance(plan.parallel, Widths):
-        return timeline_unequal(plan, costs)
     layout, layers = Layout.of(plan, costs), layer_array(plan)
+    if layout.is_per_stage:
+        rows = [
+            dict(stage=e.row, kind=e.kind, chunk=0, micro_batch=e.micro_batch, start_s=e.start, end_s=e.end)
+            for e in events(layout, layers)
+            if e.end > e.start
+        ]
+        return sorted(rows, key=_event_order)
     times = timing(layout, layers)
     return [event for replica in range(len(times.replicas)) for event in _events(layout, times, replica)]
 
@@ -160,7 +169,7 @@ def _events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]
     made, numbers = graph(layout.order, times.shared[replica]), Numbers(layout.order)
     table = times.replicas[replica].table()
     ends, lasts = made.ends(table)[0], table[0, made.column]
-    events = []
+    rows = []
     for index in np.flatnonzero(lasts > 0).tolist():
         event = {
             **numbers.describe(int(made.node[index])),
@@ -168,8 +177,12 @@ def _events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]
             "end_s": float(ends[index]),
         }
         event["stage"] += replica * layout.parallel.pp
-        events.append(event)
-    return sorted(events, key=lambda e: (e["stage"], e["start_s"], e["end_s"], e["kind"]))
+        rows.append(event)
+    return sorted(rows, key=_event_order)
+
+
+def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:
+    return event["stage"], event["start_s"], event["end_s"], event["kind"]
 
 
 def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import timing
-from holmes_hpc.planning.schedule.orders import megatrons_own
+from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.plan import Plan, Schedule
-from holmes_hpc.planning.spec.widths import Widths
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     """Of `plan`; None where it has no transfers, or they take no time, or stages of unequal widths: Megatron-Core's own
     schedule, beside which it is held, has none such."""
     p, layers = plan.parallel, layer_array(plan)
-    if p.pp == 1 or isinstance(p, Widths):
+    if p.pp == 1 or plan.is_per_stage:
         return None
     layout = Layout.of(plan, costs)
     times = timing(layout, layers)

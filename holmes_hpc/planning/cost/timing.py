@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.traffic import Traffic, by_stage, networks
+from holmes_hpc.planning.cost.traffic import Edges, Traffic, by_stage, edges, networks, tied_per_stage_s
+from holmes_hpc.planning.schedule.event_simulation import RowDurations
+from holmes_hpc.planning.schedule.event_simulation import ends as row_ends
 from holmes_hpc.planning.schedule.simulation import WHOLE, Durations, least_seconds, step_seconds
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Parameters on one rank of each stage and chunk, (plans, S, C), from layers of the same shape. A tied head on
     another stage than the embedding has a copy of its matrix."""
+    if layout.is_per_stage:
+        table = layout.by_stage("parameters", None, lambda view: parameters(view, view.all_layers).sum(axis=2))
+        return _rows(table, layers)[:, :, None]
     model, tp = layout.model, layout.parallel.tp
     count = layers.astype(np.float64) * layer_parameters(model, tp)
     count[:, 0, 0] += embedding_parameters(model, tp)
     count[:, -1, -1] += head_parameters(model, tp, own_matrix=not (model.tied and layout.parallel.pp == 1))
     return count
+
+
+def _rows(table: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """Return, (plans, S), what a table by number of layers, (layers, S), has for each stage of layer splits."""
+    return np.asarray(table[layers[:, :, 0] - 1, np.arange(table.shape[1])])
 
 
 def recomputed(layout: Layout, layers: np.ndarray) -> np.ndarray:
@@ -46,7 +56,8 @@ class Computing:
 class Timing:
     """Seconds for each of several layer splits of one layout. `replicas`: of the pipeline(s); `tied`, `norm`,
     `optimizer`, `gather`, `other`: what follows when all gradients are reduced. `optimizer` is (plans,), `gather`,
-    of updated parameters by all stages at once where not before their first passes, (plans, S)."""
+    of updated parameters by all stages at once where not before their first passes, (plans, S). `edges`: of a layout
+    that is per stage."""
 
     replicas: tuple[Durations, ...]
     shared: tuple[tuple[bool, ...], ...]
@@ -55,6 +66,7 @@ class Timing:
     optimizer: np.ndarray
     gather: np.ndarray
     other: float
+    edges: Edges | None = None
 
     def after(self) -> np.ndarray:
         return self.tied + self.norm + self.other + self.optimizer + self.gather.max(axis=1)
@@ -62,6 +74,8 @@ class Timing:
 
 def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None) -> Timing:
     """Everything that takes time, for layer splits of shape (plans, S, C), and if wanted a bucket size for each."""
+    if layout.is_per_stage:
+        return _timing_per_stage(layout, layers)
     known, p = networks(layout), layout.parallel
     sizes = np.full(len(layers), layout.bucket_bytes) if bucket_bytes is None else bucket_bytes
     count = parameters(layout, layers)
@@ -81,10 +95,72 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
     )
 
 
+def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
+    """:func:`timing` of a layout that is per stage: each stage's column of its own view."""
+    bucket = layout.bucket_bytes
+
+    def of_view(view: Layout) -> Timing:
+        return view.remember(
+            "timing", bucket, compute=lambda: timing(view.varied(bucket_bytes=bucket), view.all_layers)
+        )
+
+    def part(name: str) -> np.ndarray:
+        def first_chunk(view: Layout) -> np.ndarray:
+            values: np.ndarray = getattr(of_view(view).replicas[0], name)
+            return values.reshape(*values.shape[:2], -1)[:, :, 0]
+
+        return _rows(layout.by_stage(name, bucket, first_chunk), layers)
+
+    durations = {f.name: part(f.name) for f in fields(Durations)}
+    first, p = of_view(layout.views[0]), layout.parallel
+    updates = np.array([layout.costs.optimizer_s(1.0, layout.fabric(component)) for component in layout.replicas[0]])
+    shares = parameters(layout, layers)[:, :, 0] / np.array([stage.dp for stage in p.stages])
+    return Timing(
+        (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in durations.items()}),),
+        ((False,) * p.pp,),
+        tied=tied_per_stage_s(layout),
+        norm=first.norm,
+        optimizer=(shares * updates).max(axis=1),
+        gather=_rows(layout.by_stage("gather", bucket, lambda view: of_view(view).gather), layers),
+        other=first.other,
+        edges=edges(layout),
+    )
+
+
+def row_durations(times: Timing, split: int) -> RowDurations:
+    """Return what the simulation of single replicas takes, of one of the layer splits of a layout that is per stage."""
+    d, e = times.replicas[0], times.edges
+    assert e is not None
+    return RowDurations(
+        forward=d.forward[split, :, 0].tolist(),
+        backward=d.backward[split, :, 0].tolist(),
+        ready=d.ready[split, :, 0].tolist(),
+        last=np.maximum(0.0, d.last_up[split] - d.up[split]).tolist(),
+        down=e.down,
+        up=e.up,
+        node=e.node,
+        wire=e.wire,
+    )
+
+
+def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
+    """Return when all gradients of each layer split are reduced, (plans,)."""
+    stage = [layout.order.stage_of(row) for row in range(layout.order.rows)]
+    tails = times.replicas[0].tail[:, :, 0].tolist()
+    return np.array(
+        [
+            max(end + tail[stage[row]] for row, end in enumerate(row_ends(layout.order, row_durations(times, split))))
+            for split, tail in enumerate(tails)
+        ]
+    )
+
+
 def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarray:
     """Seconds of a step for layer splits of shape (plans, S, C): the slowest pipeline, and what follows. `passes`: to
     simulate before the rest is extended."""
     times = timing(layout, layers)
+    if layout.is_per_stage:
+        return _ends_per_stage(layout, times) + times.after()
     ends = [step_seconds(layout.order, d, nic, passes) for d, nic in zip(times.replicas, times.shared, strict=True)]
     return np.max(ends, axis=0) + times.after()
 
@@ -106,23 +182,19 @@ def least_s(
 
 def computing(layout: Layout) -> tuple[Computing, ...]:
     """Of each replica; worked out once for a layout and its variants with the same recomputation."""
-    key = "computing", layout.recompute
-    if key not in layout.memo:
-        layout.memo[key] = tuple(_computing(layout, replica) for replica in range(len(layout.replicas)))
-    found: tuple[Computing, ...] = layout.memo[key]
-    return found
+    replicas = range(len(layout.replicas))
+    return layout.remember(
+        "computing", layout.recompute, compute=lambda: tuple(_computing(layout, replica) for replica in replicas)
+    )
 
 
 def _nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
     """Whether each stage's transfers up and down leave by one NIC, for each replica."""
-    p = layout.parallel
-    key = "nics", p.virtual_stages
-    if key not in layout.memo:
-        layout.memo[key] = tuple(
-            tuple(_one_nic(layout, replica, s) for s in range(p.pp)) for replica in range(len(layout.replicas))
-        )
-    found: tuple[tuple[bool, ...], ...] = layout.memo[key]
-    return found
+    p, replicas = layout.parallel, range(len(layout.replicas))
+    return layout.remember(
+        *("nics", p.virtual_stages),
+        compute=lambda: tuple(tuple(_one_nic(layout, replica, s) for s in range(p.pp)) for replica in replicas),
+    )
 
 
 def _computing(layout: Layout, replica: int) -> Computing:

@@ -49,23 +49,22 @@ class Networks:
 
 def networks(layout: Layout) -> Networks:
     """Worked out once for a layout and its variants."""
-    if "networks" not in layout.memo:
-        each = np.max(
-            [
-                by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
-                for replica in range(len(layout.replicas))
-            ],
-            axis=0,
-        )
-        layout.memo["networks"] = Networks(
-            tuple(_traffic(layout, replica) for replica in range(len(layout.replicas))),
-            _tied_s(layout),
-            _norm_s(layout),
-            max(layout.costs.step_s(layout.fabric(c)) for c in layout.components),
-            each,
-        )
-    found: Networks = layout.memo["networks"]
-    return found
+    return layout.remember("networks", compute=lambda: _networks(layout))
+
+
+def _networks(layout: Layout) -> Networks:
+    replicas = range(len(layout.replicas))
+    updates = [
+        by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
+        for replica in replicas
+    ]
+    return Networks(
+        tuple(_traffic(layout, replica) for replica in replicas),
+        tied=_tied_s(layout),
+        norm=_norm_s(layout),
+        other=max(layout.costs.step_s(layout.fabric(c)) for c in layout.components),
+        optimizer=np.max(updates, axis=0),
+    )
 
 
 def _traffic(layout: Layout, replica: int) -> Traffic:
@@ -273,3 +272,73 @@ def by_stage(
     stages, pieces = layout.replicas[replica], layout.runs[replica]
     asked = np.array([layout.once((*what, stages[first].fabric), partial(of, stages[first])) for first, _ in pieces])
     return np.repeat(asked, [end - first for first, end in pieces], axis=0)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Of a layout that is per stage. `down`, `up`: for each edge, from its upper stage, the seconds for which a stage
+    transfer of one replica takes its node's NIC at either end, and its latency; `node`: of each row; `wire`: of each
+    edge, the number of the network that it goes by."""
+
+    down: list[tuple[float, float]]
+    up: list[tuple[float, float]]
+    node: list[int]
+    wire: list[int]
+
+
+def edges(layout: Layout) -> Edges:
+    """Computed once for a layout and its variants."""
+    return layout.remember("edges", compute=lambda: _edges(layout))
+
+
+def _edges(layout: Layout) -> Edges:
+    pp = layout.parallel.pp
+    wires = [layout.views[s].edge(0, s) for s in range(pp - 1)]
+    networks = list(dict.fromkeys(wires))
+    nodes, first = list[int](), 0
+    for component in layout.components:
+        for s in component.stages:
+            sizes = layout.parallel.stages[s]
+            nodes += [first + r * sizes.tp // component.gpus_per_node for r in range(sizes.dp)]
+            first += sizes.ranks // component.gpus_per_node
+    down, up = ([_edge_s(layout, s, forward) for s in range(pp - 1)] for forward in (True, False))
+    return Edges(down, up, nodes, [networks.index(wire) for wire in wires])
+
+
+def _edge_s(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:
+    ends = [(layout.views[s], layout.replicas[0][s]) for s in (upper, upper + 1)]
+    transport = ends[0][0].edge(0, upper)
+    busy = max(
+        activation_bytes(view, transport, here) * view.parallel.tp / view.rate(transport, here, peer=there)
+        for (view, here), (_, there) in (ends, ends[::-1])
+    )
+    (view, source), (_, target) = ends if forward else ends[::-1]
+    return busy, view.latency(transport, source, peer=target)
+
+
+def embedding_bytes(layout: Layout, stage: int) -> float:
+    """Return the bytes of the tied embedding's gradient, of a layout that is per stage."""
+    vocabulary = layout.model.padded_vocab(layout.parallel.vocabulary_parts)
+    gpu = layout.fabric(layout.replicas[0][stage]).gpu
+    return float(vocabulary * layout.model.hidden * layout.costs.gradient_size(gpu))
+
+
+def tied_per_stage_s(layout: Layout) -> float:
+    """Return the seconds in which the tied embedding's gradient is summed over all ranks of the first and the last
+    stage."""
+    if not layout.model.tied or layout.parallel.pp == 1:
+        return 0.0
+    return layout.remember("tied", compute=lambda: _tied_sum_s(layout))
+
+
+def _tied_sum_s(layout: Layout) -> float:
+    ends = (0, layout.parallel.pp - 1)
+    sizes = [layout.parallel.stages[s].ranks for s in ends]
+    components = [layout.replicas[0][s] for s in ends]
+    nodes = sum(ranks // c.gpus_per_node for ranks, c in zip(sizes, components, strict=True))
+    times = []
+    for stage, component in zip(ends, components, strict=True):
+        view = layout.views[stage]
+        byte, call = collective(view, component, view.ends(), sum(sizes), nodes, "reduce_scatter", 2.0, 1.0)
+        times.append(float(embedding_bytes(layout, stage) * byte + call))
+    return max(times)

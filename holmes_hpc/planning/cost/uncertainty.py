@@ -58,6 +58,6 @@ def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
     if not all(layout.costs.modelled(layout.fabric(c)) for c in layout.components):
         return None
     gpus = {layout.fabric(c).gpu for c in layout.components}
-    found = spread(layout.parallel.tp, all(layout.costs.software_on(gpu).flash for gpu in gpus))
+    found = spread(layout.parallel.tp_of(0), all(layout.costs.software_on(gpu).flash for gpu in gpus))
     wider = max(widened(kind(gpu)) for gpu in gpus)
     return seconds * found.low / wider, seconds * found.high * wider

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.orders import Exchange, Order, Pass, StageTransfer
+from holmes_hpc.planning.schedule.kinds import Exchange, Pass, StageTransfer
+from holmes_hpc.planning.schedule.order import Order
 
 PARTS = ("forward", "backward", "down", "up", "last_up", "ready", "reduce", "tail")  # columns of Durations.table
 

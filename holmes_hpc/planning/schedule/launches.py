@@ -31,8 +31,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer, alternating
-from holmes_hpc.planning.schedule.routed import RoutedOrder
+from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, alternating
+from holmes_hpc.planning.schedule.order import Order
 
 
 class Post(NamedTuple):
@@ -48,22 +48,21 @@ class Post(NamedTuple):
 
 
 Launch = Pass | Post
-Launches = list[list[Launch]]  # per stage; with unequal widths per replica of each (RoutedOrder's rows)
-AnyOrder = Order | RoutedOrder
+Launches = list[list[Launch]]  # per row of an Order
 
 
-def passes(order: AnyOrder, stage: int, forward_only: bool = False) -> list[Pass]:
+def passes(order: Order, stage: int, forward_only: bool = False) -> list[Pass]:
     """What `stage` computes in a step; for validation only the forward passes, and then as far ahead as they get."""
     return [p for p in order.passes(stage) if p.forward or not forward_only]
 
 
 @lru_cache(maxsize=8)
-def launches(order: AnyOrder, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
+def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
     """What `stage` launches that exchanges in the background. `on_device`: are transfers kernels of a GPU (NCCL)?"""
     return tuple((in_line if on_device else windowed)(order, forward_only)[stage])
 
 
-def in_line(order: AnyOrder, forward_only: bool = False) -> Launches:
+def in_line(order: Order, forward_only: bool = False) -> Launches:
     """In the background, with NCCL: every receive is posted before the pass during which its tensor leaves the other
     end.
 
@@ -85,12 +84,12 @@ def in_line(order: AnyOrder, forward_only: bool = False) -> Launches:
 FORWARD, BACKWARD, HALF = 2, 4, 3  # a pass takes that long, and half of both
 
 
-def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
+def _ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
     """Per stage: when each of its passes ends, in order."""
     waiting = [passes(order, s, forward_only)[::-1] for s in range(order.rows)]
     ends: list[dict[Pass, int]] = [{} for _ in waiting]
     now = [0] * order.rows
-    together = isinstance(order, RoutedOrder) and order.in_turn  # first and last passes: :class:`_Together`
+    together = order.meets  # first and last passes: :class:`_Together`
     ahead = [own[-1] if own else None for own in waiting]
     came: dict[tuple[int, bool], dict[int, int]] = {}  # by stage and way: when its rows have come to those
 
@@ -129,7 +128,7 @@ def _ends(order: AnyOrder, forward_only: bool) -> list[dict[Pass, int]]:
     return ends
 
 
-def windowed(order: AnyOrder, forward_only: bool = False) -> Launches:
+def windowed(order: Order, forward_only: bool = False) -> Launches:
     """In the background, with gloo: on each edge a window of receives is posted before anything is computed, and one
     more whenever one is taken."""
     found: Launches = []
@@ -180,33 +179,33 @@ def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
     return (True, first), (True, not first), (False, first), (False, not first)
 
 
-def check_launches(order: AnyOrder) -> None:
+def check_launches(order: Order) -> None:
     """Refuse a plan whose stages could wait for each other for ever. Raises PlanError. Of very many micro-batches those
     are gone through past which a pipeline of equal widths only repeats itself (:attr:`Order.settled`)."""
-    if isinstance(order, Order):
+    if not order.routes:
         order = replace(order, micro_batches=min(order.micro_batches, order.settled))
     _check(order)
 
 
 @lru_cache(maxsize=256)
-def _check(order: AnyOrder) -> None:
+def _check(order: Order) -> None:
     if order.stages > 1:
-        if isinstance(order, Order) and order.schedule.megatron:
+        if order.schedule.megatron:
             check_line(order, of_megatron(order))
         else:
             check_line(order, in_line(order))
-    if isinstance(order, RoutedOrder) or order.schedule.turns is not alternating:
+    if order.routes or order.schedule.turns is not alternating:
         check_windows(order, windowed(order))
 
 
 class _Together:
-    """The passes in which the replicas of a stage of unequal widths wait for each other, where they take turns."""
+    """The passes in which the replicas of a stage wait for each other, where they are rows that take turns."""
 
-    def __init__(self, order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
+    def __init__(self, order: Order, rows: Sequence[Sequence[Launch]]) -> None:
         self._came: set[tuple[int, bool]] = set()  # rows that have come to their first pass (True), and to the last
         self._ends: list[tuple[Launch, Launch]] = []
         self._beside: list[list[int]] = []
-        if isinstance(order, RoutedOrder) and order.in_turn:  # else nothing goes beside computing (Widths.in_turn)
+        if order.meets:
             computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows]
             self._ends = [(own[0], own[-1]) for own in computed]
             self._beside = [
@@ -226,7 +225,7 @@ class _Together:
         return any((other, first) not in self._came for other in self._beside[row])
 
 
-def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
+def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
     """Go through a step of :func:`windowed` launches as gloo does them: a row computes once its input has been sent,
     and goes on after a send once the send a window before it has a receive to go to, posted by then. Raises PlanError
     where one would wait for ever. (In a pipeline of equal widths whose stages alternate forward and backward passes,
@@ -265,7 +264,7 @@ def check_windows(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
             raise stuck(order, row, launch if isinstance(launch, Pass) else launch.transfer.made)
 
 
-def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
+def check_line(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
     """Go through a step in the model of this module. Raises PlanError where a stage would wait for ever, or computes
     on what it has not received."""
     at = [0] * len(rows)
@@ -305,14 +304,10 @@ def check_line(order: AnyOrder, rows: Sequence[Sequence[Launch]]) -> None:
             raise stuck(order, stage, launch if isinstance(launch, Pass) else launch.transfer.made)
 
 
-def stuck(order: AnyOrder, row: int, made: Pass) -> PlanError:
+def stuck(order: Order, row: int, made: Pass) -> PlanError:
     """What is said of a stage (a row of a routed order) that would never get on."""
     stage = order.stage_of(row)
-    why = (
-        "replicas of a stage wait for each other"
-        if isinstance(order, RoutedOrder)
-        else "virtual stages need several for each chunk"
-    )
+    why = "replicas of a stage wait for each other" if order.routes else "virtual stages need several for each chunk"
     return PlanError(
         f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch {made.micro_batch}",
         where="plan.schedule",

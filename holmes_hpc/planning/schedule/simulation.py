@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from holmes_hpc.planning.schedule.graph import graph
-from holmes_hpc.planning.schedule.orders import Order
+from holmes_hpc.planning.schedule.order import Order
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,17 +14,27 @@ from holmes_hpc.records.metrics import PART_NAMES, PARTS
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # of a step's time
 
 
-def alternative(
-    best: Layout, best_layers: np.ndarray, strategy: str, other: Layout, layers: np.ndarray
-) -> dict[str, Any]:
-    """A runner-up as plain data, with what it loses against the best."""
-    first, second = predict_layout(best, best_layers), predict_layout(other, layers)
+class Layered(Protocol):
+    """A layout with its layers, (1, S, C), and the strategy that it follows."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def layers(self) -> np.ndarray: ...
+
+
+def alternative(best: Layered, runner_up: Layered) -> dict[str, Any]:
+    """Return a runner-up, whose layout is uniform, as plain data, with what it loses against the best."""
+    other, layers = runner_up.layout, runner_up.layers
+    first, second = predict_layout(best.layout, best.layers), predict_layout(other, layers)
     slower = second.step_time_s / first.step_time_s - 1
     more = {name: second.breakdown[name] - first.breakdown[name] for name in PREDICTED}
     why = f"{slower:.1%} slower: {grown(more)}" if slower > 0.0005 else ("as fast, and less plain or with more GPUs")
     p = other.parallel
     return {
-        "strategy": strategy,
+        "strategy": runner_up.strategy,
         "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
         "micro_size": other.batch.micro_size,
         "nodes": {c.fabric: c.nodes for c in other.components},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -14,14 +15,16 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import refuse
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
-from holmes_hpc.planning.schedule.orders import megatrons_own, schedule_kind
+from holmes_hpc.planning.schedule.kinds import megatrons_own, schedule_kind
+from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.alternatives import alternative
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
 from holmes_hpc.planning.search.near_batch import WORTH, near_batch
+from holmes_hpc.planning.search.offers import offers
+from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, obstacle, variants
 from holmes_hpc.planning.search.space import Space
-from holmes_hpc.planning.search.unequal import only_unequal, with_unequal
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
 BETTER = 24  # candidates made better at most
@@ -31,6 +34,7 @@ FEW_ORDERS = 3  # of the fabrics, tried of those
 ALIKE = 6  # of one kind that were made better, after which those that would have to gain twice as much are not
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
+GAINED = 0.01  # what TP and DP by stage must gain at least: they are less plain
 SAID = 0.005  # a gap to the lower bound that a plan tells of
 
 
@@ -43,42 +47,101 @@ def best_plan(
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
     site, clock = costs.on(site), clock or Clock()
+    _refuse_obstacle(options, costs)
     try:
         best, *others = search(model, batch, site, options, costs, clock)
-    except PlanError:  # of equal widths
-        made = only_unequal(model, batch, site, options, costs, clock)
-        if made is None:
+    except PlanError:  # of uniform layouts
+        plan = _per_stage_plan(model, batch, site, options, costs, clock)
+        if plan is None:
             raise
-        return made
-    if not clock.is_over():
-        best = _beside_a_near_batch(best, model, batch, site, options, costs, clock)
-    return with_unequal(to_plan(best, site, others), site, options, costs, clock)
+        return plan
+    plan = None
+    if not clock.is_over() and (options.unequal == "true" or _may_gain(best, site, options)):
+        plan = _per_stage_plan(model, batch, site, options, costs, clock, [best, *others])
+    plan = plan or to_plan(best, site, others)
+    return plan if clock.is_over() else _beside_a_near_batch(plan, best, site, options, costs, clock)
+
+
+def _refuse_obstacle(options: PlanOptions, costs: Costs) -> None:
+    if options.unequal == "true" and (reason := obstacle(options, costs)):
+        raise PlanError(
+            f"stages cannot have TP and DP of their own with {reason}",
+            where="plan.unequal",
+            hint=f"leave one of the two out: plan.unequal=true or {reason}",
+        )
+
+
+def _may_gain(best: Candidate, site: Site, options: PlanOptions) -> bool:
+    """Return whether a layout with TP and DP by stage may be faster than the best uniform one: where that leaves nodes
+    out, fabrics are unlike, or its ranks wait for more than that may gain at least."""
+    usable = offers(site, options)
+    kinds = {(o.fabric.gpu, o.nodes, o.per_node) for o in usable}
+    used = sum(block.nodes for block in best.placement.blocks)
+    return (
+        len(kinds) > 1
+        or used < sum(o.nodes for o in usable)
+        or split.idle_share(best.layout, best.layers, best.seconds) > GAINED
+    )
+
+
+def _per_stage_plan(
+    model: ModelSpec,
+    batch: Batch,
+    site: Site,
+    options: PlanOptions,
+    costs: Costs,
+    clock: Clock,
+    uniform: Sequence[Candidate] = (),
+) -> Plan | None:
+    """Return the best plan with TP and DP by stage that is clearly faster than the best of the `uniform` ones; None
+    where there is none, or options forbid it."""
+    if options.unequal == "false" or obstacle(options, costs):
+        return None
+    limit, effort = uniform[0].seconds * (1 - GAINED) if uniform else inf, THOROUGH
+    if uniform and options.unequal == "auto":  # with the micro-batches of the best uniform layout
+        batch, effort = uniform[0].layout.batch, QUICK
+        options = replace(options, search_micro_size=False)
+    for variant in variants(model, batch, site, options, costs, clock, limit, effort):
+        if variant.seconds >= limit:
+            return None
+        try:
+            plan = to_plan(variant, site, uniform)
+        except PlanError:  # one that could lock up
+            continue
+        notes = [
+            f"{nodes} nodes of {fabric} are left out: no layout found has a shorter step with them"
+            for fabric, nodes in plan.unused.items()
+        ]
+        if uniform:
+            gain = 1 - variant.seconds / uniform[0].seconds
+            best = uniform[0].layout.parallel
+            notes.insert(0, f"TP and DP by stage: a step {gain:.1%} shorter than the best uniform layout's ({best})")
+        return replace(plan, assumptions=(*plan.assumptions, *notes))
+    return None
 
 
 def _beside_a_near_batch(
-    best: Candidate, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
-) -> Candidate:
-    """`best`, which says so where a global batch near the one asked for is much better."""
-    near = near_batch(model, batch, site, options, costs, best.placement, best.seconds)
+    plan: Plan, best: Candidate, site: Site, options: PlanOptions, costs: Costs, clock: Clock
+) -> Plan:
+    """Return `plan`, with a note where a global batch near the one asked for is much better. `best`: its best uniform
+    layout."""
+    assert plan.predicted is not None
+    model, batch, seconds = best.layout.model, plan.batch, plan.predicted.step_time_s
+    near = near_batch(model, batch, site, options, costs, best.placement, seconds)
     if near is None:
-        return best
+        return plan
     try:
         other = search(model, near, site, options, costs, clock)[0]
     except PlanError:
-        return best
-    more = near.global_size / other.seconds / (batch.global_size / best.seconds) - 1
-    return (
-        best
-        if more < WORTH
-        else replace(
-            best,
-            notes=(
-                *best.notes,
-                f"a global batch of {batch.global_size} leaves few ways to share it out: batch.global_size="
-                f"{near.global_size} would give {more:.0%} more samples/s",
-            ),
-        )
+        return plan
+    more = near.global_size / other.seconds / (batch.global_size / seconds) - 1
+    if more < WORTH:
+        return plan
+    note = (
+        f"a global batch of {batch.global_size} leaves few ways to share it out: batch.global_size="
+        f"{near.global_size} would give {more:.0%} more samples/s"
     )
+    return replace(plan, assumptions=(*plan.assumptions, note))
 
 
 def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
@@ -179,16 +242,15 @@ def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candi
     return [evaluator.plainer(evaluator.noted(improved[0])), *sorted([*improved[1:], *rest], key=Candidate.key)]
 
 
-def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
+def to_plan(candidate: Candidate | Variant, site: Site, others: Sequence[Candidate]) -> Plan:
     """A candidate as the Plan that a run can be started from."""
     layout = candidate.layout
     stages = tuple(
         Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
         for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True)
     )
-    used = {c.fabric: c.nodes for c in layout.components}
     plan = Plan(
-        candidate.placement.strategy,
+        candidate.strategy,
         layout.model,
         layout.batch,
         layout.parallel,
@@ -204,22 +266,19 @@ def to_plan(candidate: Candidate, site: Site, others: list[Candidate]) -> Plan:
         layout.costs.pace_layer_ms,
         predict_layout(layout, candidate.layers),
         (*site.assumptions, *layout.assumptions, *candidate.notes),
-        unused={f.name: f.nodes - used.get(f.name, 0) for f in site.fabrics if f.nodes > used.get(f.name, 0)},
         pace_factors=layout.costs.pace_factors,
     )
     return replace(plan, alternatives=_alternatives(candidate, others))
 
 
-def _alternatives(best: Candidate, others: list[Candidate]) -> tuple[dict[str, Any], ...]:
+def _alternatives(best: Candidate | Variant, others: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
     """The best of each other kind of placement (strategy, fabrics, and parallel sizes), the fastest first."""
     seen = {_kind(best)}
     kept: list[dict[str, Any]] = []
     for candidate in others:
         if _kind(candidate) not in seen and len(kept) < RUNNERS_UP:
             seen.add(_kind(candidate))
-            kept.append(
-                alternative(best.layout, best.layers, candidate.placement.strategy, candidate.layout, candidate.layers)
-            )
+            kept.append(alternative(best, candidate))
     return tuple(sorted(kept, key=_step_time_s))
 
 
@@ -227,6 +286,6 @@ def _step_time_s(runner_up: dict[str, Any]) -> float:
     return float(runner_up["predicted"]["step_time_s"])
 
 
-def _kind(candidate: Candidate) -> tuple[object, ...]:
-    p = candidate.placement
-    return p.strategy, p.tp, p.pp, p.dp, tuple(sorted(b.fabric.name for b in p.blocks))
+def _kind(candidate: Candidate | Variant) -> tuple[object, ...]:
+    layout = candidate.layout
+    return candidate.strategy, layout.parallel.stages, tuple(sorted(c.fabric for c in layout.components))

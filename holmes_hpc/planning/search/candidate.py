@@ -20,11 +20,11 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, most_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s, timing
 from holmes_hpc.planning.cost.traffic import transfers_s
-from holmes_hpc.planning.schedule.orders import in_question, megatrons_own, schedule_kind
+from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.one_size import most_chunks
-from holmes_hpc.planning.search.placement import Block, Placement
+from holmes_hpc.planning.search.placement import Block, Placement, component
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import RECOMPUTE, Component, Schedule
 
@@ -48,6 +48,10 @@ class Candidate:
     seconds: float = inf
     full: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def strategy(self) -> str:
+        return self.placement.strategy
 
     @property
     def score(self) -> float:
@@ -169,7 +173,7 @@ class Evaluator:
                 where="plan",
                 hint="leave plan.sequence_parallel out",
             )
-        parallel = Parallel(
+        parallel = Parallel.uniform(
             placement.tp,
             pp,
             placement.dp,
@@ -199,16 +203,9 @@ class Evaluator:
 
     def _component(self, block: Block, first: int, stages: int) -> Component:
         """`stages` stages of a block, from `first` on; a search asks for the same ones again and again."""
-        fabric, key = block.fabric, (block.fabric.name, block.nodes, first, stages)
+        key = block.fabric.name, block.nodes, first, stages
         if key not in self._components:
-            self._components[key] = Component(
-                fabric.partition,
-                fabric.constraint,
-                fabric.name,
-                block.nodes,
-                block.per_node,
-                tuple(range(first, first + stages)),
-            )
+            self._components[key] = component(block.fabric, block.nodes, block.per_node, first, stages)
         return self._components[key]
 
     def _batch(self, micro: int) -> Batch:

@@ -130,6 +130,13 @@ def _busy(times: tuple[Durations, ...], m: int) -> np.ndarray:
     return np.asarray(np.max(busy, axis=0))
 
 
+def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
+    """Return the share of a step of `seconds` in which a rank does not compute, on average over all stages."""
+    durations = timing(layout, layers).replicas
+    work = np.mean([(d.forward + d.backward).sum(axis=2).mean() for d in durations]) * layout.order.micro_batches
+    return float(1 - work / seconds)
+
+
 def _one_and_two(layout: Layout) -> np.ndarray:
     """One, and two, layers in every chunk, (2, S, C)."""
     shape = layout.parallel.pp, layout.parallel.virtual_stages

@@ -13,7 +13,7 @@ from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
-from holmes_hpc.planning.schedule.orders import schedule_kind
+from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.offers import Offer
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport, TransportRule
 

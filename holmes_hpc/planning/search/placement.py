@@ -7,6 +7,7 @@ from functools import cached_property
 
 from holmes_hpc.fabric.site import Fabric
 from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.spec.parts import Component
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,12 @@ class Block:
     per_node: int
     stages: int
     pipelines: int = 0
+
+
+def component(fabric: Fabric, nodes: int, per_node: int, first: int, stages: int) -> Component:
+    """Return `nodes` of a fabric as the component that holds `stages` stages from `first` on."""
+    held = tuple(range(first, first + stages))
+    return Component(fabric.partition, fabric.constraint, fabric.name, nodes, per_node, held)
 
 
 def ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:

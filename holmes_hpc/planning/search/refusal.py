@@ -11,7 +11,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import SLACK, memory, room
-from holmes_hpc.planning.schedule.orders import in_question
+from holmes_hpc.planning.schedule.kinds import in_question
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.offers import divisors, offers

@@ -1,10 +1,17 @@
-"""The ranks of a plan and the groups they form: a grid of (pp, dp, tp) and slices of it, as Megatron-Core counts."""
+"""The parallel layout of a plan: TP and DP of every stage, the ranks they have, and the groups that these form.
+
+A uniform layout, the same TP and DP in every stage, is the special case that Megatron-Core knows: a grid of (pp, dp,
+tp) and slices of it. Where stages differ, a rule says which replica of each stage computes which micro-batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -18,17 +25,44 @@ ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 
 @dataclass(frozen=True)
+class StageParallel:
+    """Of one stage: `dp` replicas of `tp` ranks each. `weights`: how many micro-batches a replica computes, in
+    proportion to the other replicas' (empty: all the same)."""
+
+    tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
+    dp: Annotated[int, key("replicas of the stage", ge=1)]
+    weights: Annotated[tuple[float, ...], key("micro-batches of each replica, in proportion", gt=0)] = ()
+
+    def __post_init__(self) -> None:
+        check(self, "stages", PlanError)
+        if len(set(self.weights)) == 1:
+            object.__setattr__(self, "weights", ())
+        if self.weights and len(self.weights) != self.dp:
+            raise PlanError(
+                f"{len(self.weights)} weights for DP {self.dp}",
+                where="routing",
+                hint="give one per replica of the stage",
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+
+_stage = lru_cache(maxsize=1024)(StageParallel)  # a search makes the same ones over and over
+
+
+@dataclass(frozen=True)
 class Parallel:
-    """Sizes of every parallel dimension.
+    """TP and DP of every stage, and how the ranks are counted.
 
     `virtual_stages`: model chunks one pipeline rank holds (1: not interleaved). `optimizer_instances`: data-parallel
     groups are cut into that many equal runs of ranks; gradients are reduce-scattered inside a run and all-reduced
-    across runs (Megatron-Core's num_distributed_optimizer_instances).
+    across runs (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` holds for the stages of more
+    than one TP rank. Layouts that are not uniform have the defaults of all but `sequence_parallel`.
     """
 
-    tp: Annotated[int, key("tensor parallel", ge=1)] = 1
-    pp: Annotated[int, key("pipeline stages", ge=1)] = 1
-    dp: Annotated[int, key("data parallel", ge=1)] = 1
+    stages: tuple[StageParallel, ...]
     cp: Annotated[int, key("context parallel", ge=1)] = 1
     order: str = PIPELINE_ORDER
     virtual_stages: Annotated[int, key("model chunks of a pipeline rank", ge=1)] = 1
@@ -36,13 +70,22 @@ class Parallel:
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
 
+    @classmethod
+    def uniform(cls, tp: int = 1, pp: int = 1, dp: int = 1, **settings: Any) -> Parallel:
+        """Return the layout in which all `pp` stages have the same `tp` and `dp`."""
+        return cls((_stage(tp, dp),) * pp, **settings)
+
     def __post_init__(self) -> None:
         check(self, "parallel", PlanError)
+        if not self.stages:
+            raise PlanError("no stages", where="parallel", hint="use pp from 1")
         if self.cp != 1:
             raise PlanError("context parallelism is not supported", where="parallel.cp", hint="use cp=1")
         if self.order not in ORDERS:
             raise PlanError(f"unknown rank order {self.order!r}", where="parallel.order", hint=f"use one of {ORDERS}")
-        if self.dp % self.optimizer_instances:
+        if not self.is_uniform:
+            self._check_per_stage()
+        elif self.dp % self.optimizer_instances:
             raise PlanError(
                 f"dp={self.dp} cannot be cut into {self.optimizer_instances} optimizer instances",
                 where="parallel",
@@ -56,59 +99,157 @@ class Parallel:
             raise PlanError(
                 "virtual stages need a pipeline", where="parallel", hint="use pp above 1 or virtual_stages=1"
             )
-        if self.sequence_parallel and self.tp == 1:
+        if self.sequence_parallel and self.tps == (1,):
             raise PlanError("sequence parallel needs tp above 1", where="parallel", hint="unset sequence_parallel")
+
+    def _check_per_stage(self) -> None:
+        if len(self.tps) > 1 and not self.sequence_parallel:
+            raise PlanError(
+                f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
+                where="parallel",
+                hint="set it: stages of unlike TP exchange pieces of sequences",
+            )
+        for name, default in _UNIFORM_ONLY.items():
+            if getattr(self, name) != default:
+                raise PlanError(
+                    f"{name} is {getattr(self, name)} with TP and DP of their own in the stages",
+                    where=f"parallel.{name}",
+                    hint=f"use {default}, or the same TP and DP in every stage",
+                )
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all stages have the same TP and DP, and their replicas the same share of a step."""
+        first = self.stages[0]
+        return not first.weights and all(stage is first or stage == first for stage in self.stages)
+
+    def is_grid(self, micro_batches: int) -> bool:
+        """Return whether all replicas do the same in a step of so many micro-batches, so that pipelines are rows of a
+        grid of ranks."""
+        return self.is_uniform and micro_batches % self.stages[0].dp == 0
+
+    @property
+    def tp(self) -> int:
+        """TP of every stage. PlanError where stages differ."""
+        return self._uniform().tp
+
+    @property
+    def dp(self) -> int:
+        """DP of every stage. PlanError where stages differ."""
+        return self._uniform().dp
+
+    def _uniform(self) -> StageParallel:
+        if not self.is_uniform:
+            raise PlanError(
+                "its stages have TP and DP of their own, and this takes uniform layouts only",
+                where="plan",
+                hint="use a plan with the same tp and dp in every stage",
+            )
+        return self.stages[0]
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self._first_ranks[-1]
 
-    # what stages of unequal widths (widths.py) have too
-
-    @property
-    def stage_ranks(self) -> list[list[int]]:
-        """The global ranks of every stage."""
-        ranks: list[list[int]] = self.grid().reshape(self.pp, -1).tolist()
-        return ranks
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        return [0, *accumulate(stage.ranks for stage in self.stages)]
 
     def tp_of(self, stage: int) -> int:
-        return self.tp
+        return self.stages[stage].tp
 
     def dp_of(self, stage: int) -> int:
-        return self.dp
+        return self.stages[stage].dp
 
-    @property
+    @cached_property
     def tps(self) -> tuple[int, ...]:
         """Every number of TP ranks that a stage has."""
-        return (self.tp,)
+        return tuple(sorted({stage.tp for stage in self.stages}))
 
     @property
     def vocabulary_parts(self) -> int:
         """Into how many equal parts the padded vocabulary can be cut."""
-        return self.tp
+        return math.lcm(*self.tps)
 
     @property
-    def words(self) -> str:
-        return f"TP {self.tp} PP {self.pp} DP {self.dp}"
+    def takes_turns(self) -> bool:
+        """Whether the replicas of every stage take turns. Where they do not, those that have little to do are long done
+        when others are not: no gradients are reduced, and no parameters gathered, beside computing."""
+        return not any(stage.weights for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data as checkpoints have it: a uniform layout by its sizes, another stage by stage."""
+        if not self.is_uniform:
+            return {"stages": [asdict(stage) for stage in self.stages], "sequence_parallel": self.sequence_parallel}
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp} | {k: v for k, v in asdict(self).items() if k != "stages"}
+
+    def __str__(self) -> str:
+        if self.is_uniform:
+            virtual = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
+            return f"TP {self.tp}, PP {self.pp}{virtual}, DP {self.dp}"
+        return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
+
+    def grid(self) -> list[np.ndarray]:
+        """Return the global ranks of each stage, shape (dp, tp)."""
+        if self.order == HIERARCHICAL_ORDER:
+            ranks = np.arange(self.world_size).reshape(self.dp, self.pp, self.tp)
+            return [ranks[:, stage] for stage in range(self.pp)]
+        return [
+            np.arange(first, end).reshape(stage.dp, stage.tp)
+            for stage, (first, end) in zip(self.stages, pairwise(self._first_ranks), strict=True)
+        ]
 
     @property
-    def product(self) -> str:
-        """What gives the number of ranks, in words."""
-        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
-
-    def grid(self) -> np.ndarray:
-        """Global ranks, shape (pp, dp, tp)."""
-        ranks = np.arange(self.world_size)
-        if self.order == PIPELINE_ORDER:
-            return ranks.reshape(self.pp, self.dp, self.tp)
-        return ranks.reshape(self.dp, self.pp, self.tp).transpose(1, 0, 2)
+    def stage_ranks(self) -> list[list[int]]:
+        """The global ranks of every stage."""
+        return [ranks.ravel().tolist() for ranks in self.grid()]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(pp, dp, tp) of a global rank."""
-        tp = rank % self.tp
-        if self.order == PIPELINE_ORDER:
-            return rank // (self.tp * self.dp), rank // self.tp % self.dp, tp
-        return rank // self.tp % self.pp, rank // (self.tp * self.pp), tp
+        """Return (stage, replica, TP rank) of a global rank."""
+        if self.order == HIERARCHICAL_ORDER:
+            return rank // self.tp % self.pp, rank // (self.tp * self.pp), rank % self.tp
+        stage = next(s for s, end in enumerate(self._first_ranks[1:]) if rank < end)
+        return stage, *divmod(rank - self._first_ranks[stage], self.stages[stage].tp)
+
+    def routes(self, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+        """Return, per stage, the replica that computes each of a step's micro-batches. PlanError for a replica without
+        any."""
+        return tuple(_route(stage, s, micro_batches) for s, stage in enumerate(self.stages))
+
+
+_UNIFORM_ONLY = {
+    "order": PIPELINE_ORDER, "virtual_stages": 1, "optimizer_instances": 1, "distributed_optimizer": True
+}  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int, ...]:
+    """Return the replica of each micro-batch: in turn, so that replicas are balanced within one micro-batch; by weight:
+    as many to each as make the last one done earliest, each begun when the replica would have done its last one. So
+    every replica has one of the first: in their first passes all replicas of a stage gather parameters together."""
+    if parallel.dp > micro_batches:
+        raise PlanError(
+            f"stage {stage} has {parallel.dp} replicas for {micro_batches} micro-batches a step",
+            where="routing",
+            hint="use fewer replicas, or a larger batch",
+        )
+    if not parallel.weights:
+        return tuple(k % parallel.dp for k in range(micro_batches))
+    counts = [0] * parallel.dp
+    for _ in range(micro_batches):
+        counts[min(range(parallel.dp), key=lambda r: ((counts[r] + 1) / parallel.weights[r], r))] += 1
+    if 0 in counts:
+        raise PlanError(
+            f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
+            where="routing",
+            hint="raise its weight, or leave it out",
+        )
+    begins = sorted((n / parallel.weights[r], r) for r, count in enumerate(counts) for n in range(count))
+    return tuple(r for _, r in begins)
 
 
 @dataclass(frozen=True)
@@ -120,43 +261,69 @@ class Group:
     stages: tuple[int, ...] = ()
 
 
-def groups(parallel: Parallel) -> Iterator[Group]:
-    """Every group with more than one rank that carries training traffic: world, tp, dp, dp instances, pp, embd, edges.
+def groups(parallel: Parallel, micro_batches: int, tied: bool) -> Iterator[Group]:
+    """Yield every group of more than one rank that carries training traffic, for a step of `micro_batches` in all:
+    world, tp, dp, dp instances, those of pipelines, embd, edges.
 
     `dp` is Megatron's dp (with cp); with several optimizer instances also `intra_dp` (reduce-scatter inside) and
-    `inter_dp` (all-reduce across). `mp` carries the gradient norm. `edge`: the ranks of two neighbouring stages that
-    talk, in the forward direction; the wrap-around edge is there when stages are interleaved.
+    `inter_dp` (all-reduce across). `edge`: two ranks of neighbouring stages that exchange, in the forward direction;
+    the wrap-around edge is there when stages are interleaved. In a grid `mp` carries the gradient norm, `pp` is a
+    pipeline and `embd` its ends; else the norm goes over `world`, and `embd`, all ranks of the first and the last
+    stage, is there if the embedding is `tied`.
     """
-    grid = parallel.grid()
-    pp, dp, tp = grid.shape
-
-    def group(kind: str, ranks: np.ndarray, stages: tuple[int, ...]) -> Iterator[Group]:
-        if ranks.size > 1:
-            yield Group(kind, tuple(int(r) for r in sorted(ranks.ravel())), stages)
-
-    yield from group("world", grid, tuple(range(pp)))
-    for s in range(pp):
-        for d in range(dp):
-            yield from group("tp", grid[s, d], (s,))
-        for t in range(tp):
-            yield from group("dp", grid[s, :, t], (s,))
+    grid, pp = parallel.grid(), parallel.pp
+    is_grid = parallel.is_grid(micro_batches)
+    yield from _group("world", np.arange(parallel.world_size), tuple(range(pp)))
+    for s, ranks in enumerate(grid):
+        for row in ranks:
+            yield from _group("tp", row, (s,))
+        for column in ranks.T:
+            yield from _group("dp", column, (s,))
             if parallel.optimizer_instances > 1:
-                runs = grid[s, :, t].reshape(parallel.optimizer_instances, -1)
+                runs = column.reshape(parallel.optimizer_instances, -1)
                 for run in runs:
-                    yield from group("intra_dp", run, (s,))
+                    yield from _group("intra_dp", run, (s,))
                 for across in runs.T:
-                    yield from group("inter_dp", across, (s,))
-    for d in range(dp):
-        if tp > 1:
-            yield from group("mp", grid[:, d], tuple(range(pp)))
-        for t in range(tp):
-            yield from group("pp", grid[:, d, t], tuple(range(pp)))
-            if pp > 1:
-                yield from group("embd", grid[[0, pp - 1], d, t], (0, pp - 1))
+                    yield from _group("inter_dp", across, (s,))
+    if is_grid:
+        yield from _pipeline_groups(np.stack(grid))
+    elif tied and pp > 1:
+        yield from _group("embd", np.concatenate([grid[0].ravel(), grid[-1].ravel()]), (0, pp - 1))
     edges = [(s, s + 1) for s in range(pp - 1)]
     if parallel.virtual_stages > 1 and pp > 2:
         edges.append((pp - 1, 0))
-    for a, b in edges:
-        for d in range(dp):
-            for t in range(tp):
-                yield Group("edge", (int(grid[a, d, t]), int(grid[b, d, t])), (a, b))
+    routes = parallel.routes(parallel.dp if is_grid else micro_batches)
+    for s, t in edges:
+        for a, b in sorted(set(zip(routes[s], routes[t], strict=True))):
+            for i, j in pieces(parallel.tp_of(s), parallel.tp_of(t)):
+                yield Group("edge", (int(grid[s][a, i]), int(grid[t][b, j])), (s, t))
+
+
+def _group(kind: str, ranks: np.ndarray, stages: tuple[int, ...]) -> Iterator[Group]:
+    if ranks.size > 1:
+        yield Group(kind, tuple(sorted(ranks.ravel().tolist())), stages)
+
+
+def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
+    """Yield the groups that go through the stages of a grid of ranks, (pp, dp, tp)."""
+    pp, dp, tp = grid.shape
+    for d in range(dp):
+        if tp > 1:
+            yield from _group("mp", grid[:, d], tuple(range(pp)))
+        for t in range(tp):
+            yield from _group("pp", grid[:, d, t], tuple(range(pp)))
+            if pp > 1:
+                yield from _group("embd", grid[[0, pp - 1], d, t], (0, pp - 1))
+
+
+def pieces(source_tp: int, target_tp: int) -> list[tuple[int, int]]:
+    """Return the TP ranks of two neighbouring stages that exchange a part of every tensor. Where both stages have the
+    same number, each keeps to its own; else those whose parts of the sequence overlap."""
+    if source_tp == target_tp:
+        return [(t, t) for t in range(source_tp)]
+    return [
+        (a, b)
+        for a in range(source_tp)
+        for b in range(target_tp)
+        if a * target_tp < (b + 1) * source_tp and b * source_tp < (a + 1) * target_tp
+    ]

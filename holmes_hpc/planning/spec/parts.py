@@ -27,14 +27,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Component:
-    """One part of the hetjob: `nodes` of one fabric, which hold the pipeline `stages` (all of them if hierarchical)."""
+    """One part of the hetjob: `nodes` of one fabric, which hold the pipeline `stages` (all of them if hierarchical).
+    Partition, constraint and stages are filled in by the plan."""
 
     partition: str
     constraint: str
     fabric: str
     nodes: Annotated[int, key("of the fabric", ge=1)]
     gpus_per_node: Annotated[int, key("ranks of a node", ge=1)]
-    stages: Annotated[tuple[int, ...], key("that it holds", ge=0)]
+    stages: Annotated[tuple[int, ...], key("that it holds", ge=0)] = ()
 
     def __post_init__(self) -> None:
         check(self, f"component {self.fabric}", PlanError)
@@ -46,16 +47,17 @@ class Component:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: `layers` transformer layers, cut into `chunks` (one per virtual stage). `fabric` is the first
-    one's where a hierarchical plan has it in several."""
+    """A pipeline stage: `layers` transformer layers, cut into `chunks` (one per virtual stage). `fabric` is filled in
+    by the plan: the first one's where a hierarchical plan has it in several."""
 
-    fabric: str
-    layers: Annotated[int, key("transformer layers", ge=0)]
+    fabric: str = ""
+    layers: Annotated[int, key("transformer layers", ge=0)] = 0
     chunks: Annotated[tuple[int, ...], key("layers of each virtual stage", ge=0)] = ()
 
     def __post_init__(self) -> None:
         check(self, "stages", PlanError)
         object.__setattr__(self, "chunks", self.chunks or (self.layers,))
+        object.__setattr__(self, "layers", self.layers or sum(self.chunks))
         if sum(self.chunks) != self.layers:
             raise PlanError(
                 f"chunks {self.chunks} do not make {self.layers} layers", where="stages", hint="correct them"

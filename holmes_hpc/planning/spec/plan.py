@@ -1,61 +1,42 @@
-"""The Plan: what runs where. One schema, one version number, one reader and one writer of plan.yaml."""
+"""The Plan: what runs where."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
-from holmes_hpc.errors import HolmesError, PlanError, RunFailed
-from holmes_hpc.fabric.site import NicType, Site
+from holmes_hpc.errors import PlanError, RunFailed
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.launches import check_launches
-from holmes_hpc.planning.schedule.orders import FOR_UNEQUAL, Order
-from holmes_hpc.planning.schedule.routed import RoutedOrder
-from holmes_hpc.planning.spec.parallel import Parallel, groups
+from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.planning.spec import plan_file
+from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, Parallel, groups
 from holmes_hpc.planning.spec.parts import Component, GroupTransport, Predicted, Schedule, Stage
-from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, refuse_unshared
-from holmes_hpc.planning.spec.widths import Widths, read_widths, unequal_groups, write_widths
+from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, places
 from holmes_hpc.records.files import write_whole
-from holmes_hpc.records.foreign import from_yaml
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import check, key
 
-VERSION = 1
-UNEQUAL = 2  # the version of a plan whose stages have unequal widths; all others are written as version 1
 CONTROL = "control"  # the kind of the one entry of transports that is no group of Megatron-Core's
 
 
 @dataclass(frozen=True)
-class _Written:
-    """An entry of transports as plan.yaml has it."""
-
-    kind: str
-    ranks: Annotated[tuple[int, ...], key("global ranks", ge=0)]
-    stages: Annotated[tuple[int, ...], key("pipeline stages", ge=0)]
-    transport: Annotated[str, key("what its traffic uses", one_of=("local", "rdma", "tcp"))]
-    nic: Annotated[str | None, key("NIC type", one_of=tuple(str(nic) for nic in NicType))] = None
-    fabric: str | None = None
-
-    def __post_init__(self) -> None:
-        check(self, "transports", PlanError)
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Everything a run needs. Made by the planner, or by hand; checked here, so that inside no code asks again."""
+    """Everything a run needs. Made by the planner, or by hand; checked here, so that inside no code asks again.
+
+    A component's partition, constraint and stages, and a stage's fabric, follow from the rest: they are filled in.
+    """
 
     strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
     model: ModelSpec
     batch: Batch
-    parallel: Parallel | Widths
+    parallel: Parallel
     recompute: Annotated[str, key("what a backward pass computes again", one_of=RECOMPUTE)]
     schedule: Schedule
     components: tuple[Component, ...]
@@ -71,59 +52,43 @@ class Plan:
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
-    unused: dict[str, int] = field(default_factory=dict)  # fabric -> nodes the plan leaves idle
     pace_factors: Annotated[Mapping[str, float] | None, key("so many times the pace there", gt=0)] = None
-    version: int = VERSION
 
     def __post_init__(self) -> None:
-        _check_version(self.version)
         check(self, "plan", PlanError)
-        if (self.version == UNEQUAL) != isinstance(self.parallel, Widths):
-            object.__setattr__(self, "version", UNEQUAL if isinstance(self.parallel, Widths) else VERSION)
         if ignored := edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections):
             raise PlanError(ignored, where="plan", hint="leave it out, or use transport_mode holmes or schedule ahead")
-        self._check_sizes()
+        self._check_nodes()
         self._check_model()
-        if isinstance(self.parallel, Widths):
-            self._check_unequal(self.parallel)
+        if self.is_per_stage:
+            self._check_per_stage()
+        self._place()
         check_launches(self.order)
         self._check_fabrics()
-        self._check_components()
 
-    def _check_sizes(self) -> None:
-        p = self.parallel
-        if len(self.stages) != p.pp:
-            raise PlanError(f"{len(self.stages)} stages for PP {p.pp}", where="stages", hint="list one per stage")
-        if len(self.schedule.in_flight) != p.pp:
+    def _check_nodes(self) -> None:
+        p, fabrics = self.parallel, [c.fabric for c in self.components]
+        if len(set(fabrics)) < len(fabrics):
             raise PlanError(
-                f"{len(self.schedule.in_flight)} values for PP {p.pp}",
-                where="schedule.in_flight",
-                hint="give one per stage",
+                f"fabrics {', '.join(fabrics)}: one is there twice",
+                where="components",
+                hint="make one component of a fabric",
             )
         for c in self.components:
             fabric = self.site.fabric(c.fabric)
-            if c.nodes > fabric.nodes:
-                raise PlanError(
-                    f"{c.nodes} nodes wanted, the site has {fabric.nodes}",
-                    where=f"component {c.fabric}",
-                    hint=f"use at most {fabric.nodes}",
-                )
-            if c.gpus_per_node > fabric.gpus_per_node:
-                raise PlanError(
-                    f"{c.gpus_per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
-                    where=f"component {c.fabric}",
-                    hint=f"use at most {fabric.gpus_per_node}",
-                )
-            for tp in p.tps if isinstance(p, Parallel) else {p.tp_of(s) for s in c.stages if s < p.pp}:
-                if c.gpus_per_node % tp:
+            for count, available, unit in (
+                (c.nodes, fabric.nodes, "nodes"),
+                (c.gpus_per_node, fabric.gpus_per_node, "GPUs of a node"),
+            ):
+                if count > available:
                     raise PlanError(
-                        f"TP {tp} does not divide {c.gpus_per_node} GPUs of a node",
+                        f"{count} {unit} needed, the site has {available}",
                         where=f"component {c.fabric}",
-                        hint="keep tensor parallel inside a node",
+                        hint=f"use at most {available}",
                     )
         if sum(c.ranks for c in self.components) != p.world_size:
             raise PlanError(
-                f"components hold {sum(c.ranks for c in self.components)} ranks, {p.product} needs {p.world_size}",
+                f"components hold {sum(c.ranks for c in self.components)} ranks, {p} needs {p.world_size}",
                 where="components",
                 hint="make them equal",
             )
@@ -144,6 +109,13 @@ class Plan:
                     where="parallel.sequence_parallel",
                     hint="switch it off, or use a TP that divides it",
                 )
+        for values, count, name in (
+            (self.stages, p.pp, "stages"),
+            (self.schedule.in_flight, p.pp, "schedule.in_flight"),
+            *((stage.chunks, p.virtual_stages, f"stages[{s}].chunks") for s, stage in enumerate(self.stages)),
+        ):
+            if len(values) != count:
+                raise PlanError(f"{len(values)} values for {p}", where=name, hint=f"give {count}")
         if sum(s.layers for s in self.stages) != m.layers:
             raise PlanError(
                 f"stages hold {sum(s.layers for s in self.stages)} layers, the model has {m.layers}",
@@ -151,12 +123,6 @@ class Plan:
                 hint="make them equal",
             )
         for i, stage in enumerate(self.stages):
-            if len(stage.chunks) != p.virtual_stages:
-                raise PlanError(
-                    f"stage {i} has {len(stage.chunks)} chunks for {p.virtual_stages} virtual stages",
-                    where="stages",
-                    hint="give one chunk per virtual stage",
-                )
             if min(stage.chunks) < 1:
                 raise PlanError(f"stage {i} has a chunk without a layer", where="stages", hint="use fewer stages")
         if self.batch.sequence_length > m.max_positions:
@@ -166,121 +132,114 @@ class Plan:
                 hint="shorten the sequence or raise model.max_positions",
             )
 
-    def _check_fabrics(self) -> None:
-        if self.transport_mode == "single":
-            return
-        for g in self.transports():
-            names = {place.fabric for place in (self.places[r] for r in g.ranks)}
-            spans = len(names) > 1
-            inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
-            if spans and g.kind in inside:
+    def _check_per_stage(self) -> None:
+        if self.parallel.is_uniform and self.schedule.kind != PER_STAGE.name:
+            self.batch.micro_batches(self.parallel.dp)  # says what does not divide
+        for name, value, only in (
+            ("schedule.kind", self.schedule.kind, PER_STAGE.name),
+            ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),
+            ("transport_mode", self.transport_mode, "holmes"),
+        ):
+            if value != only:
                 raise PlanError(
-                    f"{g.kind} group of ranks {_short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
+                    f"{name} is {value}, and replicas of its stages have unequal shares of a step",
+                    where=name,
+                    hint=f"use {only}, or the same TP and DP in every stage and a batch that these divide",
+                )
+
+    def _place(self) -> None:
+        """Fill in what follows from the order of ranks: each component's stages, each stage's fabric."""
+        p, first = self.parallel, 0
+        components, fabrics = list[Component](), dict[int, str]()
+        for c in self.components:
+            fabric = self.site.fabric(c.fabric)
+            last = first + c.ranks - 1
+            held = (
+                range(p.pp)
+                if p.order == HIERARCHICAL_ORDER
+                else range(p.coordinates(first)[0], p.coordinates(last)[0] + 1)
+            )
+            for stage in held:
+                if c.gpus_per_node % p.tp_of(stage):
+                    raise PlanError(
+                        f"TP {p.tp_of(stage)} does not divide {c.gpus_per_node} GPUs of a node",
+                        where=f"component {c.fabric}",
+                        hint="keep tensor parallel inside a node",
+                    )
+                if self.is_per_stage and p.stages[stage].ranks % c.gpus_per_node:
+                    raise PlanError(
+                        f"stage {stage}: TP {p.tp_of(stage)} x DP {p.dp_of(stage)} on nodes of {c.gpus_per_node} ranks",
+                        where="stages",
+                        hint="give a stage whole nodes: a multiple of the ranks of a node",
+                    )
+                if stage in fabrics and self.strategy != "hierarchical-dp":
+                    raise PlanError(
+                        f"stage {stage} lies on {fabrics[stage]} and {c.fabric}",
+                        where=f"component {c.fabric}",
+                        hint="put stage boundaries on fabric boundaries, or plan again",
+                    )
+                fabrics.setdefault(stage, c.fabric)
+            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=tuple(held)))
+            first += c.ranks
+        object.__setattr__(self, "components", tuple(components))
+        object.__setattr__(self, "stages", tuple(replace(s, fabric=fabrics[i]) for i, s in enumerate(self.stages)))
+
+    def _check_fabrics(self) -> None:
+        inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
+        for g in self.transports() if self.transport_mode != "single" else ():
+            names = {self.places[r].fabric for r in g.ranks}
+            if len(names) > 1 and g.kind in inside:
+                raise PlanError(
+                    f"{g.kind} group of ranks {plan_file.short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
                     where="plan",
                     hint="put stage boundaries on fabric boundaries, or plan again",
-                )
-
-    def _check_components(self) -> None:
-        """Components and stages say where ranks are, and the order of ranks says it too."""
-        fabrics = [c.fabric for c in self.components]
-        if len(set(fabrics)) < len(fabrics):
-            raise PlanError(
-                f"fabrics {', '.join(fabrics)}: one is there twice",
-                where="components",
-                hint="make one component of a fabric",
-            )
-        first = 0
-        for c in self.components:
-            held = tuple(sorted({self.parallel.coordinates(rank)[0] for rank in range(first, first + c.ranks)}))
-            first += c.ranks
-            if held != tuple(sorted(c.stages)):
-                raise PlanError(
-                    f"its ranks hold stages {_short(held)}, it says {_short(c.stages)}",
-                    where=f"component {c.fabric}",
-                    hint="write the stages that follow from the order",
-                )
-            wrong = [s for s in held if self.stages[s].fabric != c.fabric]
-            if wrong and self.strategy != "hierarchical-dp":
-                raise PlanError(
-                    f"stage {wrong[0]} is said to be on {self.stages[wrong[0]].fabric}",
-                    where=f"component {c.fabric}",
-                    hint="give a stage the fabric of its component",
-                )
-
-    def _check_unequal(self, widths: Widths) -> None:
-        if self.schedule.kind != FOR_UNEQUAL.name:
-            raise PlanError(
-                f"{self.schedule.kind} with stages of unequal widths",
-                where="schedule.kind",
-                hint=f"use {FOR_UNEQUAL.name}: Megatron's own schedules need one width for all stages",
-            )
-        if self.strategy == "hierarchical-dp" or self.transport_mode == "single":
-            said = "strategy hierarchical-dp" if self.strategy == "hierarchical-dp" else "transport_mode single"
-            raise PlanError(
-                f"{said} with stages of unequal widths",
-                where="plan",
-                hint="use strategy pipeline with transport_mode holmes",
-            )
-        for s, (stage, width) in enumerate(zip(self.stages, widths.stages, strict=True)):
-            found = next((c for c in self.components if c.fabric == stage.fabric), None)
-            if found is None:
-                raise PlanError(
-                    f"stage {s} is on {stage.fabric}, of which there is no component",
-                    where="stages",
-                    hint="add it to components, or give the stage another fabric",
-                )
-            if width.ranks != width.nodes * found.gpus_per_node:
-                raise PlanError(
-                    f"stage {s}: TP {width.tp} x DP {width.dp} on {width.nodes} nodes of {found.gpus_per_node} ranks",
-                    where="stages",
-                    hint="a stage has whole nodes: nodes x ranks of a node = tp x dp",
                 )
 
     @property
     def layout(self) -> list[dict[str, Any]]:
         """The components of the job, as a run's record has them."""
-        return [
-            {
-                "partition": c.partition,
-                "constraint": c.constraint,
-                "fabric": c.fabric,
-                "nodes": c.nodes,
-                "gpus_per_node": c.gpus_per_node,
-            }
-            for c in self.components
-        ]
+        names = ("partition", "constraint", "fabric", "nodes", "gpus_per_node")
+        return [{name: getattr(c, name) for name in names} for c in self.components]
 
     @property
     def spread(self) -> str:
-        """How it lies on the nodes, for people: its strategy, or that one node has all of it."""
+        """How the plan lies on the nodes, for people: its strategy, or that one node has all of it."""
         return "one node" if sum(c.nodes for c in self.components) == 1 else self.strategy
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """Fabric -> nodes that the plan leaves idle."""
+        used = {c.fabric: c.nodes for c in self.components}
+        idle = {f.name: f.nodes - used.get(f.name, 0) for f in self.site.fabrics}
+        return {name: nodes for name, nodes in idle.items() if nodes}
 
     @property
     def world_size(self) -> int:
         return self.parallel.world_size
 
+    @cached_property
+    def is_per_stage(self) -> bool:
+        """Whether replicas of a stage compute unlike micro-batches: TP or DP differ by stage, or shares by replica."""
+        return not self.parallel.is_grid(self.batch.micro_batches(1))
+
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per pipeline and step; with unequal widths of the whole step, for there are no pipelines."""
-        return self.batch.micro_batches(1 if isinstance(self.parallel, Widths) else self.parallel.dp)
+        """Micro-batches per pipeline and step; of the whole step where a plan is per stage, for there are no
+        pipelines."""
+        return self.batch.micro_batches(1 if self.is_per_stage else self.parallel.dp)
 
     @cached_property
-    def order(self) -> Order | RoutedOrder:
-        """What each stage (with unequal widths: each replica of it) computes in a step, one after the other."""
+    def order(self) -> Order:
+        """What each stage (where a plan is per stage: each replica of it) computes in a step, one after the other."""
         p = self.parallel
-        if isinstance(p, Widths):
-            return RoutedOrder(p.routes(self.micro_batches), self.schedule.in_flight)
+        if self.is_per_stage:
+            return Order.routed(p.routes(self.micro_batches), self.schedule.in_flight)
         return Order(self.schedule.kind, p.pp, self.micro_batches, p.virtual_stages, self.schedule.in_flight)
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where each global rank runs: components in order, nodes in order within, GPUs in order within a node."""
-        return [
-            Place(c.fabric, f"{c.fabric}[{n}]")
-            for c in self.components
-            for n in range(c.nodes)
-            for _ in range(c.gpus_per_node)
-        ]
+        """Where each global rank runs."""
+        return places(self.components)
 
     def component_of(self, rank: int) -> int:
         for index, c in enumerate(self.components):
@@ -291,113 +250,39 @@ class Plan:
 
     @cached_property
     def transport_rule(self) -> TransportRule:
-        return TransportRule(
-            self.site,
-            self.transport_mode,
-            frozenset(c.fabric for c in self.components),
-            sum(c.nodes for c in self.components) == 1,
-        )
+        return TransportRule.of_job(self.site, self.transport_mode, self.components)
 
     def transport_of(self, ranks: Sequence[int], host_memory: bool = False) -> Transport:
-        """Of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
+        """Return the transport of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
         return self.transport_rule.of_members([self.places[r] for r in ranks], host_memory)
 
     def transports(self) -> Iterator[GroupTransport]:
-        """One entry per concrete group and per pair of an edge, in a fixed order."""
+        """Yield one entry per concrete group and per pair of an edge, in a fixed order."""
         if self.world_size > 1 and not all(self.site.fabric(c.fabric).gpu.is_cpu for c in self.components):
             everyone = tuple(range(self.world_size))
             yield GroupTransport(
                 CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))
             )
-        p = self.parallel
-        for g in unequal_groups(p, self.micro_batches, self.model.tied) if isinstance(p, Widths) else groups(p):
+        for g in groups(self.parallel, self.batch.micro_batches(1), self.model.tied):
             yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property
     def id(self) -> str:
-        """Twelve hex digits of what the plan does (not of what was predicted or considered). Without the control entry,
-        which older plans do not have."""
-        data = replace(self, predicted=None, assumptions=(), alternatives=()).to_dict()
-        data["transports"] = _without_control(data["transports"])
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+        """Twelve hex digits of what the plan does (not of what was predicted or considered)."""
+        return plan_file.digest(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the schema of plan.yaml. Only a paced plan has a pace."""
-        data: dict[str, Any] = {"version": self.version}
-        for f in fields(self):
-            if f.name not in ("version", "site", "alternatives", "predicted") and (
-                not f.name.startswith("pace_") or getattr(self, f.name) is not None
-            ):
-                value = getattr(self, f.name)
-                data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
-        data["model"] = self.model.to_dict()
-        data["components"] = [asdict(c) for c in self.components]
-        data["stages"] = [asdict(s) for s in self.stages]
-        data["transports"] = [
-            {
-                "kind": g.kind,
-                "ranks": list(g.ranks),
-                "stages": list(g.stages),
-                "transport": g.transport.kind,
-                "nic": str(g.transport.nic) if g.transport.nic else None,
-                "fabric": g.transport.fabric,
-            }
-            for g in self.transports()
-        ]
-        data["predicted"] = asdict(self.predicted) if self.predicted else None
-        data["alternatives"] = list(self.alternatives)
-        if isinstance(self.parallel, Widths):
-            write_widths(data, self.parallel)
-        data["site"] = self.site.to_dict()
-        return json.loads(json.dumps(data))
+        """Return plain data, with what follows from other fields beside these (`holmes plan --json`)."""
+        return plan_file.to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "plan") -> Plan:
-        """The inverse of :meth:`to_dict`. PlanError or SiteError names the key, its value and what is allowed. A key
-        that an older version did not write has its default. Transports are derived again and must be those written."""
-        try:
-            if isinstance(data, Mapping):
-                _check_version(data.get("version", VERSION))
-                read = read_widths(data) if data.get("version") == UNEQUAL else data
-                plan = make(cls, {k: v for k, v in read.items() if k != "transports"}, "plan", PlanError)
-                if "transports" in read:
-                    plan._check_written_transports(read["transports"])
-                missing = [k for k in _ALWAYS_WRITTEN if k not in data]
-                return (
-                    plan
-                    if not missing
-                    else replace(
-                        plan,
-                        assumptions=(
-                            *plan.assumptions,
-                            f"an older plan, without {', '.join(missing)}: taken as by default",
-                        ),
-                    )
-                )
-        except HolmesError as e:
-            inside = e.where.removeprefix("plan").removeprefix(".")
-            raise type(e)(e.what, where=f"{where}: {inside}" if inside else where, hint=e.hint) from e
-        raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")
+        """Make a plan of what :meth:`to_dict` or a plan.yaml has. PlanError or SiteError names the key, its value and
+        what is allowed."""
+        return plan_file.from_dict(cls, data, where)
 
-    def _check_written_transports(self, written: Any) -> None:
-        """They are derived: others are refused, with what is wrong with the first that could never be."""
-        derived = self.to_dict()["transports"]
-        if written in (derived, _without_control(derived)):
-            return
-        hint = "remove the key (it is derived), or set transport_mode"
-        if not isinstance(written, list):
-            raise PlanError(f"transports is {written!r:.60}", where="transports", hint=hint)
-        for i, entry in enumerate(written):
-            e = make(_Written, entry, f"transports[{i}]", PlanError)
-            if any(rank >= self.world_size for rank in e.ranks):
-                raise PlanError(
-                    f"ranks is {_short(e.ranks)}",
-                    where=f"transports[{i}]",
-                    hint=f"the plan has {self.world_size} ranks, from 0",
-                )
-            made = Transport(e.transport, NicType(e.nic) if e.nic else None, e.fabric)
-            refuse_unshared(self.site, f"{e.kind} {_short(e.ranks)}", [self.places[r] for r in e.ranks], made)
-        raise PlanError("transports are not those of its groups", where="transports", hint=hint)
+    def to_yaml(self) -> str:
+        return plan_file.to_yaml(self)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write plan.yaml, atomically; equal plans give equal bytes."""
@@ -406,47 +291,7 @@ class Plan:
         except RunFailed as e:
             raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists") from e
 
-    def to_yaml(self) -> str:
-        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-        return str(
-            yaml.dump(
-                self.to_dict(), Dumper=dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
-            )
-        )
-
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
         """Read and check a plan.yaml."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            data = from_yaml(text)
-        except OSError as e:
-            raise PlanError(
-                e.strerror or str(e), where=str(path), hint="make it with `holmes plan -o plan.yaml`"
-            ) from e
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
-            raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
-        return cls.from_dict(data, where=str(path))
-
-
-# Keys that may be missing in a plan of an older version, and that change what it does.
-_ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_mode")
-
-
-def _check_version(version: Any) -> None:
-    if version not in (VERSION, UNEQUAL):
-        raise PlanError(
-            f"plan version {version}, this release reads {VERSION} and {UNEQUAL}",
-            where="plan",
-            hint="make the plan again with `holmes plan`",
-        )
-
-
-def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [entry for entry in transports if entry["kind"] != CONTROL]
-
-
-def _short(ranks: tuple[int, ...] | list[int]) -> str:
-    """Ranks, or stages, in a few letters."""
-    text = [str(r) for r in ranks]
-    return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
+        return cls.from_dict(plan_file.read(path), where=str(path))

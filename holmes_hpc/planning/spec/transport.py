@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
+
+if TYPE_CHECKING:
+    from holmes_hpc.planning.spec.parts import Component
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,13 @@ class Place:
     node: str
 
 
+def places(components: Sequence[Component]) -> list[Place]:
+    """Return where each global rank runs: components in order, nodes in order within, GPUs in order within a node."""
+    return [
+        Place(c.fabric, f"{c.fabric}[{n}]") for c in components for n in range(c.nodes) for _ in range(c.gpus_per_node)
+    ]
+
+
 @dataclass(frozen=True)
 class TransportRule:
     """The rule of one job, which the plan, its cost model and through the plan training go by.
@@ -60,6 +71,12 @@ class TransportRule:
     mode: str
     fabrics: frozenset[str]
     one_node: bool
+
+    @classmethod
+    def of_job(cls, site: Site, mode: str, components: Sequence[Component]) -> TransportRule:
+        """Return the rule of a job of these components."""
+        nodes = sum(c.nodes for c in components)
+        return cls(site, mode, fabrics=frozenset(c.fabric for c in components), one_node=nodes == 1)
 
     def of(self, fabrics: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
         """Of a group whose members run in `fabrics`, all on one node or not. `host_memory`: its tensors lie there while
@@ -92,21 +109,3 @@ class TransportRule:
     @cached_property
     def _inside(self) -> dict[str, Transport]:
         return {}
-
-
-def refuse_unshared(site: Site, group: str, members: Sequence[Place], transport: Transport) -> None:
-    """Refuse a forced transport that two members do not share; the error names the group and the two nodes."""
-    nodes = list(dict.fromkeys(members))
-    if transport.kind == "tcp" or len(nodes) <= 1:
-        return
-    first = nodes[0]
-    for other in nodes[1:]:
-        same = other.fabric == first.fabric
-        fits = same and transport.fabric == first.fabric and site.fabric(first.fabric).nic is transport.nic
-        if transport.kind == "local" or not fits:
-            raise PlanError(
-                f"{transport} is forced on a group with node {first.node} (fabric {first.fabric}) and node {other.node}"
-                f" (fabric {other.fabric})",
-                where=f"group {group}",
-                hint="leave the transport to the planner" if same else "use tcp, or keep the group inside one fabric",
-            )

@@ -35,7 +35,6 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
 from holmes_hpc.training.model import gpt, megatron_versions, random_states
 from holmes_hpc.training.rank.log import say
@@ -123,7 +122,7 @@ class Checkpoints:
         dist.barrier(group=self._group)
         about = {
             "model": asdict(self.plan.model),
-            "parallel": asdict(self.plan.parallel),
+            "parallel": self.plan.parallel.to_dict(),
             "plan_id": self.plan.id,
             "distributed_optimizer": self.plan.parallel.distributed_optimizer,
             "device": self._device,
@@ -294,7 +293,7 @@ class Checkpoints:
         for inner in _distributed(self.optimizer):
             _prepare_for_loading(inner)
         same_layout = (
-            checkpoint.about.get("parallel") == json.loads(json.dumps(asdict(self.plan.parallel)))
+            checkpoint.about.get("parallel") == json.loads(json.dumps(self.plan.parallel.to_dict()))
             and checkpoint.about.get("device", self._device) == self._device
         )
         state = self._state(is_loading=True, generators=same_layout)
@@ -342,7 +341,7 @@ class Checkpoints:
         """How many sets of generators there are that replicas share, and which one is this rank's."""
         p = self.plan.parallel
         stage, _, part = p.coordinates(self._rank)
-        if isinstance(p, Widths):  # no grid
+        if self.plan.is_per_stage:  # no grid
             before = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
             return (before[-1],), (before[stage] + part,)
         return (p.pp, p.tp), (stage, part)

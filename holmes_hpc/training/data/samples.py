@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data.prefetch import on_gpu
 from holmes_hpc.training.data.prefix import check_vocabulary
@@ -108,7 +107,7 @@ def apart(tokens: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
 def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: int = 0) -> Iterator[np.ndarray]:
     """The samples of one micro-batch after the other: int64, shape (micro size, sequence length + 1)."""
     size, micro = plan.batch.global_size, plan.batch.micro_size
-    if isinstance(plan.order, RoutedOrder):  # numbers of the whole step, as if there were one replica
+    if plan.order.routes:  # numbers of the whole step, as if there were one replica
         own: Sequence[int] = plan.order.own(plan.order.row(stage, dp_rank))
         dp, dp_rank = 1, 0
     else:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holmes_hpc.planning.schedule.orders import Pass
+from holmes_hpc.planning.schedule.kinds import Pass
 from holmes_hpc.records.files import append_line
 from holmes_hpc.training.pipeline.run_ahead import TraceEvent
 

@@ -16,7 +16,6 @@ from megatron.core.transformer.module import Float16Module
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model.tied_embedding import FinalizeWithTied
 
@@ -36,7 +35,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     p = plan.parallel
     # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
     overlap = train.overlap_grad_reduce and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
-    overlap = overlap and (not isinstance(p, Widths) or p.in_turn)
+    overlap = overlap and p.takes_turns
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
@@ -51,7 +50,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
         # Megatron's own default for interleaved stages: later chunks reduce under the first one's computing
         made = DistributedDataParallel(
-            _summing(config) if isinstance(p, Widths) else config,
+            _summing(config) if plan.is_per_stage else config,
             ddp,
             inner,
             disable_bucketing=index > 0,
@@ -115,9 +114,7 @@ def build(
         ),
         list(models),
     )
-    config.finalize_model_grads_func = (
-        finalize_model_grads if not isinstance(plan.parallel, Widths) else FinalizeWithTied(tied_group)
-    )
+    config.finalize_model_grads_func = FinalizeWithTied(tied_group) if plan.is_per_stage else finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
     if len(models) == 1 and config.no_sync_func:

@@ -10,12 +10,11 @@ from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.per_stage import sent_bytes
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import parameters
 from holmes_hpc.planning.cost.traffic import activation_bytes
-from holmes_hpc.planning.cost.unequal import Unequal
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.network.accounting import Load, audit_bytes, nic_faults
 from holmes_hpc.training.network.interfaces import NodeTransports, short
 
@@ -28,13 +27,13 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
     are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.
     """
-    if isinstance(plan.parallel, Widths):
+    layout = Layout.of(plan, Costs(dtype=dtype))
+    if plan.is_per_stage:
         return [
             Load(nodes[rank], str(group.transport.nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
-            for group, rank, amount in Unequal.of(plan, Costs(dtype=dtype)).sent(plan)
+            for group, rank, amount in sent_bytes(layout, layer_array(plan))
             if group.transport.nic is not None and (group.transport.nic.verbs or not group.transport.nic.rdma)
         ]
-    layout = Layout.of(plan, Costs(dtype=dtype))
     count = parameters(layout, layer_array(plan))[0].sum(axis=1)
     found = []
     for group in plan.transports():

@@ -20,7 +20,6 @@ from holmes_hpc.fabric.nic_types import NCCL_NETWORKS
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.planning.spec.transport import Transport
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import unequal_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
@@ -207,7 +206,7 @@ class Groups:
         parallel_state.create_group = self.create_group
         minutes = max(1, round(self.timeout_s / 60))
         try:
-            if isinstance(p, Widths):
+            if self.plan.is_per_stage:
                 with unequal_groups.stage_by_stage(p, self.rank) as sizes:
                     parallel_state.initialize_model_parallel(
                         **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True

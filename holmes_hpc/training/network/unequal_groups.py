@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from holmes_hpc.planning.spec.widths import Widths
+from holmes_hpc.planning.spec.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class _Ranks:
     """Stands in for Megatron-Core's RankGenerator: the ranks of all groups of a kind. Weights cut over replicas, an
     axis from 0.18 on, it has none of: a rank is alone on it."""
 
-    def __init__(self, widths: Widths) -> None:
-        grid = widths.grid()
+    def __init__(self, parallel: Parallel) -> None:
+        grid = parallel.grid()
         rows = [row for stage in grid for row in stage.tolist()]
         columns = [column for stage in grid for column in stage.T.tolist()]
         self._inside = {
             **dict.fromkeys(("tp", "tp-cp", "tp-ep"), rows),
             **dict.fromkeys(("dp", "dp-cp"), columns),
-            **dict.fromkeys(("tp-dp", "tp-dp-cp"), widths.stage_ranks),
+            **dict.fromkeys(("tp-dp", "tp-dp-cp"), parallel.stage_ranks),
         }
-        self._alone = [[rank] for rank in range(widths.world_size)]
+        self._alone = [[rank] for rank in range(parallel.world_size)]
 
     def get_ranks(self, token: str, *_: Any) -> list[list[int]]:
         kind = "-".join(axis for axis in token.split("-") if axis != "gtp_remat")
@@ -56,16 +56,16 @@ class _Ranks:
 
 
 @contextmanager
-def stage_by_stage(widths: Widths, rank: int) -> Iterator[dict[str, int]]:
-    """While Megatron-Core's parallel state is made: its groups are those of `widths`. The sizes it is to be called
+def stage_by_stage(parallel: Parallel, rank: int) -> Iterator[dict[str, int]]:
+    """While Megatron-Core's parallel state is made: its groups are those of `parallel`. The sizes it is to be called
     with come from here: one grid of all ranks that it does not look at. Afterwards it knows the stage of `rank`."""
     original = parallel_state.RankGenerator
-    parallel_state.RankGenerator = lambda **_: _Ranks(widths)
+    parallel_state.RankGenerator = lambda **_: _Ranks(parallel)
     try:
         yield {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     finally:
         parallel_state.RankGenerator = original
-    stage, *_ = widths.coordinates(rank)
+    stage, *_ = parallel.coordinates(rank)
     parallel_state.set_pipeline_model_parallel_rank(stage)
-    parallel_state.set_pipeline_model_parallel_world_size(widths.pp)
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = StagePlace(stage, widths.pp)
+    parallel_state.set_pipeline_model_parallel_world_size(parallel.pp)
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = StagePlace(stage, parallel.pp)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from holmes_hpc.planning.schedule.routed import RoutedOrder
+from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup, Transfer, connect, is_nccl
 
 
@@ -53,7 +53,7 @@ class Joined:
 
 class RoutedEdges(Edges):
     """What ``run_ahead`` sends and receives over where stages have unequal widths. `row`: this rank's replica, as
-    :class:`RoutedOrder` counts."""
+    :class:`Order` counts."""
 
     def __init__(self, place: Any, row: int, device: torch.device) -> None:
         super().__init__({}, device)
@@ -72,16 +72,15 @@ class RoutedEdges(Edges):
 
 
 def build_routed(
-    plan: Plan, widths: Widths, new_group: NewGroup, *, rank: int, place: Any, config: Any, device: torch.device
+    plan: Plan, parallel: Parallel, new_group: NewGroup, *, rank: int, place: Any, config: Any, device: torch.device
 ) -> RoutedEdges:
     """The edges of this rank. All ranks of the job call it at the same time, as they do `new_group`."""
     order = plan.order
-    assert isinstance(order, RoutedOrder)
-    stage, replica, part = widths.coordinates(rank)
+    stage, replica, part = parallel.coordinates(rank)
     edges = RoutedEdges(place, order.row(stage, replica), device)
     for edge in plan.transports():
         if edge.kind == "edge":
-            _add(edges, edge, plan, widths, order, new_group, rank, part, config)
+            _add(edges, edge, plan, parallel, order, new_group, rank, part, config)
     return edges
 
 
@@ -89,8 +88,8 @@ def _add(
     edges: RoutedEdges,
     edge: GroupTransport,
     plan: Plan,
-    widths: Widths,
-    order: RoutedOrder,
+    parallel: Parallel,
+    order: Order,
     new_group: NewGroup,
     rank: int,
     part: int,
@@ -100,11 +99,11 @@ def _add(
         channel = connect(plan, edge, direction, source, target, new_group, rank, config, edges.device)
         if channel is not None:
             own, other = (source, target) if rank == source else (target, source)
-            peer_stage, peer, peer_part = widths.coordinates(other)
+            peer_stage, peer, peer_part = parallel.coordinates(other)
             rows = shared_rows(
                 plan.batch.sequence_length,
-                (part, widths.tp_of(widths.coordinates(own)[0])),
-                (peer_part, widths.tp_of(peer_stage)),
+                (part, parallel.tp_of(parallel.coordinates(own)[0])),
+                (peer_part, parallel.tp_of(peer_stage)),
             )
             edges.add(f"{direction}_{'out' if rank == source else 'in'}", order.row(peer_stage, peer), channel, rows)
 

@@ -35,9 +35,9 @@ from megatron.core.pipeline_parallel import schedules as megatron
 from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer
 from holmes_hpc.planning.schedule.launches import Post, launches
-from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer
-from holmes_hpc.planning.schedule.routed import RoutedOrder
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.pipeline.point_to_point import Edges
 
@@ -76,7 +76,7 @@ def run_ahead(
     force_all_reduce: bool | None = False,
     kind: str,
     in_flight: Sequence[int],
-    routed: RoutedOrder | None = None,
+    routed: Order | None = None,
     tracer: Tracer | None = None,
 ) -> list[Any]:
     """Megatron-Core's ``forward_backward_func`` with four arguments more: bind `kind` and `in_flight` (the plan's
@@ -262,7 +262,7 @@ class Outbox:
     and bounds the memory. Sends that are under way when a step ends complete during the next one.
     """
 
-    def __init__(self, edges: Any, role: str, order: Order | RoutedOrder) -> None:
+    def __init__(self, edges: Any, role: str, order: Order) -> None:
         self._edges, self._role, self._order = edges, role, order
 
     def give(self, tensor: torch.Tensor, transfer: StageTransfer) -> None:

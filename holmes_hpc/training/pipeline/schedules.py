@@ -11,9 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from holmes_hpc.planning.schedule.routed import RoutedOrder
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.pipeline import point_to_point, routed_edges
 from holmes_hpc.training.pipeline.run_ahead import Tracer, run_ahead
 
@@ -22,7 +20,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
     """The plan's schedule: Megatron-Core's own for its model chunks and stages, or this project's executor, which tells
     `tracer` what it does."""
     if in_background(plan):
-        routed = plan.order if isinstance(plan.order, RoutedOrder) else None
+        routed = plan.order if plan.order.routes else None
         return partial(
             run_ahead, kind=plan.schedule.kind, in_flight=plan.schedule.in_flight, routed=routed, tracer=tracer
         )
@@ -33,7 +31,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
 def in_background(plan: Plan) -> bool:
     """Does this project's executor run it? A pipeline of one stage is run by Megatron-Core's, unless its replicas have
     unequal shares."""
-    return plan.order.schedule.megatron is None and (plan.parallel.pp > 1 or isinstance(plan.parallel, Widths))
+    return plan.order.schedule.megatron is None and (plan.parallel.pp > 1 or plan.is_per_stage)
 
 
 def communicator(
@@ -50,7 +48,7 @@ def communicator(
     Gloo's group of two ranks is one connection, on which the two directions wait for each other
     (benchmarks/one_connection.py): over it plain Megatron-LM gets a connection a direction as well, so that it is not
     slower than it would be on GPUs."""
-    if isinstance(plan.parallel, Widths):
+    if plan.is_per_stage:
         return routed_edges.build_routed(
             plan, plan.parallel, new_group, rank=rank, place=groups.pp, config=config, device=device
         )

@@ -18,7 +18,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import step_s, timing
-from holmes_hpc.planning.schedule.orders import in_flight
+from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.search.layers import uniform
 from holmes_hpc.planning.spec.plan import Plan, Schedule

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule import launches as launching
 from holmes_hpc.planning.schedule.graph import graph
+from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, in_flight
 from holmes_hpc.planning.schedule.launches import Launch, Launches, Post, check_launches, check_line
-from holmes_hpc.planning.schedule.orders import Order, Pass, StageTransfer, in_flight
+from holmes_hpc.planning.schedule.order import Order
 
 
 def runs(order: Order) -> bool:

@@ -12,7 +12,8 @@ from passes import every_pass
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.graph import Numbers, graph
-from holmes_hpc.planning.schedule.orders import Exchange, Order, in_flight
+from holmes_hpc.planning.schedule.kinds import Exchange, in_flight
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
 
 

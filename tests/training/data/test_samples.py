@@ -38,7 +38,7 @@ def plan(dp: int = 1, micro: int = 2, size: int = 8, length: int = 16, vocab: in
         strategy="one-fabric",
         model=ModelSpec("m", 2, 32, 4, vocab, 64, 4),
         batch=Batch(size, micro, length),
-        parallel=Parallel(dp=dp),
+        parallel=Parallel.uniform(dp=dp),
         recompute="none",
         schedule=Schedule("1f1b", (1,)),
         components=(Component("p", "", "f", 1, dp, (0,)),),

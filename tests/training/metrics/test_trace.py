@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import spawn
 
-from holmes_hpc.planning.schedule.orders import Order
-from holmes_hpc.planning.schedule.orders import in_flight as megatrons
+from holmes_hpc.planning.schedule.kinds import in_flight as megatrons
+from holmes_hpc.planning.schedule.order import Order
 
 pytestmark = pytest.mark.integration  # ranks as processes
 

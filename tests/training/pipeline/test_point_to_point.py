@@ -97,15 +97,15 @@ def test_rounding_changes_losses_by_little() -> None:
     ("parallel", "roles"),
     [
         (
-            Parallel(pp=3),
+            Parallel.uniform(pp=3),
             [
                 {"forward_out", "backward_in"},
                 {"forward_in", "forward_out", "backward_in", "backward_out"},
                 {"forward_in", "backward_out"},
             ],
         ),
-        (Parallel(pp=2, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 2),
-        (Parallel(pp=3, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 3),
+        (Parallel.uniform(pp=2, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 2),
+        (Parallel.uniform(pp=3, virtual_stages=2), [{"forward_in", "forward_out", "backward_in", "backward_out"}] * 3),
     ],
 )
 def test_every_direction_of_every_edge_has_a_group_of_two(
@@ -120,7 +120,8 @@ def test_every_direction_of_every_edge_has_a_group_of_two(
         edge_dtype="fp8",
         edge_connections=2,
         transports=lambda: (
-            GroupTransport(g.kind, g.ranks, TCP if g.stages == (0, 1) else rdma, g.stages) for g in groups(parallel)
+            GroupTransport(g.kind, g.ranks, TCP if g.stages == (0, 1) else rdma, g.stages)
+            for g in groups(parallel, parallel.dp, tied=True)
         ),
     )
     for rank in range(parallel.pp):
@@ -143,7 +144,7 @@ def test_every_direction_of_every_edge_has_a_group_of_two(
 
 
 def edges_of(parallel: Parallel) -> list[tuple[int, ...]]:
-    found = [g.stages for g in groups(parallel) if g.kind == "edge"]
+    found = [g.stages for g in groups(parallel, parallel.dp, tied=True) if g.kind == "edge"]
     return found + ([(0, 1)] if parallel.pp == 2 and parallel.virtual_stages > 1 else [])
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pipelines import Case, play_apart
 
-from holmes_hpc.planning.schedule.orders import SCHEDULES, Order, in_flight
+from holmes_hpc.planning.schedule.kinds import SCHEDULES, in_flight
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.training.pipeline import run_ahead as schedule
 
 BACKGROUND = [kind for kind in SCHEDULES.values() if not kind.megatron]

@@ -67,7 +67,7 @@ def test_the_ring_of_two_stages_has_two_edges() -> None:
     two = plan("ib-a", "roce-a", nodes=1, site=on_gpus())
     ring = replace(
         two,
-        parallel=Parallel(pp=2, virtual_stages=3),
+        parallel=Parallel.uniform(pp=2, virtual_stages=3),
         schedule=Schedule("interleaved", (6, 4)),
         stages=tuple(replace(s, chunks=(1, 1, 1)) for s in two.stages),
     )

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
+from holmes_hpc.planning.schedule.event_simulation import RowDurations, ends
+from holmes_hpc.planning.schedule.kinds import Pass
 from holmes_hpc.planning.schedule.launches import Post, check_launches, in_line, windowed
-from holmes_hpc.planning.schedule.orders import Order, Pass
-from holmes_hpc.planning.schedule.routed import RoutedOrder, least_in_flight
-from holmes_hpc.planning.schedule.routed_simulation import RoutedDurations, ends
+from holmes_hpc.planning.schedule.order import Order, least_in_flight
 
 
-def in_turn(replicas: tuple[int, ...], micro_batches: int, in_flight: tuple[int, ...] = ()) -> RoutedOrder:
-    return RoutedOrder(
+def in_turn(replicas: tuple[int, ...], micro_batches: int, in_flight: tuple[int, ...] = ()) -> Order:
+    return Order.routed(
         tuple(tuple(k % dp for k in range(micro_batches)) for dp in replicas), in_flight or least_in_flight(replicas)
     )
 
@@ -33,7 +33,7 @@ def test_the_least_depth_and_deeper_ones_do_not_lock_up(replicas: tuple[int, ...
 def test_too_little_in_flight_is_refused() -> None:
     with pytest.raises(PlanError, match=r"with in_flight \[2, 2\] stage \d would wait for ever for micro-batch"):
         check_launches(in_turn((1, 2), 6, (2, 2)))
-    takes = RoutedDurations([1, 1], [2, 2], [0, 0], [0, 0], [(0.5, 0)], [(0.5, 0)], [0, 1, 1], [0])
+    takes = RowDurations([1, 1], [2, 2], [0, 0], [0, 0], [(0.5, 0)], [(0.5, 0)], [0, 1, 1], [0])
     assert inf in ends(in_turn((1, 2), 6, (2, 2)), takes) and inf not in ends(in_turn((1, 2), 6, (5, 2)), takes)
 
 
@@ -54,7 +54,7 @@ def test_equal_widths_launch_what_a_grid_does(dp: int, stages: int, each: int, m
                     assert [_in_grid(launch, dp, routed) for launch in row] == expected[stage]
 
 
-def _in_grid(launch: Pass | Post, dp: int, order: RoutedOrder) -> Pass | Post:
+def _in_grid(launch: Pass | Post, dp: int, order: Order) -> Pass | Post:
     if isinstance(launch, Pass):
         return launch._replace(micro_batch=launch.micro_batch // dp)
     t = launch.transfer

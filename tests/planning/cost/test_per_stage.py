@@ -12,8 +12,10 @@ import spawn
 from holmes_hpc.config.model import Batch
 from holmes_hpc.fabric.site import CPU
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import predict, timeline
-from holmes_hpc.planning.cost.unequal import Unequal
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.per_stage import sent_bytes
+from holmes_hpc.planning.cost.predict import layer_array, predict, timeline
+from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.training.network import audit
 
 MODEL = replace(spawn.MODEL, layers=24, hidden=256, ffn=1024, max_positions=256)
@@ -61,19 +63,23 @@ def test_the_audit_expects_what_was_predicted() -> None:
     assert dict(loads) == pytest.approx(predict(plan, Costs(dtype="fp32")).nic_bytes_per_step)
 
 
+def sent(plan: Plan) -> list[tuple[GroupTransport, int, float]]:
+    return list(sent_bytes(Layout.of(plan, Costs(dtype="fp32")), layer_array(plan)))
+
+
 def test_unlike_tp_sends_every_byte_once() -> None:
     whole = BATCH.sequence_length * MODEL.hidden * 4 * BATCH.global_size
     for widths in (((2, 1), (1, 2)), ((1, 3), (2, 2)), ((1, 2), (1, 1))):
         plan = spawn.unequal(*widths, model=MODEL, batch=BATCH)
-        sent = [amount for group, _, amount in Unequal.of(plan, Costs(dtype="fp32")).sent(plan) if group.kind == "edge"]
-        assert sum(sent) == pytest.approx(2 * whole)  # activations down, their gradients up
+        amounts = [amount for group, _, amount in sent(plan) if group.kind == "edge"]
+        assert sum(amounts) == pytest.approx(2 * whole)  # activations down, their gradients up
 
 
 def test_the_vocabulary_is_padded_for_the_widest_tp_in_every_stage() -> None:
     """Beside TP 2 the head of TP 1 has 512 rows, not 384: its replicas sum up so many more gradients."""
     model = replace(MODEL, vocab=300)
     wide, narrow = (
-        sum(amount for group, _, amount in Unequal.of(plan, Costs(dtype="fp32")).sent(plan) if group.stages == (1,))
+        sum(amount for group, _, amount in sent(plan) if group.stages == (1,))
         for plan in (spawn.unequal(first, (1, 3), model=model, batch=BATCH) for first in ((2, 1), (1, 1)))
     )
     how = Costs().collectives(CPU)

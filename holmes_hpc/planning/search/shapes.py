@@ -58,15 +58,17 @@ class Shape:
         return sorted((s for s in found if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
 
-def shapes(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> list[Shape]:
-    """From the most promising on; but the best few of each TP for all stages come first: unlike TPs look better in an
-    estimate than they are."""
+def shapes(
+    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, limit: float = inf
+) -> list[Shape]:
+    """Return shapes whose step is estimated to take at most `limit` seconds, from the most promising on; but the best
+    few of each TP for all stages come first: unlike TPs look better in an estimate than they are."""
     found = list[Shape]()
     chosen = offers(site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
     for micro, recompute in product(sizes, modes):
-        found += _OneKind(model, batch, site, options, costs, chosen, micro, recompute).shapes()
+        found += _OneKind(model, batch, site, options, costs, chosen, micro, recompute, limit).shapes()
     found.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
     firsts, seen = list[Shape](), Counter[int]()
     for shape in dict.fromkeys(found):
@@ -115,8 +117,9 @@ class _OneKind:
         chosen: list[Offer],
         micro: int,
         recompute: str,
+        limit: float,
     ) -> None:
-        self.model, self.options, self.costs, self.chosen = model, options, costs, chosen
+        self.model, self.options, self.costs, self.chosen, self.limit = model, options, costs, chosen, limit
         self.batch, self.recompute = replace(batch, micro_size=micro), recompute
         self.micro_batches = self.batch.micro_batches(1)
         self._seconds: dict[tuple[int, int, int], float] = {}
@@ -314,7 +317,8 @@ class _OneKind:
         )
 
     def estimate(self, stages: Stages) -> float:
-        """Seconds of the step, infinite where the layers do not fit. For a limit of the step, stage after stage gets as
+        """Seconds of the step, infinite where the layers do not fit, or not within `limit`. For a limit of the step,
+        stage after stage gets as
         many layers as it can compute between the first micro-batch's coming and the last gradients' way up; the least
         limit counts that deals out all. A stage of more replicas than one above waits for that one to have computed a
         micro-batch for each of them; and all transfers of one node may take longer."""
@@ -353,7 +357,7 @@ class _OneKind:
                     wave, slow = dp, made * each * FORWARD
             return count, way
 
-        low, high = self.taus[0] / 2, self.taus[0] * LONGEST
+        low, high = self.taus[0] / 2, min(self.taus[0] * LONGEST, self.limit)
         if dealt(high)[0] < self.model.layers:
             return inf
         for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""The pipeline schedules (`SCHEDULES`), and what each stage does under them, one thing after the other.
+"""The pipeline schedules (`SCHEDULES`), and the passes and exchanges of Megatron-Core's two.
 
 Megatron-Core's two (read in megatron-core 0.16.1, pipeline_parallel/schedules.py) wait for what they send and receive;
 this project's own (`ahead`) posts receives before they are needed and lets sends complete in the background.
@@ -7,14 +7,16 @@ this project's own (`ahead`) posts receives before they are needed and lets send
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from holmes_hpc.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from holmes_hpc.planning.schedule.order import Order
 
 
 class Pass(NamedTuple):
@@ -69,7 +71,7 @@ class ScheduleKind:
     another than alternating.
 
     `waits`: in the steady state a stage does nothing else while it exchanges, once below and once above it for every
-    micro-batch; a bound of the step may count on that. `unequal`: stages may have unequal widths under it.
+    micro-batch; a bound of the step may count on that. `per_stage`: stages may have TP and DP of their own under it.
     """
 
     name: str
@@ -80,7 +82,7 @@ class ScheduleKind:
     turns: Callable[[int, int], np.ndarray] = alternating
     deepens: bool = False
     waits: bool = False
-    unequal: bool = False
+    per_stage: bool = False
 
     def __post_init__(self) -> None:
         least, most = self.chunks
@@ -103,158 +105,6 @@ class ScheduleKind:
         some = f"at least {least}" if chunks < least else "no" if most == 1 else f"at most {most}"
         others = " or ".join(kind.name for kind in SCHEDULES.values() if kind.takes(chunks))
         raise PlanError(f"{self.name} has {some} virtual stages", where="schedule", hint=f"use {others}")
-
-
-@dataclass(frozen=True)
-class Order:
-    """A pipeline's shape: everything about its schedule that is not a duration.
-
-    `kind`: a name of SCHEDULES. `in_flight`: per stage, passes whose activations it holds at most (read only of a
-    schedule that `deepens`). `overlap`: do interleaved stages compute while they exchange (overlap_p2p_comm, here
-    always so; Megatron-LM of 2021 waited)? `paired`: are a send and the receive of the opposite direction one exchange
-    under 1F1B (DeepSpeed's pipeline makes them one after the other, the gradient's first)?
-    """
-
-    kind: str
-    stages: int
-    micro_batches: int
-    chunks: int = 1
-    in_flight: tuple[int, ...] = field(default=())
-    overlap: bool = True
-    paired: bool = True
-
-    def __post_init__(self) -> None:
-        self.schedule.refuse(self.chunks)
-        if self.chunks > 1 and self.micro_batches % self.stages:
-            raise PlanError(
-                f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",
-                where="schedule",
-                hint="with virtual stages use a multiple of PP micro-batches",
-            )
-        if not self.schedule.deepens:
-            held = self.schedule.in_flight(self.stages, self.micro_batches, self.chunks)
-            object.__setattr__(self, "in_flight", held)
-        elif len(self.in_flight) != self.stages:
-            raise PlanError(
-                f"in_flight is {self.in_flight} for {self.stages} stages",
-                where="schedule",
-                hint="give one number per stage",
-            )
-
-    @property
-    def schedule(self) -> ScheduleKind:
-        return schedule_kind(self.kind)
-
-    @property
-    def rows(self) -> int:
-        """What launches are listed for: one replica of every stage stands for all, for they do the same."""
-        return self.stages
-
-    def stage_of(self, row: int) -> int:
-        return row
-
-    def own(self, row: int) -> range:
-        """The micro-batches that `row` computes, in order."""
-        return range(self.micro_batches)
-
-    @property
-    def group(self) -> int:
-        """Micro-batches that pass one chunk before the next chunk has its turn."""
-        return self.stages if self.chunks > 1 else 1
-
-    @property
-    def settled(self) -> int:
-        """Micro-batches, whole groups of them, past which a pipeline only repeats itself until it drains: a few times
-        its depth."""
-        deepest = max(self.depth(s) for s in range(self.stages)) // self.chunks + 1
-        return -(-(2 * self.stages + 4 * deepest + 8) // self.group) * self.group
-
-    def depth(self, stage: int) -> int:
-        """Passes that `stage` holds at most: no more than a stage above it lets through, and no more than there are.
-        Where virtual stages close the ring, the last stage lets the others through no more than two groups further."""
-        return self._depths[stage]
-
-    @cached_property
-    def _depths(self) -> tuple[int, ...]:
-        ring = self.in_flight[-1] + 2 * self.group if self.chunks > 1 else self.in_flight[0]
-        most = min(ring, self.micro_batches * self.chunks)
-        return tuple(accumulate((min(most, held) for held in self.in_flight), min))
-
-    def turns(self) -> list[tuple[int, int]]:
-        """(micro-batch, chunk) of the forward passes in order; backward passes go through the chunks in reverse."""
-        return [
-            (m, c)
-            for first in range(0, self.micro_batches, self.group)
-            for c in range(self.chunks)
-            for m in range(first, min(first + self.group, self.micro_batches))
-        ]
-
-    def computing(self, stage: int) -> np.ndarray:
-        """The turns that `stage` computes, one after the other, (2T,): forward ones 0 … T-1, backward ones T … 2T-1."""
-        return self.schedule.turns(self.micro_batches * self.chunks, self.depth(stage))
-
-    def passes(self, stage: int) -> list[Pass]:
-        """What `stage` computes, one after the other."""
-        turns = self.turns()
-        both = [Pass(True, m, c) for m, c in turns] + [Pass(False, m, self.chunks - 1 - c) for m, c in turns]
-        return [both[turn] for turn in self.computing(stage).tolist()]
-
-    def transfer_to(self, stage: int, needed: Pass) -> StageTransfer | None:
-        """The transfer that brings `stage` what its pass `needed` works on; None: nothing comes over an edge."""
-        back = -1 if needed.forward else 1
-        if stage != (0 if needed.forward else self.stages - 1):
-            return StageTransfer(stage + back, stage, needed) if self.stages > 1 else None
-        if needed.chunk == (0 if needed.forward else self.chunks - 1) or self.stages == 1:
-            return None
-        return StageTransfer((stage + back) % self.stages, stage, needed._replace(chunk=needed.chunk + back))
-
-    def transfer_from(self, stage: int, made: Pass) -> StageTransfer | None:
-        """The transfer that takes away what pass `made` of `stage` gives; None: nothing goes over an edge."""
-        on = 1 if made.forward else -1
-        if self.stages == 1:
-            return None
-        if stage == (self.stages - 1 if made.forward else 0) and made.chunk == (self.chunks - 1 if made.forward else 0):
-            return None
-        return StageTransfer(stage, (stage + on) % self.stages, made)
-
-    def window(self, transfer: StageTransfer) -> int:
-        """Receives posted ahead of need (`ahead` only) on the edge that `transfer` goes over, in either direction."""
-        return self.window_below(transfer.source if transfer.made.forward else transfer.target)
-
-    def pace(self, stage: int) -> int:
-        """How many micro-batches a stage computes in the time of one of its passes."""
-        return 1
-
-    def hidden(self, transfer: StageTransfer) -> int:
-        """Twice what the depth hides of `transfer`, in the time in which a stage computes a micro-batch (`ahead`)."""
-        if abs(transfer.source - transfer.target) != 1:  # over the edge that closes the ring
-            return 0
-        above, below = self._hiding[min(transfer.source, transfer.target) :][:2]
-        return max(0, above - below - 1)
-
-    @cached_property
-    def _hiding(self) -> list[int]:
-        return list(accumulate(self.in_flight, min))
-
-    def window_below(self, upstream: int) -> int:
-        """:meth:`window` of the edge below stage `upstream`."""
-        if upstream == self.stages - 1:
-            return self.group
-        return self.depth(upstream) - self.depth(upstream + 1) + 1
-
-    def program(self, stage: int) -> list[Pass | Exchange]:
-        """Passes and exchanges of `stage` in order, for the schedules that wait."""
-        kind = self.schedule if self.schedule.takes(self.chunks) else megatrons_own(self.chunks)
-        assert kind.megatron is not None, f"{kind.name} exchanges in the background"
-        return kind.megatron(self, stage)
-
-    def sent(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]:
-        """What leaves `stage` after pass `made`: one transfer or none."""
-        return tuple(t for t in [self.transfer_from(stage, made)] if t)
-
-    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]:
-        """What comes to `stage` for pass `needed`: one transfer or none."""
-        return tuple(t for t in [self.transfer_to(stage, needed)] if t)
 
 
 def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]:
@@ -337,11 +187,11 @@ SCHEDULES: dict[str, ScheduleKind] = {
     for kind in (
         ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=_one_forward_one_backward, waits=True),
         ScheduleKind("interleaved", "interleaved schedule", (2, None), in_flight, megatron=_interleaved),
-        ScheduleKind("ahead", "schedule that runs ahead", (1, None), in_flight, deepens=True, unequal=True),
+        ScheduleKind("ahead", "schedule that runs ahead", (1, None), in_flight, deepens=True, per_stage=True),
     )
 }
 
-FOR_UNEQUAL = next(kind for kind in SCHEDULES.values() if kind.unequal)  # of stages of unequal widths
+PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # of stages with TP and DP of their own
 
 
 def schedule_kind(name: str) -> ScheduleKind:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from holmes_hpc.planning.schedule.routed import RoutedOrder
+import numpy as np
+
+from holmes_hpc.planning.schedule.order import Order
 
 
 @dataclass(frozen=True)
-class RoutedDurations:
+class RowDurations:
     """Seconds, per stage where nothing else is said. `forward`, `backward`: of a pass; `ready`: before the first one,
     when all rows of the stage have come to it; `last`: what the transfer up takes longer after a row's last pass;
     `down`, `up`: for each edge, from its upper stage, how long a transfer holds a NIC and how much later it arrives;
@@ -44,19 +46,19 @@ class Went(NamedTuple):
     sent: tuple[float, float] | None
 
 
-def went(order: RoutedOrder, d: RoutedDurations) -> list[Went]:
+def went(order: Order, d: RowDurations) -> list[Went]:
     """All passes of a step, in the order in which they begin."""
     found = list[Went]()
     _go_through(order, d, found)
     return found
 
 
-def ends(order: RoutedOrder, d: RoutedDurations) -> list[float]:
+def ends(order: Order, d: RowDurations) -> list[float]:
     """When each row is done with its last pass; infinite for one that waits for ever (too little in flight)."""
     return _go_through(order, d, None)
 
 
-def _go_through(order: RoutedOrder, d: RoutedDurations, told: list[Went] | None) -> list[float]:
+def _go_through(order: Order, d: RowDurations, told: list[Went] | None) -> list[float]:
     """A search goes through millions of passes: each is a number here, twice its micro-batch, and one more if it is a
     backward pass. `told`: gets every pass, if given."""
     stages, never = order.stages, float("inf")
@@ -70,9 +72,9 @@ def _go_through(order: RoutedOrder, d: RoutedDurations, told: list[Went] | None)
     # when the input of each pass is at each stage: the first needs none, nor does the last for going back
     there = [[never if s else 0.0, never if s < stages - 1 else 0.0] * order.micro_batches for s in range(stages)]
     targets = [[order.row(s, replica) for replica in route] for s, route in enumerate(order.routes)]
-    todo = [order.numbers(row) for row in range(order.rows)]
+    todo = [_numbers(order, row) for row in range(order.rows)]
     firsts, lasts = [row[0] for row in todo], [row[-1] for row in todo]
-    at, now, in_turn = [0] * order.rows, [0.0] * order.rows, order.in_turn
+    at, now, in_turn = [0] * order.rows, [0.0] * order.rows, order.takes_turns
     begun: list[dict[int, float]] = [{} for _ in range(stages)]  # when each row of a stage has come to its first pass
     waiting: list[tuple[float, int]] = []
 
@@ -117,3 +119,10 @@ def _go_through(order: RoutedOrder, d: RoutedDurations, told: list[Went] | None)
         if at[row] < len(own) and (come := there[s][own[at[row]]]) != never:
             heappush(waiting, (max(end, come), row))
     return [end if at[row] == len(todo[row]) else never for row, end in enumerate(now)]
+
+
+def _numbers(order: Order, row: int) -> list[int]:
+    """Return what `row` computes in order, each pass as twice its micro-batch, and one more if it is a backward one."""
+    own, turns = np.array(order.own(row)), order.computing(row)
+    numbers: list[int] = (2 * own[turns % len(own)] + turns // len(own)).tolist()
+    return numbers
