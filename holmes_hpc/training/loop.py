@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,11 +15,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
-from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.orders import Order, megatrons_own
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
-from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets, described, document_end
@@ -34,61 +30,29 @@ from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, r
 from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import Edges
-from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import RankExit
-from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
-from holmes_hpc.training.rank.watchdog import LONG, Watchdog, dump_stacks
+from holmes_hpc.training.rank.watchdog import LONG, Watchdog
 from holmes_hpc.training.session import Session
 
 LINE_WAIT_S, LINE_WAIT = 0.02, 0.002  # at most so long, and such a part of a step, a step's line is waited for
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as one rank of the plan, recording into the run directory; the last step's figures come back (on rank 0). A
-    failure is one line in the log and in exits/, the same exit code on every rank. `unrecorded`: the keys of `config`
-    that an older record lacks."""
-    gc.freeze()  # what is loaded stays: Megatron-Core looks for garbage in every save, in all of it for half a second
-    own = launch.read()
-    run = session.run_directory(config.run_dir)
-    log, rank_exit = RankLog(run, own), RankExit(run, own)
-    try:
-        session.tell_defaults(own, unrecorded)
-        with Signals() as signals:
-            final = _train(config, own, run, rank_exit, signals)
-        if final.get("preempted"):
-            rank_exit.ended("preempted", signal=signals.told)
-        else:
-            rank_exit.ended("completed")
-        return final
-    except HolmesError as e:
-        sys.exit(rank_exit.failed(e))
-    except Exception as e:
-        sys.exit(rank_exit.failed(e))
-    finally:
-        log.close()
-        gc.unfreeze()  # else Triton's bindings tell, as the process ends, of each of theirs that nobody took away
+    """Train as one rank of the plan, recording into the run directory; return the last step's figures (on rank 0).
 
+    See :func:`session.as_rank` for failures and `unrecorded`.
+    """
 
-def _train(
-    config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals
-) -> dict[str, Any]:
-    plan = Plan.read(config.plan_file or run.plan_path)
-    rank_exit.before_exit = dump_stacks
-    watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
-    try:
-        bind_cpus = config.slurm.bind_cpus
-        here = session.start(config.train, own, plan, run, rank_exit, bind_cpus, watchdog.setting_up)
+    def work(here: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
         trainer.close()
-        here.close()
         return final
-    finally:
-        watchdog.stop()
+
+    return session.as_rank(config, unrecorded, work)
 
 
 class Trainer:

@@ -71,32 +71,6 @@ class NodeTransports:
         """Where the other nodes reach this one by TCP."""
         return "127.0.0.1" if self.one_host else self.interfaces["tcp"][1]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for the store and the run's record."""
-        return {
-            "node": self.node,
-            "fabric": self.fabric,
-            "one_host": self.one_host,
-            "interfaces": {k: list(v) for k, v in self.interfaces.items()},
-            "environment": dict(self.environment),
-            "defaults": dict(self.defaults),
-            "network": self.network,
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> NodeTransports:
-        return cls(
-            data["node"],
-            data["fabric"],
-            {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
-            dict(data["environment"]),
-            data["one_host"],
-            dict(data["defaults"]),
-            data["network"],
-            tuple(data["notes"]),
-        )
-
 
 def kinds_of(plan: Plan, rank: int) -> set[str]:
     """The transport kinds that the groups of `rank` use."""
@@ -140,7 +114,16 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
     except SiteError as e:
         raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
     defaults = nccl.socket_settings(*_sockets(plan, rank)) if cuda else {}
-    return NodeTransports(node, fabric.name, interfaces, environment, False, defaults, network, tuple(notes))
+    return NodeTransports(
+        node,
+        fabric.name,
+        interfaces,
+        environment,
+        one_host=False,
+        defaults=defaults,
+        network=network,
+        notes=tuple(notes),
+    )
 
 
 def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:

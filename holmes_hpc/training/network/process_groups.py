@@ -24,6 +24,7 @@ from holmes_hpc.planning.spec.widths import Widths
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import unequal_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
 
@@ -128,22 +129,14 @@ class Groups:
         member = self.rank in ranks  # the others may have no such interface, and need none
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
         try:
-            if self.cuda and not gloo:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self._nccl_timeout_s),
-                    backend="nccl",
-                    pg_options=nccl_options(transport, self.plan.site, urgent),
-                    group_desc=kind,
-                )
-            else:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self.timeout_s),
-                    backend=GLOO,
-                    pg_options={"interface": interface},
-                    group_desc=kind,
-                )
+            nccl_only = self.cuda and not gloo
+            group = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=self._nccl_timeout_s if nccl_only else self.timeout_s),
+                backend="nccl" if nccl_only else GLOO,
+                pg_options=nccl_options(transport, self.plan.site, urgent) if nccl_only else {"interface": interface},
+                group_desc=kind,
+            )
         except Exception as e:
             raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
         if member:
@@ -252,12 +245,10 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Seq
     """No two ranks have the same GPU. PlanError on every rank, for NCCL would refuse in words of its own."""
     if device.type != "cuda":
         return
-    store.set(f"device/{rank}", str(torch.cuda.get_device_properties(device).uuid))
-    keys = [f"device/{other}" for other in range(len(nodes))]
-    store.wait(keys)
+    uuids = exchange(store, "device", rank, len(nodes), str(torch.cuda.get_device_properties(device).uuid))
     owners: dict[tuple[str, str], int] = {}
-    for other, (node, uuid) in enumerate(zip(nodes, store.multi_get(keys), strict=True)):
-        first = owners.setdefault((node.node, uuid.decode()), other)
+    for other, (node, uuid) in enumerate(zip(nodes, uuids, strict=True)):
+        first = owners.setdefault((node.node, uuid), other)
         if first != other:
             raise PlanError(
                 f"ranks {first} and {other} have the same GPU",

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.hostlist import compress, expand
 
 LEAST_CPUS = 4  # Python, autograd, and NCCL's two threads: with fewer, far CPUs are better than none
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """The kernel's ``0-3,8`` as numbers; empty where it is none."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            return frozenset()
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    """Return the kernel's ``0-3,8`` as numbers; none where it is no such list."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text.strip()):
+        return frozenset()
+    return frozenset(int(name.removeprefix("c")) for name in expand(f"c[{text.strip()}]"))
 
 
 def pci_address(properties: Any) -> str:

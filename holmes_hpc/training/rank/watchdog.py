@@ -57,9 +57,12 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def start(self) -> Watchdog:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
 
     def alive(self, doing: str, factor: float = 1.0) -> None:
         """This rank goes on: now it does `doing`, which may take `factor` times as long as a step."""
@@ -73,17 +76,10 @@ class Watchdog:
         """This rank has just written a step's line."""
         self._said, self._silence_s = self._clock(), SILENCE_S
 
-    def stop(self) -> None:
-        self._stop.set()
-
     def hung(self) -> str | None:
         """What has been going on for too long, None when nothing has."""
-        elapsed = self._clock() - self._since
-        return (
-            f"{self._doing} takes longer than {self._limit_s * self._factor:.0f} s"
-            if elapsed > self._limit_s * self._factor
-            else None
-        )
+        limit_s = self._limit_s * self._factor
+        return f"{self._doing} takes longer than {limit_s:.0f} s" if self._clock() - self._since > limit_s else None
 
     def tell(self) -> None:
         """Say what goes on, where nothing was said for too long."""
