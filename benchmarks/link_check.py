@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from holmes_hpc.training.network.counters import read_counters
 from holmes_hpc.training.network.link_check import Limits
 from holmes_hpc.training.network.link_diagnosis import (
     CommunicationGroup,
@@ -30,7 +29,7 @@ from holmes_hpc.training.network.link_diagnosis import (
     unreachable,
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach
-from holmes_hpc.training.network.nic_bytes import NicLog
+from holmes_hpc.training.network.nic_bytes import NicLog, read_counters
 
 GPUS = 8
 STEP_S = 0.5

@@ -35,12 +35,11 @@ from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
-from holmes_hpc.training.rank import affinity, cpu, cuda, cuda_check, launch
-from holmes_hpc.training.rank.failure import RankExit
+from holmes_hpc.training.rank import affinity, cpu, cuda_check, launch
+from holmes_hpc.training.rank.failure import RankExit, Watchdog
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import RankLog, say
 from holmes_hpc.training.rank.signals import Signals
-from holmes_hpc.training.rank.watchdog import Watchdog, dump_stacks
 
 OWNER = ".training"  # in a run directory: the lock of the attempt that trains there
 OWNER_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
@@ -109,7 +108,6 @@ def as_rank(
     own = launch.read()
     run = run_directory(config.run_dir)
     log, rank_exit = RankLog(run, own), RankExit(run, own)
-    rank_exit.before_exit = dump_stacks
     try:
         if own.rank == 0 and unrecorded:
             say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
@@ -150,7 +148,7 @@ def start(
             owned = _own(own, run, rank_exit)
             rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
         launch.check(own, plan)
-        on_gpu = cuda.wanted(train.device, plan)
+        on_gpu = cuda_check.wanted(train.device, plan)
         _set_up_device(plan, own, on_gpu)
         said = _check_cuda(plan, own, on_gpu, train)
         nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
@@ -184,18 +182,9 @@ def start(
         took_s = time.perf_counter() - began
         say(f"{own.world_size} ranks on {where} met in {took_s:.1f} s ({own.by}, {device.type})")
     assert rank_exit.attempt is not None
+    attempt = rank_exit.attempt
     return Session(
-        launch=own,
-        plan=plan,
-        run=run,
-        attempt=rank_exit.attempt,
-        store=store,
-        nodes=nodes,
-        groups=made,
-        device=device,
-        traffic=traffic,
-        cpus=cpus,
-        owned=owned,
+        own, plan, run, attempt, store, nodes, groups=made, device=device, traffic=traffic, cpus=cpus, owned=owned
     )
 
 
@@ -231,7 +220,7 @@ def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
 def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:
     """What has to be said before anything computes: to CUDA its queues, to torch on a CPU its threads."""
     if on_gpu:
-        if (warning := cuda.connect_queues(plan, own.rank, os.environ)) is not None:
+        if (warning := cuda_check.connect_queues(plan, own.rank, os.environ)) is not None:
             say(warning)
         return
     cpu.install()

@@ -32,12 +32,12 @@ from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.run import RunDirectory, now
 from holmes_hpc.training import session
 from holmes_hpc.training.calibration import networks
-from holmes_hpc.training.loop import Trainer, forward_step
+from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.model import gpt
 from holmes_hpc.training.network.rendezvous import exchange
+from holmes_hpc.training.rank.failure import Watchdog
 from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.rank.signals import Signals
-from holmes_hpc.training.rank.watchdog import Watchdog
 from holmes_hpc.training.session import Session
 
 FILE = "calibration.yaml"
@@ -94,7 +94,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
     tokens = positions % trainer.plan.model.vocab
     times: Times = {}
     layered: Any = None
-    data = trainer.next_batches()
+    data = trainer.batches(trainer.training, trainer.step)[0]
     for wrapped in trainer.models:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
@@ -147,9 +147,8 @@ def _whole(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor |
     """A micro-batch through a model chunk as the loop does it, data and all."""
     if hidden is not None:
         model.set_input_tensor(hidden)
-    output, loss = forward_step(data, wrapped)
-    made: torch.Tensor = loss(output)[0] if model.post_process else output
-    return made
+    output, loss = gpt.forward_step(data, wrapped)
+    return loss(output)[0] if model.post_process else output
 
 
 def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
@@ -173,23 +172,20 @@ def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
         rotary = model.rotary_pos_emb(shape[1])
 
     def forward(hidden: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
-        return output
+        return layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
 
     return _passes_s(forward, _hidden(trainer, shape))
 
 
 def _embedding(model: Any, tokens: torch.Tensor, positions: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-    output: torch.Tensor = model.embedding(tokens, positions)
-    return output
+    return model.embedding(tokens, positions)
 
 
 def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
     """Final norm, logits, loss."""
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=weight)
-    loss: torch.Tensor = model.compute_language_model_loss(labels, logits).float().mean()
-    return loss
+    return model.compute_language_model_loss(labels, logits).float().mean()
 
 
 def _passes_s(
@@ -233,10 +229,10 @@ def calibration(
                 name,
                 plan.site.fabric(name).gpu.name,
                 own[0]["device"],
-                tuple(_parts(plan, times)),
-                links.get(name, {}),
-                optimizer.get(name),
-                max(0.0, *passes) if passes else None,
+                parts=tuple(_parts(plan, times)),
+                links=links.get(name, {}),
+                optimizer_s=optimizer.get(name),
+                pass_s=max(0.0, *passes) if passes else None,
             )
         )
     other = statistics.median(statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps)
@@ -262,9 +258,16 @@ def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
         if name == PASS:
             continue
         tokens = micro * sequence
-        flops = part_flops(m, name, tokens, sequence, p.tp)
         yield Measured(
-            name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, sequence, p.sequence_parallel and p.tp > 1
+            name,
+            hidden=m.hidden,
+            tokens=tokens,
+            tp=p.tp,
+            flops=part_flops(m, name, tokens, sequence, p.tp),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            sequence=sequence,
+            sequence_parallel=p.sequence_parallel and p.tp > 1,
         )
 
 

@@ -104,7 +104,7 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
         for kind, nic in wanted:
             if kind == "rdma" and cuda:
                 notes += _opened(nics, nic, node)
-                if not _has_interface(nics, nic):
+                if not any(n.up and n.address is not None for n in candidates(nics, nic)):
                     continue
             found = data_interface(nics, nic, node=node)
             assert found.address is not None
@@ -180,10 +180,6 @@ def _refuse_stand_in(nics: NodeNics, found: Nic, node: str) -> None:
                 where=f"node {node}",
                 hint=f"ip link set {nic.name} up, or name the one that is meant: ethernet: {found.name} (docs/nics.md)",
             )
-
-
-def _has_interface(nics: NodeNics, nic: NicType) -> bool:
-    return any(n.up and n.address is not None for n in candidates(nics, nic))
 
 
 def refuse(
@@ -300,11 +296,6 @@ def short(ranks: Sequence[int]) -> str:
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
 
 
-def describe_group(kind: str, ranks: Sequence[int], transport: Transport) -> str:
-    """How messages name a group."""
-    return f"{kind} group of ranks {short(ranks)} ({transport})"
-
-
 def as_network_error(
     error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str, interface: str
 ) -> HolmesError:
@@ -321,6 +312,6 @@ def as_network_error(
     )
     return NetworkError(
         f"set-up on {interface} failed: {text[:300]}",
-        where=f"{describe_group(kind, ranks, transport)} on node {node}",
+        where=f"{kind} group of ranks {short(ranks)} ({transport}) on node {node}",
         hint=hint,
     )

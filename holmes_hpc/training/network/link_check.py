@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -188,7 +188,9 @@ class _Check:
         for number, links in enumerate(order):
             for link in links:
                 if link.sender == self.node:
-                    measured += self._sample(link, by_node, _third(link, links))
+                    # whom the receiver sends to in the same ring, unless that is this node
+                    onward = (x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node)
+                    measured += self._sample(link, by_node, next(onward, None))
             if number + 1 < len(order):
                 self._gather(f"round-{number}", None)
         return LinkReport(self.node, (), tuple(measured))
@@ -208,8 +210,3 @@ class _Check:
             if third is not None:
                 found.append((NodeLink(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s)))
         return found
-
-
-def _third(link: NodeLink, links: Iterable[NodeLink]) -> str | None:
-    """The node that the receiver sends to in the same ring, unless that is the sender."""
-    return next((x.receiver for x in links if x.sender == link.receiver and x.receiver != link.sender), None)

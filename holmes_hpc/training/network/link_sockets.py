@@ -53,20 +53,21 @@ def _bound(interface: str, address: str) -> socket.socket:
     return made
 
 
-class LinkServer:
+class LinkServer(contextlib.ExitStack):
     """Listens on this node's NICs until closed. `nics`: kind -> (interface, address); `ports`: kind -> port.
 
     It answers only those who know `token`. Raises NetworkError where an address cannot be used.
     """
 
     def __init__(self, node: str, token: str, nics: Mapping[str, tuple[str, str]]) -> None:
+        super().__init__()
         self._node, self._token = node, token
-        self._sockets: dict[str, socket.socket] = {}
-        self._closed = False
+        self.ports: dict[str, int] = {}
         for kind, (interface, address) in nics.items():
             try:
-                self._sockets[kind] = _bound(interface, address)
-                self._sockets[kind].listen(1024)
+                listener = _bound(interface, address)
+                self.callback(_close, listener)
+                listener.listen(1024)
             except OSError as e:
                 self.close()
                 raise NetworkError(
@@ -74,30 +75,14 @@ class LinkServer:
                     where=f"node {node}",
                     hint=f"see that {interface} is up and has that address",
                 ) from e
-        self.ports = {kind: s.getsockname()[1] for kind, s in self._sockets.items()}
-        for s in self._sockets.values():
-            threading.Thread(target=self._accept, args=(s,), daemon=True, name="link-server").start()
+            self.ports[kind] = listener.getsockname()[1]
+            threading.Thread(target=self._accept, args=(listener,), daemon=True, name="link-server").start()
 
-    def __enter__(self) -> LinkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._closed = True
-        for s in self._sockets.values():
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)  # wakes accept
-            s.close()
-
-    def _accept(self, listening: socket.socket) -> None:
-        while not self._closed:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="link-answer").start()
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="link-answer").start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
@@ -109,6 +94,12 @@ class LinkServer:
             seconds = min(float(asked.get("seconds", 0)), LONGEST_SAMPLE_S)
             if seconds > 0:
                 connection.sendall(_line({"gbps": _swallow(connection, seconds)}))
+
+
+def _close(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+    listener.close()
 
 
 def _swallow(connection: socket.socket, seconds: float) -> float:

@@ -4,7 +4,6 @@ name per communicator, and Megatron-Core's parallel state made of them."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -193,9 +192,9 @@ class Groups:
             parallel_state._global_process_group_list.append(group)
         return group
 
-    def make_parallel_state(self) -> float:
-        """Megatron-Core's groups; the seconds it took come back."""
-        began, p = time.perf_counter(), self.plan.parallel
+    def make_parallel_state(self) -> None:
+        """Make Megatron-Core's groups."""
+        p = self.plan.parallel
         original = parallel_state.create_group
         parallel_state.create_group = self.create_group
         minutes = max(1, round(self.timeout_s / 60))
@@ -221,7 +220,6 @@ class Groups:
                 )
         finally:
             parallel_state.create_group = original
-        return time.perf_counter() - began
 
 
 def close() -> None:
