@@ -7,14 +7,14 @@ each."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
-from holmes_hpc.training.network.counters import read_counters
+import msgspec
+
 from holmes_hpc.training.network.link_check import Limits
 from holmes_hpc.training.network.link_diagnosis import (
     CommunicationGroup,
@@ -29,7 +29,7 @@ from holmes_hpc.training.network.link_diagnosis import (
     unreachable,
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach
-from holmes_hpc.training.network.nic_bytes import NicLog
+from holmes_hpc.training.network.nic_bytes import NicLog, read_counters
 
 GPUS = 8
 STEP_S = 0.5
@@ -62,9 +62,9 @@ def job(count: int) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
 def cost(count: int) -> tuple[float, int]:
     """Seconds of one node of `count`, and how many peers it reached."""
     infos, groups = job(count)
-    text = json.dumps({c.node: c.to_dict() for c in infos})
+    text = msgspec.json.encode({c.node: c for c in infos})
     start = time.perf_counter()
-    infos = [NodeInformation.from_dict(c) for c in json.loads(text).values()]
+    infos = [*msgspec.json.decode(text, type=dict[str, NodeInformation]).values()]
     audit(infos, groups)
     own = infos[count // 2].node
     links = peers(infos, groups, own)

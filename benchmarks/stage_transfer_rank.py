@@ -28,11 +28,10 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
-from holmes_hpc.training.data.build import build_datasets
-from holmes_hpc.training.data.samples import batches
-from holmes_hpc.training.loop import forward_step
+from holmes_hpc.training.data.build import batches, build_datasets
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.model.gpt import forward_step
 from holmes_hpc.training.pipeline import point_to_point
 from holmes_hpc.training.pipeline.run_ahead import run_ahead
 from holmes_hpc.training.rank.failure import RankExit

@@ -44,7 +44,7 @@ def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], d
     if megatron.level == logging.NOTSET:  # Hydra lets all loggers speak, this one of each parameter
         megatron.setLevel(logging.WARNING)
     # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
-    # how many queues a GPU has (training/rank/cuda.py)
+    # how many queues a GPU has (training/rank/cuda_check.py)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it

@@ -355,7 +355,7 @@ def test_generate_says_at_once_what_it_lacks(holmes, tmp_path, monkeypatch):
     [
         ("generate", "generate", ["--prompt", "x"]),
         ("export", "export", ["--safetensors", "out"]),
-        ("import", "import_folder", ["-o", "out"]),
+        ("import", "hugging_face_folder", ["-o", "out"]),
     ],
 )
 def test_what_takes_long_with_weights_is_not_done_in_silence(holmes, tmp_path, monkeypatch, verb, module, args):

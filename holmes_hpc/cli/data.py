@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -55,6 +56,6 @@ def data_prepare(
         )
     )
     if json:
-        console.as_json(made.to_dict())
+        console.as_json(asdict(made))
     else:
         console.text(str(made))

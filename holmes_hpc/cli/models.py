@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -32,11 +33,11 @@ def import_weights(
     Example: holmes import Qwen3-8B -o qwen3-8b
     """
     with console.waiting("reading the weights"):  # and torch, whose import takes long
-        from holmes_hpc.training.checkpoint.import_folder import import_folder
+        from holmes_hpc.training.checkpoint.hugging_face_folder import import_folder
 
         made = import_folder(Path(folder), Path(output))
     if json:
-        console.as_json(made.to_dict())
+        console.as_json(asdict(made))
     else:
         console.text(str(made))
 
@@ -59,7 +60,7 @@ def export(
 
         made = export_weights(choose(run), safetensors)
     if json:
-        console.as_json(made.to_dict())
+        console.as_json(asdict(made))
     else:
         console.text(str(made))
 

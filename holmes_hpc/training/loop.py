@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import sys
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,79 +16,43 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
-from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
-from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets, described, document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
-from holmes_hpc.training.metrics.breakdown import Breakdown
-from holmes_hpc.training.metrics.loggers import Loggers
-from holmes_hpc.training.metrics.trace import Trace, TracedTimers
+from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import schedules
 from holmes_hpc.training.pipeline.point_to_point import Edges
-from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import RankExit
-from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.rank.failure import LONG, Watchdog
+from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
-from holmes_hpc.training.rank.watchdog import LONG, Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
 
 LINE_WAIT_S, LINE_WAIT = 0.02, 0.002  # at most so long, and such a part of a step, a step's line is waited for
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as one rank of the plan, recording into the run directory; the last step's figures come back (on rank 0). A
-    failure is one line in the log and in exits/, the same exit code on every rank. `unrecorded`: the keys of `config`
-    that an older record lacks."""
-    gc.freeze()  # what is loaded stays: Megatron-Core looks for garbage in every save, in all of it for half a second
-    own = launch.read()
-    run = session.run_directory(config.run_dir)
-    log, rank_exit = RankLog(run, own), RankExit(run, own)
-    try:
-        session.tell_defaults(own, unrecorded)
-        with Signals() as signals:
-            final = _train(config, own, run, rank_exit, signals)
-        if final.get("preempted"):
-            rank_exit.ended("preempted", signal=signals.told)
-        else:
-            rank_exit.ended("completed")
-        return final
-    except HolmesError as e:
-        sys.exit(rank_exit.failed(e))
-    except Exception as e:
-        sys.exit(rank_exit.failed(e))
-    finally:
-        log.close()
-        gc.unfreeze()  # else Triton's bindings tell, as the process ends, of each of theirs that nobody took away
+    """Train as one rank of the plan, recording into the run directory; return the last step's figures (on rank 0).
 
+    See :func:`session.as_rank` for failures and `unrecorded`.
+    """
 
-def _train(
-    config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, signals: Signals
-) -> dict[str, Any]:
-    plan = Plan.read(config.plan_file or run.plan_path)
-    rank_exit.before_exit = dump_stacks
-    watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
-    try:
-        bind_cpus = config.slurm.bind_cpus
-        here = session.start(config.train, own, plan, run, rank_exit, bind_cpus, watchdog.setting_up)
+    def work(here: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
         trainer = Trainer(config, here, watchdog)
         trainer.record_start()
         final = trainer.run(signals)
         trainer.close()
-        here.close()
         return final
-    finally:
-        watchdog.stop()
+
+    return session.as_rank(config, unrecorded, work)
 
 
 class Trainer:
@@ -105,12 +68,8 @@ class Trainer:
             [n.node for n in here.nodes],
             *work_of_stages(here.plan, (factors or {}) if pace_layer_ms else None),
         )
-        self.settings = replace(
-            config.train,
-            pace_layer_ms=pace_layer_ms,
-            pace_factors=factors,
-            dtype=gpt.dtype_name(config.train.dtype, here.cuda),
-        )
+        dtype = gpt.dtype_name(config.train.dtype, here.cuda)
+        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors, dtype=dtype)
         train, plan, self.data = self.settings, here.plan, config.data
         self.breakdown = Breakdown(here.cuda)
         torch.manual_seed(train.seed)
@@ -120,27 +79,8 @@ class Trainer:
         watchdog.setting_up("looking at the data")
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         self.document_end = document_end(config.data)
-        watchdog.setting_up("building the model")
-        dtype = gpt.dtype_of(train.dtype, here.cuda)
-        self.model_config = gpt.transformer_config(
-            plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
-        )
-        attention.refuse_unfused(plan, here.launch.rank, here.device, dtype, self.document_end is not None)
-        attention.refuse_apart(self.document_end, here.cuda)
         chosen = config.checkpoint
-        chunks = gpt.build(plan, self.model_config, None if chosen else train.seed, here.device)
-        if train.pace_layer_ms:
-            factor = paced_layers.factor(
-                train.pace_factors or {},
-                [(n.fabric, n.node) for n in here.nodes],
-                here.launch.rank,
-                [fabric.name for fabric in plan.site.fabrics],
-            )
-            paced_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
-        self.models = optimizer.wrap(chunks, self.model_config, plan, train)
-        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown, here.groups.tied)
-        optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
-
+        chunks = self._build_model(pipeline_rank, None if chosen else train.seed)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = schedules.communicator(
             plan, here.groups.edge, here.launch.rank, self.groups, self.model_config, here.device
@@ -149,7 +89,7 @@ class Trainer:
         self.forward_backward = schedules.forward_backward(plan, self.trace)
         if self.trace is not None and not schedules.in_background(plan):
             order = Order(megatrons_own(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
-            self.model_config.timers = TracedTimers(self.breakdown, self.trace, order.passes(pipeline_rank))
+            trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         everyone = range(plan.world_size)
         self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
@@ -174,28 +114,50 @@ class Trainer:
         if here.cuda:
             watchdog.setting_up("warming up")
             warm_up.connect(self.groups, here.device)
-            warm_up.local_passes(
-                self.models, self.model_config, plan.batch.micro_size, plan.batch.sequence_length, here.device
-            )
+            warm_up.local_passes(self.models, self.model_config, plan.batch, here.device)
         watchdog.setting_up("comparing the replicas' weights")
         replicas.check(chunks, plan.model.tied, here.groups.tied)
         self.control_flags = ControlAllReduce(self.control)
-        self.loggers = Loggers(train, here.run) if here.launch.rank == 0 else None
+        self.loggers = metrics_line.Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
         self.final: dict[str, Any] = {}
         self._gathering: metrics_line.Gathering | None = None
-        self._audit: audit.Audit | None = None
-        self._slow_links: slow_links.SlowLinks | None = None
+        # what warns of NICs, links and nodes that are slow, from every rank's row of a step
+        self._monitors: list[Callable[[list[torch.Tensor]], Iterable[object]]] = []
         self._alone = True  # nothing but the step's traffic since the step before
         self._said = 0.0
         self._saved_at = 0  # the step whose state was saved last
         self._pause_s = 0.0  # between the last two steps: validation, checkpoint
 
+    def _build_model(self, pipeline_rank: int, seed: int | None) -> list[Any]:
+        """Build this rank's model chunks and optimizer; return the bare chunks. `seed`: None for saved weights."""
+        here, plan, train = self.here, self.plan, self.settings
+        self.watchdog.setting_up("building the model")
+        dtype = gpt.dtype_of(train.dtype, here.cuda)
+        self.model_config = gpt.transformer_config(
+            plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
+        )
+        attention.refuse_unfused(plan, here.launch.rank, here.device, dtype, self.document_end is not None)
+        attention.refuse_apart(self.document_end, here.cuda)
+        chunks = gpt.build(plan, self.model_config, seed, here.device)
+        if train.pace_layer_ms:
+            factor = paced_layers.factor(
+                train.pace_factors or {},
+                [(n.fabric, n.node) for n in here.nodes],
+                here.launch.rank,
+                [fabric.name for fabric in plan.site.fabrics],
+            )
+            paced_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
+        self.models = optimizer.wrap(chunks, self.model_config, plan, train)
+        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown, here.groups.tied)
+        optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
+        return chunks
+
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def run(self, signals: Signals) -> dict[str, Any]:
         """All steps up to ``train.steps``, or until a signal asks for the end; then the state is saved."""
-        batches = self._batches(self.training, self.step)
+        batches = self.batches(self.training, self.step)
         self.here.traffic.take()
         self.breakdown.begin()
         began = time.perf_counter()
@@ -209,7 +171,7 @@ class Trainer:
             self._record(losses, figures, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            any_rank = self.control_flags.exchange(stop=signals.seen, writing=self.checkpoints.writing())
+            any_rank = self.control_flags.exchange(stop=signals.told is not None, writing=self.checkpoints.writing())
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             began = self._between_steps(any_rank, ended)
@@ -221,8 +183,7 @@ class Trainer:
         return self.final
 
     def _between_steps(self, any_rank: AnyRank, ended: float) -> float:
-        """What is no part of a step: validation and checkpoints, when their turn has come. When the next step begins:
-        when the last one `ended`, but for such a pause."""
+        """Run validation and checkpointing if due; return the start time of the next step."""
         began, interval = time.perf_counter(), self.settings.checkpoint_interval
         self.watchdog.alive(f"what follows step {self.step}")
         if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
@@ -273,7 +234,7 @@ class Trainer:
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
         norm = None if norm is None else float(norm)  # with some Transformer Engines a tensor
-        losses = _numbers(stored)
+        losses = torch.stack(stored).tolist() if stored else []
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
         figures = {"grad_norm": norm, "learning_rate": rate, **({} if updated else {"skipped": True})}
         if self._pause_s:
@@ -283,7 +244,7 @@ class Trainer:
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
         stored = self.forward_backward(
-            forward_step_func=partial(forward_step, masked=self.document_end is not None),
+            forward_step_func=partial(gpt.forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0],
             num_microbatches=self.plan.micro_batches,
@@ -297,15 +258,12 @@ class Trainer:
             return []
         return [entry["loss"] for entry in stored]
 
-    def next_batches(self) -> Iterator[Any]:
-        """The micro-batches of the next steps, as a model chunk gets them."""
-        return self._batches(self.training, self.step)[0]
-
-    def _batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
+    def batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
+        """Return the micro-batches from `start_step` on, as each model chunk gets them."""
         rank = parallel_state.get_data_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return [
-            batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
+            batches(dataset, self.plan, rank, start_step, device=self.here.device, end=self.document_end, stage=stage)
             for _ in self.models
         ]
 
@@ -313,14 +271,15 @@ class Trainer:
         """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
         if self.validation is None:
             return
-        batches = self._batches(self.validation, 0)
+        batches = self.batches(self.validation, 0)
         losses: list[float] = []
         for chunk in self.models:
             chunk.eval()
         with torch.no_grad():
             for number in range(self.settings.eval_steps):
                 self.watchdog.alive(f"validation {number + 1} after step {self.step}")
-                losses += _numbers(self._forward_backward(batches, forward_only=True))
+                stored = self._forward_backward(batches, forward_only=True)
+                losses += torch.stack(stored).tolist() if stored else []
         self.watchdog.alive(f"what follows step {self.step}")
         for chunk in self.models:
             chunk.train()
@@ -343,43 +302,41 @@ class Trainer:
         self.watchdog.setting_up("counting what the networks add to a byte")
         session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
-        factors = (
-            {}
-            if here.nodes[0].one_host
-            else nic_bytes.header_factors(
-                plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda
-            )
-        )
+        new_group = partial(here.groups.new, gloo=True)
+        factors = nic_bytes.header_factors(plan, here.launch.rank, here.traffic, new_group, self._gather_all, here.cuda)
         calibration = self._gather_all(here.traffic.take())
         if here.launch.rank > 0:
             return
         setup_bytes = nic_bytes.sum_by_kind(
             plan, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(setup, calibration, strict=True)]
         )
-        mean = round(sum(factors.values()) / len(factors), 4) if factors else None
         here.run.update_run(
             **session.describe(here),
             pace_layer_ms=self.settings.pace_layer_ms,
             traffic={
                 "setup": setup_bytes,
-                "header_factor": mean,
+                "header_factor": round(statistics.fmean(factors.values()), 4) if factors else None,
                 "header_factors": {k: round(v, 4) for k, v in factors.items()},
             },
         )
         if not here.nodes[0].one_host:
-            self._audit = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
-            self._slow_links = slow_links.of_plan(plan, here.nodes, factors, self.settings.dtype)
+            nics = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
+            links = slow_links.of_plan(plan, here.nodes, factors, self.settings.dtype)
+            self._monitors += [
+                lambda rows: nics.add(metrics_line.nic_rows(rows), self._alone),
+                lambda rows: links.step(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._alone else (),
+            ]
+        self._monitors.append(lambda rows: self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")))
         for kind, factor in factors.items():
             say(
                 f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else "")
             )
         say(described(self.data, self.training, plan, self.settings.steps))
-        paced = self.settings.pace_layer_ms
+        paced = f"; paced: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else ""
         say(
-            f"plan {plan.id}: {plan.spread}, {plan.parallel}, "
-            f"layers {[s.layers for s in plan.stages]}, {plan.micro_batches} micro-batches, {plan.schedule.kind}"
-            + (f"; paced: {paced} ms a layer" if paced else "")
+            f"plan {plan.id}: {plan.spread}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
+            f"{plan.micro_batches} micro-batches, {plan.schedule.kind}{paced}"
         )
 
     def _gather_all(self, row: tuple[float, ...]) -> list[list[float]]:
@@ -421,23 +378,17 @@ class Trainer:
         self.final = entry
         if self.loggers is not None:
             self.loggers.write(entry)
-        if self._audit is not None:
-            for finding in self._audit.add(metrics_line.nic_rows(rows), self._alone):
-                say(str(finding))
-        if self._slow_links is not None and self._alone:
-            for finding in self._slow_links.step(metrics_line.part_by_rank(rows, "grad_sync_s")):
-                say(str(finding))
-        for warning in self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")):
-            say(warning)
+        for finding in (finding for monitor in self._monitors for finding in monitor(rows)):
+            say(str(finding))
         every = self.settings.log_interval
         if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
             self._said = time.monotonic()
             self.watchdog.said()
+            norm = entry["grad_norm"]
             say(
                 f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
-                f"{entry['grad_norm'] if entry['grad_norm'] is None else format(entry['grad_norm'], '.3f')}, "
-                f"{entry['step_time_s']:.3f} s, {entry['samples_per_s']:.2f} samples/s, "
-                f"{entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
+                f"{norm if norm is None else format(norm, '.3f')}, {entry['step_time_s']:.3f} s, "
+                f"{entry['samples_per_s']:.2f} samples/s, {entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
             )
 
     def close(self) -> None:
@@ -447,27 +398,3 @@ class Trainer:
             self.edges.close()
         if self.loggers is not None:
             self.loggers.close()
-
-
-def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
-    """Megatron-Core's forward_step_func: one micro-batch, which lies on the model's device already, through one model
-    chunk, and how its loss is made. `masked`: every stage needs the batch, for its mask."""
-    model = gpt.inner(chunk)
-    batch = next(batches) if model.pre_process or model.post_process or masked else {}
-    labels = batch.get("labels") if model.post_process else None
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
-    return output, partial(_loss, batch.get("loss_mask"))
-
-
-def _numbers(losses: list[torch.Tensor]) -> list[float]:
-    """The micro-batches' losses, fetched from the device at once."""
-    found: list[float] = torch.stack(losses).tolist() if losses else []
-    return found
-
-
-def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over the micro-batch's tokens that count."""
-    assert mask is not None  # the last stage, where losses are, reads data
-    mask = mask.float()
-    loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
-    return loss, {"loss": loss.detach().clone()}

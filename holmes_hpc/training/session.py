@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import platform
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +16,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from holmes_hpc import __version__
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, PlanError, RunFailed
+from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
@@ -31,10 +35,11 @@ from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
-from holmes_hpc.training.rank import affinity, cpu, cuda, cuda_check, launch
-from holmes_hpc.training.rank.failure import RankExit
+from holmes_hpc.training.rank import affinity, cpu, cuda_check, launch
+from holmes_hpc.training.rank.failure import RankExit, Watchdog
 from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.rank.signals import Signals
 
 OWNER = ".training"  # in a run directory: the lock of the attempt that trains there
 OWNER_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
@@ -91,10 +96,38 @@ def run_directory(path: str | None) -> RunDirectory:
     return run
 
 
-def tell_defaults(own: Launch, unrecorded: Sequence[str]) -> None:
-    """Rank 0 says once which keys an older record lacks."""
-    if own.rank == 0 and unrecorded:
-        say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
+def as_rank(
+    config: Configuration, unrecorded: Sequence[str], work: Callable[[Session, Watchdog, Signals], dict[str, Any]]
+) -> dict[str, Any]:
+    """Join the run as one rank, do `work` there and return its result.
+
+    A failure is one line in the log and in exits/, and the same exit code on every rank. `unrecorded`: the keys of
+    `config` that an older record lacks.
+    """
+    gc.freeze()  # what is loaded stays: Megatron-Core looks for garbage in every save, in all of it for half a second
+    own = launch.read()
+    run = run_directory(config.run_dir)
+    log, rank_exit = RankLog(run, own), RankExit(run, own)
+    try:
+        if own.rank == 0 and unrecorded:
+            say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
+        with Signals() as signals, Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0) as watchdog:
+            plan = Plan.read(config.plan_file or run.plan_path)
+            here = start(
+                config.train, own, plan, run, rank_exit, bind_cpus=config.slurm.bind_cpus, goes_on=watchdog.setting_up
+            )
+            result = work(here, watchdog, signals)
+            here.close()
+        if result.get("preempted"):
+            rank_exit.ended("preempted", signal=signals.told)
+        else:
+            rank_exit.ended("completed")
+        return result
+    except Exception as e:
+        sys.exit(rank_exit.failed(e))
+    finally:
+        log.close()
+        gc.unfreeze()  # else Triton's bindings report, as the process ends, each object that was not freed
 
 
 def start(
@@ -115,7 +148,7 @@ def start(
             owned = _own(own, run, rank_exit)
             rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
         launch.check(own, plan)
-        on_gpu = cuda.wanted(train.device, plan)
+        on_gpu = cuda_check.wanted(train.device, plan)
         _set_up_device(plan, own, on_gpu)
         said = _check_cuda(plan, own, on_gpu, train)
         nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
@@ -149,7 +182,10 @@ def start(
         took_s = time.perf_counter() - began
         say(f"{own.world_size} ranks on {where} met in {took_s:.1f} s ({own.by}, {device.type})")
     assert rank_exit.attempt is not None
-    return Session(own, plan, run, rank_exit.attempt, store, nodes, made, device, traffic, cpus, owned)
+    attempt = rank_exit.attempt
+    return Session(
+        own, plan, run, attempt, store, nodes, groups=made, device=device, traffic=traffic, cpus=cpus, owned=owned
+    )
 
 
 def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
@@ -184,7 +220,7 @@ def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
 def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:
     """What has to be said before anything computes: to CUDA its queues, to torch on a CPU its threads."""
     if on_gpu:
-        if (warning := cuda.connect_queues(plan, own.rank, os.environ)) is not None:
+        if (warning := cuda_check.connect_queues(plan, own.rank, os.environ)) is not None:
             say(warning)
         return
     cpu.install()
@@ -219,12 +255,9 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
     free, total = torch.cuda.mem_get_info(device)
     needed = plan.predicted.memory_bytes_per_gpu[stage]
     problem = cuda_check.memory_problem(free, total, needed, f"GPU {device.index} of node {own.node}")
-    store.set(f"memory/{own.rank}", json.dumps([problem.what, problem.where, problem.hint] if problem else None))
-    keys = [f"memory/{rank}" for rank in range(own.world_size)]
-    store.wait(keys)
-    for text in store.multi_get(keys):
-        if found := json.loads(text):
-            raise PlanError(found[0], where=found[1], hint=found[2])
+    message = problem and {"what": problem.what, "where": problem.where, "hint": problem.hint}
+    for problem_there in filter(None, rendezvous.exchange(store, "memory", own.rank, own.world_size, message)):
+        raise PlanError(**problem_there)
 
 
 def _bind(device: torch.device) -> str:
@@ -238,14 +271,11 @@ def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error:
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
         if own.address is None:
-            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10, known=partial(_note, rank_exit))
+            known = partial(setattr, rank_exit, "attempt")
+            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10, known=known)
         else:
             store = rendezvous.launcher_store(own, 10)
         rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", store))
-
-
-def _note(rank_exit: RankExit, attempt: int) -> None:
-    rank_exit.attempt = attempt
 
 
 def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
@@ -260,7 +290,7 @@ def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankE
             raise
     else:
         raw, rank_exit.attempt = rendezvous.join_store(
-            run.path, own, timeout_s, node.interface(TCP), partial(_note, rank_exit)
+            run.path, own, timeout_s, node.interface(TCP), partial(setattr, rank_exit, "attempt")
         )
     store = dist.PrefixStore(f"holmes/{own.key}", raw)
     if own.address is not None:
@@ -278,27 +308,18 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool
     CPUs."""
     if own.rank == 0:
         store.set("token", secrets.token_hex(8))
-    store.set(f"node/{own.rank}", json.dumps({**node.to_dict(), "device": "a GPU" if on_gpu else "a CPU"}))
-    keys = [f"node/{rank}" for rank in range(own.world_size)]
-    try:
-        store.wait(keys)
-    except RuntimeError as e:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise NetworkError(
-            f"ranks {missing} did not come",
-            where="rendezvous",
-            hint="look at their logs; they started late, died, or cannot reach rank 0",
-        ) from e
-    rows = [json.loads(text) for text in store.multi_get(keys)]
+    device = "a GPU" if on_gpu else "a CPU"
+    rows = rendezvous.exchange(store, "node", own.rank, own.world_size, {"node": node, "device": device})
+    nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
+    devices = [f"{row['device']} (node {node.node})" for row, node in zip(rows, nodes, strict=True)]
     other = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)
     if other is not None:
-        words = [f"{rows[rank]['device']} (node {rows[rank]['node']})" for rank in (0, other)]
         raise ConfigError(
-            f"rank 0 has {words[0]}, rank {other} {words[1]}",
+            f"rank 0 has {devices[0]}, rank {other} {devices[other]}",
             where="train.device",
             hint="see `nvidia-smi` on both nodes, or use train.device=cpu",
         )
-    return [NodeTransports.from_dict(row) for row in rows]
+    return nodes
 
 
 def tell_groups(session: Session) -> None:

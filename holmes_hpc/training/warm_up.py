@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from holmes_hpc.config.model import Batch
 from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.random_states import generators, set_generators
 
@@ -36,14 +37,12 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
     return list(found.values())
 
 
-def local_passes(
-    models: Sequence[Any], config: Any, micro_size: int, sequence_length: int, device: torch.device
-) -> None:
+def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch.device) -> None:
     """One forward and one backward pass of each model chunk, on made-up data. No gradient, random number or buffer is
     other than before, but for the scales that fp8 goes by. `models`: under Megatron-Core's DDP, which neither gathers
     nor reduces here; ranks of a
     tensor-parallel group call it at the same time."""
-    states = generators()
+    states, micro_size, sequence_length = generators(), batch.micro_size, batch.sequence_length
     tokens = torch.zeros(micro_size, sequence_length, dtype=torch.int64, device=device)
     positions = torch.arange(sequence_length, device=device).repeat(micro_size, 1)
     length = sequence_length // (

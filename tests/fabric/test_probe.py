@@ -9,7 +9,7 @@ from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
 from holmes_hpc.fabric.probe import addresses, data_interface, probe
-from holmes_hpc.training.network.counters import by_kind, difference, read_counters
+from holmes_hpc.training.network.nic_bytes import by_kind, difference, read_counters
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 

@@ -129,9 +129,9 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
     import spawn
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from holmes_hpc.training.loop import forward_step
     from holmes_hpc.training.metrics.breakdown import Breakdown
     from holmes_hpc.training.model import optimizer
+    from holmes_hpc.training.model.gpt import forward_step
 
     models = optimizer.wrap([model.train()], config, plan, spawn.TRAIN)
     made = optimizer.build(models, config, plan, spawn.TRAIN, Breakdown(False))

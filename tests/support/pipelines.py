@@ -43,6 +43,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from holmes_hpc.config.model import Batch
 from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.schedule.kinds import SCHEDULES
 from holmes_hpc.planning.spec.parallel import Parallel, groups
@@ -291,7 +292,7 @@ def run(case: Case) -> dict[str, Any]:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         connected = warm_up.connect(groups, torch.device(case.device))
         assert ("tp" in connected) == (case.tp > 1) and ("dp_cp" in connected) == (case.dp > 1)
-        warm_up.local_passes(models, config, MICRO, SEQUENCE, torch.device(case.device))
+        warm_up.local_passes(models, config, Batch(MICRO, MICRO, SEQUENCE), torch.device(case.device))
     for step in range(case.steps):
         for model in models:
             model.zero_grad_buffer()
@@ -318,12 +319,10 @@ def run(case: Case) -> dict[str, Any]:
             digest.update(parameter.main_grad.cpu().numpy().tobytes())
             parameter.data.add_(parameter.main_grad, alpha=-case.lr)
         digests.append(digest.hexdigest())
-    waited = with_edges["p2p_communicator"].waited_s if with_edges else 0.0
     return {
         "losses": losses,
         "gradients": digests,
         "times": times,
-        "waited_s": waited,
         "events": [[list(e) for e in events[a:b]] for a, b in zip([0, *ends], ends, strict=False)],
         "group_sizes": sorted(_group_sizes),
     }

@@ -23,7 +23,7 @@ def test_what_was_loaded_is_thrown_away_at_the_end(tmp_path: Path, monkeypatch: 
         raise RunFailed("as it should", where="here", hint="none")
 
     run = RunDirectory.create(tmp_path / "run")
-    monkeypatch.setattr(loop, "_train", fails)
+    monkeypatch.setattr(loop.session.Plan, "read", fails)
     with pytest.raises(SystemExit):
         loop.train(load([f"run_dir={run.path}"]))
     assert gc.get_freeze_count() == 0

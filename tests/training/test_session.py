@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_plan_of_cpus_never_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_on_gpus_and_ranks_on_cpus_do_not_meet() -> None:
     """Each would wait for the other in groups of its own kind."""
     store, there = dist.HashStore(), SimpleNamespace(rank=1, world_size=2)
-    store.set("node/0", json.dumps({**NodeTransports("n0", "ib-a", {}, {}, False).to_dict(), "device": "a GPU"}))
+    store.set("node/0", json.dumps({"node": asdict(NodeTransports("n0", "ib-a", {}, {}, False)), "device": "a GPU"}))
     here = NodeTransports("n1", "ib-a", {}, {}, False)
     with pytest.raises(ConfigError, match=r"rank 0 has a GPU \(node n0\), rank 1 a CPU \(node n1\)"):
         session._exchange(there, store, here, False)

@@ -55,7 +55,7 @@ def alike(a, b):
 before, hooks = state(), len(wrapped.remove_forward_pre_hook_handles)
 gathers = [g.param_gather_dispatched for g in wrapped.bucket_groups]
 assert warm_up.connect(ProcessGroupCollection.use_mpu_process_groups(), here) == []  # one rank has nobody to meet
-warm_up.local_passes(models, config, plan.batch.micro_size, plan.batch.sequence_length, here)
+warm_up.local_passes(models, config, plan.batch, here)
 assert all(alike(before, state()).values()), alike(before, state())
 assert len(wrapped.remove_forward_pre_hook_handles) == hooks > 0
 assert [g.param_gather_dispatched for g in wrapped.bucket_groups] == gathers

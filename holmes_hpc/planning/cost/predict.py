@@ -10,9 +10,10 @@ import numpy as np
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
+from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.per_stage import breakdown_per_stage, events, sent_bytes
+from holmes_hpc.planning.cost.per_stage import breakdown_per_stage, events
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s

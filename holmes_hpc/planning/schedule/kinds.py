@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from holmes_hpc.errors import PlanError, nearest
-
-if TYPE_CHECKING:
-    from holmes_hpc.planning.schedule.order import Order
 
 
 class Pass(NamedTuple):
@@ -45,6 +42,26 @@ class Exchange:
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives or self.waits)
+
+
+class Pipeline(Protocol):
+    """What a schedule needs to know of an :class:`Order`, which says what each is."""
+
+    @property
+    def stages(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def overlap(self) -> bool: ...
+    @property
+    def paired(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    def turns(self) -> list[tuple[int, int]]: ...
+    def sent(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]: ...
+    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]: ...
 
 
 def alternating(turns: int, depth: int) -> np.ndarray:
@@ -78,7 +95,7 @@ class ScheduleKind:
     words: str
     chunks: tuple[int, int | None]
     in_flight: Callable[[int, int, int], tuple[int, ...]]
-    megatron: Callable[[Order, int], list[Pass | Exchange]] | None = None
+    megatron: Callable[[Pipeline, int], list[Pass | Exchange]] | None = None
     turns: Callable[[int, int], np.ndarray] = alternating
     deepens: bool = False
     waits: bool = False
@@ -107,7 +124,7 @@ class ScheduleKind:
         raise PlanError(f"{self.name} has {some} virtual stages", where="schedule", hint=f"use {others}")
 
 
-def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]:
+def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     """Megatron-Core's: every pass waits for its input; in the steady state a send and the receive of the opposite
     direction are one exchange (`order.paired`)."""
     items: list[Pass | Exchange] = []
@@ -131,7 +148,7 @@ def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]
     return [item for item in items if item]
 
 
-def _interleaved(order: Order, stage: int) -> list[Pass | Exchange]:
+def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     """Megatron-Core's with virtual stages and overlap_p2p_comm: exchanges are waited for in the warm-up and at the
     end; in the steady state a receive is waited for where it is needed, a send when the next one is posted."""
     forward = [Pass(True, m, c) for m, c in order.turns()]

@@ -1,4 +1,4 @@
-"""The parts that a plan is made of: its schedule, components and stages, a group's transport, what was predicted."""
+"""The parts that a plan is made of: its schedule, components and stages, what was predicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 
 from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.schema import check, key
 
 
@@ -62,18 +61,6 @@ class Stage:
             raise PlanError(
                 f"chunks {self.chunks} do not make {self.layers} layers", where="stages", hint="correct them"
             )
-
-
-@dataclass(frozen=True)
-class GroupTransport:
-    """The transport of one concrete group: Megatron-Core's `kind` of it, its global ranks, its stages. Beside those:
-    ``edge``, and, where ranks are GPUs, ``control``: what all ranks exchange from host memory (gloo groups of some of
-    the ranks follow the same rule)."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    transport: Transport
-    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

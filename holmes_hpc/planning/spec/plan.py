@@ -18,8 +18,8 @@ from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec import plan_file
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, Parallel, groups
-from holmes_hpc.planning.spec.parts import Component, GroupTransport, Predicted, Schedule, Stage
-from holmes_hpc.planning.spec.transport import Place, Transport, TransportRule, places
+from holmes_hpc.planning.spec.parts import Component, Predicted, Schedule, Stage
+from holmes_hpc.planning.spec.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.schema import check, key
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 
@@ -17,8 +17,7 @@ from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.records.foreign import from_yaml
 from holmes_hpc.schema import check, key, make
 
-if TYPE_CHECKING:
-    from holmes_hpc.planning.spec.plan import Plan
+P = TypeVar("P")  # Plan, whose methods these are
 
 VERSION = 3
 UNIFORM, PER_STAGE = 1, 2  # the versions that earlier releases wrote, and that are read
@@ -28,7 +27,7 @@ _ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_
 _SIZES = ("tp", "dp")  # of a stage
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def to_dict(plan: Any) -> dict[str, Any]:
     """Return a plan as plain data, with what follows from other keys beside these. Only an emulated plan has a pace."""
     data: dict[str, Any] = {"version": VERSION}
     for f in fields(plan):
@@ -63,7 +62,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(data))
 
 
-def digest(plan: Plan) -> str:
+def digest(plan: Any) -> str:
     """Return twelve hex digits of what a plan does. They are of the form that versions 1 and 2 had, without the control
     entry, which the oldest lack, so that an equal plan of an earlier release has equal ones."""
     data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
@@ -76,7 +75,7 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def to_yaml(plan: Plan) -> str:
+def to_yaml(plan: Any) -> str:
     """Return the text of plan.yaml."""
     data, derived = dict[str, Any](), dict[str, Any]()
     names_of = _derived_names(plan)
@@ -101,7 +100,7 @@ def to_yaml(plan: Plan) -> str:
     )
 
 
-def _derived_names(plan: Plan) -> dict[str, tuple[str, ...]]:
+def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
     """Return which keys follow from the others: the whole of it, or its keys of these names."""
     chunks = "chunks" if plan.parallel.virtual_stages == 1 else "layers"
     return {
@@ -147,7 +146,7 @@ def read(path: str | os.PathLike[str]) -> Any:
         raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
 
 
-def from_dict(cls: type[Plan], data: Any, where: str) -> Plan:
+def from_dict(cls: type[P], data: Any, where: str) -> P:
     """Make a plan of plain data of version 1, 2 or 3. What follows from other keys is computed again and must be what
     is written. A key that an older version did not write has its default."""
     if not isinstance(data, Mapping):
@@ -161,7 +160,7 @@ def from_dict(cls: type[Plan], data: Any, where: str) -> Plan:
                 hint="make the plan again with `holmes plan`",
             )
         flat = flatten(data)
-        plan = make(cls, _fields(flat), "plan", PlanError)
+        plan: Any = make(cls, _fields(flat), "plan", PlanError)
         unchecked = ("transports",) if version == PER_STAGE and not plan.is_per_stage else ()  # a grid has others
         _check_derived(plan, {k: v for k, v in flat.items() if k not in unchecked})
     except HolmesError as e:
@@ -233,7 +232,7 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
     return make(Parallel, {**rest, "stages": made}, "parallel", PlanError)
 
 
-def _check_derived(plan: Plan, flat: Mapping[str, Any]) -> None:
+def _check_derived(plan: Any, flat: Mapping[str, Any]) -> None:
     """Refuse data in which a key that follows from others has another value than these give it."""
     computed = to_dict(plan)
     for name, names in _derived_names(plan).items():

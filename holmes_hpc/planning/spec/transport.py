@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
-
-if TYPE_CHECKING:
-    from holmes_hpc.planning.spec.parts import Component
+from holmes_hpc.planning.spec.parts import Component
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,18 @@ class Transport:
 
 LOCAL = Transport("local")
 TCP = Transport("tcp", NicType.ETHERNET)
+
+
+@dataclass(frozen=True)
+class GroupTransport:
+    """The transport of one concrete group: Megatron-Core's `kind` of it, its global ranks, its stages. Beside those:
+    ``edge``, and, where ranks are GPUs, ``control``: what all ranks exchange from host memory (gloo groups of some of
+    the ranks follow the same rule)."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    transport: Transport
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

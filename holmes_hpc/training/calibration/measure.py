@@ -8,9 +8,7 @@ directory. After the steps it takes no more than DEADLINE_S, since other shapes 
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,14 +32,12 @@ from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.run import RunDirectory, now
 from holmes_hpc.training import session
 from holmes_hpc.training.calibration import networks
-from holmes_hpc.training.loop import Trainer, forward_step
+from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.model import gpt
-from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.failure import RankExit
-from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.network.rendezvous import exchange
+from holmes_hpc.training.rank.failure import Watchdog
+from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.rank.signals import Signals
-from holmes_hpc.training.rank.watchdog import Watchdog, dump_stacks
 from holmes_hpc.training.session import Session
 
 FILE = "calibration.yaml"
@@ -55,62 +51,36 @@ Times = dict[tuple[str, Shape], tuple[float, float]]  # of a part, or PASS: seco
 
 
 def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure as one rank of the plan; what rank 0 wrote comes back there. Failures end the rank as they do in
-    training: one line in the log and in exits/, the same exit code on every rank. `unrecorded`: see
-    :func:`holmes_hpc.training.loop.train`."""
-    own = launch.read()
-    run = session.run_directory(config.run_dir)
-    log, rank_exit = RankLog(run, own), RankExit(run, own)
-    rank_exit.before_exit = dump_stacks
-    watchdog = Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0).start()
-    try:
-        session.tell_defaults(own, unrecorded)
-        with Signals() as signals:
-            made = _measure(config, own, run, rank_exit, watchdog, signals)
-        rank_exit.ended("completed")
-        return made
-    except Exception as e:
-        sys.exit(rank_exit.failed(e))
-    finally:
-        watchdog.stop()
-        log.close()
+    """Measure as one rank of the plan; return what rank 0 wrote (on rank 0).
+
+    See :func:`session.as_rank` for failures and `unrecorded`.
+    """
+    return session.as_rank(config, unrecorded, partial(_measure, config))
 
 
-def _measure(
-    config: Configuration, own: Launch, run: RunDirectory, rank_exit: RankExit, watchdog: Watchdog, signals: Signals
-) -> dict[str, Any]:
-    plan = Plan.read(config.plan_file or run.plan_path)
-    here = session.start(config.train, own, plan, run, rank_exit, config.slurm.bind_cpus, watchdog.setting_up)
-    trainer = Trainer(config, here, watchdog)
+def _measure(config: Configuration, here: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
+    trainer, plan, rank = Trainer(config, here, watchdog), here.plan, here.launch.rank
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
         raise RunFailed("told to end before all was measured", where="calibrate", hint="start it again")
-    tell = say if own.rank == 0 else lambda text: None
+    log = say if rank == 0 else lambda text: None
+    everyone = partial(exchange, here.store, rank=rank, world_size=plan.world_size)
     watchdog.alive("measuring the parts of a step")
-    tell(f"measuring the parts of a step: other shapes of a layer for {SHAPES_S:.0f} s at most")
+    log(f"measuring the parts of a step: other shapes of a layer for {SHAPES_S:.0f} s at most")
     deadline = networks.Deadline(trainer.control, DEADLINE_S)
     times = part_times(trainer, networks.Deadline(trainer.control, SHAPES_S))
     device = torch.cuda.get_device_name(here.device) if here.cuda else "cpu"
-    ranks = _everyone(here, "parts", {"device": device, "times": [[n, *shape, *t] for (n, shape), t in times.items()]})
+    rows = [[name, *shape, *seconds] for (name, shape), seconds in times.items()]
+    ranks = everyone(name="measured/parts", value={"device": device, "times": rows})
     watchdog.alive("measuring the networks")
-    tell(f"measuring the networks: until {DEADLINE_S:.0f} s after the steps at most")
-    samples = _everyone(here, "links", networks.samples(here, trainer.control, deadline))
+    log(f"measuring the networks: until {DEADLINE_S:.0f} s after the steps at most")
+    samples = everyone(name="measured/links", value=networks.samples(here, trainer.control, deadline))
     meeting_s = networks.meeting_s(trainer.control)
     trainer.close()
-    made: dict[str, Any] = {}
-    if own.rank == 0:
-        flat = [networks.Sample(tuple(fabrics), *s) for rows in samples for fabrics, *s in rows]
-        made = _write(trainer, run, ranks, flat, meeting_s)
-    here.close()
-    return made
-
-
-def _everyone(here: Session, name: str, value: Any) -> list[Any]:
-    """Every rank's `value` (plain data), in rank order."""
-    here.store.set(f"measured/{name}/{here.launch.rank}", json.dumps(value))
-    keys = [f"measured/{name}/{rank}" for rank in range(here.launch.world_size)]
-    here.store.wait(keys)
-    return [json.loads(text) for text in here.store.multi_get(keys)]
+    if rank > 0:
+        return {}
+    flat = [networks.Sample(tuple(fabrics), *s) for rows in samples for fabrics, *s in rows]
+    return _write(trainer, here.run, ranks, flat, meeting_s)
 
 
 # -- the parts of a step ----------------------------------------------------------------------------------------------
@@ -124,7 +94,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
     tokens = positions % trainer.plan.model.vocab
     times: Times = {}
     layered: Any = None
-    data = trainer.next_batches()
+    data = trainer.batches(trainer.training, trainer.step)[0]
     for wrapped in trainer.models:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
@@ -177,9 +147,8 @@ def _whole(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor |
     """A micro-batch through a model chunk as the loop does it, data and all."""
     if hidden is not None:
         model.set_input_tensor(hidden)
-    output, loss = forward_step(data, wrapped)
-    made: torch.Tensor = loss(output)[0] if model.post_process else output
-    return made
+    output, loss = gpt.forward_step(data, wrapped)
+    return loss(output)[0] if model.post_process else output
 
 
 def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
@@ -203,23 +172,20 @@ def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
         rotary = model.rotary_pos_emb(shape[1])
 
     def forward(hidden: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
-        return output
+        return layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
 
     return _passes_s(forward, _hidden(trainer, shape))
 
 
 def _embedding(model: Any, tokens: torch.Tensor, positions: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-    output: torch.Tensor = model.embedding(tokens, positions)
-    return output
+    return model.embedding(tokens, positions)
 
 
 def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
     """Final norm, logits, loss."""
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=weight)
-    loss: torch.Tensor = model.compute_language_model_loss(labels, logits).float().mean()
-    return loss
+    return model.compute_language_model_loss(labels, logits).float().mean()
 
 
 def _passes_s(
@@ -263,10 +229,10 @@ def calibration(
                 name,
                 plan.site.fabric(name).gpu.name,
                 own[0]["device"],
-                tuple(_parts(plan, times)),
-                links.get(name, {}),
-                optimizer.get(name),
-                max(0.0, *passes) if passes else None,
+                parts=tuple(_parts(plan, times)),
+                links=links.get(name, {}),
+                optimizer_s=optimizer.get(name),
+                pass_s=max(0.0, *passes) if passes else None,
             )
         )
     other = statistics.median(statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps)
@@ -292,9 +258,16 @@ def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
         if name == PASS:
             continue
         tokens = micro * sequence
-        flops = part_flops(m, name, tokens, sequence, p.tp)
         yield Measured(
-            name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, sequence, p.sequence_parallel and p.tp > 1
+            name,
+            hidden=m.hidden,
+            tokens=tokens,
+            tp=p.tp,
+            flops=part_flops(m, name, tokens, sequence, p.tp),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            sequence=sequence,
+            sequence_parallel=p.sequence_parallel and p.tp > 1,
         )
 
 

@@ -18,9 +18,9 @@ from holmes_hpc.training.model import gpt
 KEPT = "hugging_face"  # in the run directory: what an export carries along
 
 
-def read(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> tuple[str, str, str] | None:
+def read(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> dict[str, str] | None:
     """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`.
-    What is wrong comes back as a HolmesError's words, so that all ranks may hear of it.
+    Return what is wrong as a HolmesError's arguments, so that all ranks can raise it.
 
     Beside the weights themselves it takes memory for at most one tensor's slice: files are mapped, one at a time.
     """
@@ -37,9 +37,10 @@ def read(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> tupl
                     folder.fill(parameter.data, table[whole], rank)
         folder.close()
     except HolmesError as e:
-        return e.what, e.where, e.hint
+        return {"what": e.what, "where": e.where, "hint": e.hint}
     except (OSError, RuntimeError, SafetensorError) as e:  # of a file that changes under our hands
-        return f"cannot be read: {' '.join(str(e).split())[:200]}", str(path), "fetch the folder again"
+        what = f"cannot be read: {' '.join(str(e).split())[:200]}"
+        return {"what": what, "where": str(path), "hint": "fetch the folder again"}
     return None
 
 

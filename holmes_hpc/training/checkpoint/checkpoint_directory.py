@@ -75,10 +75,7 @@ def place(folder: Path, elsewhere: str | None) -> None:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if elsewhere is None or any(folder.iterdir()):
             return
-    except OSError as e:
-        raise failed(folder, e) from e
-    target = Path(elsewhere).absolute() / folder.resolve().parent.name
-    try:
+        target = Path(elsewhere).absolute() / folder.resolve().parent.name
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
         if any(target.iterdir()):
             raise RunFailed(
@@ -89,7 +86,7 @@ def place(folder: Path, elsewhere: str | None) -> None:
         folder.rmdir()
         folder.symlink_to(target)
     except OSError as e:
-        raise failed(target, e) from e
+        raise failed(Path(e.filename or folder), e) from e
 
 
 def name_of(step: int) -> str:
@@ -116,12 +113,11 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
 
 def complete(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints in `folder`, the latest first."""
-    found = []
-    for step, path in _named(folder):
-        about = _describe(path)
-        if not isinstance(about, str):
-            found.append(Checkpoint(step, path, about))
-    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+    return [
+        Checkpoint(step, path, about)
+        for step, path in sorted(_named(folder), reverse=True)
+        if not isinstance(about := _describe(path), str)
+    ]
 
 
 def newest(folder: Path) -> Checkpoint:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.begin import KEPT
-from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small
+from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small, new_folder
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 from holmes_hpc.training.checkpoint.weight_names import Weight
 from holmes_hpc.training.data.tokenizer import ByteTokenizer
@@ -48,9 +48,6 @@ class Exported:
     step: int | None = None
     tokenizer: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         after = "" if self.step is None else f" after step {self.step:,}"
         lacks = {"file": "", "bytes": "; no tokenizer file: token ids are bytes of UTF-8, and 256 ends a document"}
@@ -66,7 +63,7 @@ class Chosen:
 
     state: State
     model: ModelSpec
-    source: Path
+    source: Path | None = None
     step: int | None = None
     eod: int | None = None
     tokenizer: str | None = None
@@ -93,19 +90,6 @@ def of_run(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int | No
     if tokenizer and not os.path.isfile(tokenizer):
         raise DataError("the run's tokenizer is gone", where=tokenizer, hint="put it back")
     return Chosen(SavedWeights(checkpoint), spec, run.path / KEPT, step, _end_of_document(data, spec), tokenizer)
-
-
-def export(chosen: Chosen, out_dir: str | os.PathLike[str]) -> Exported:
-    """Write what was chosen into `out_dir`; see :func:`write`."""
-    return write(
-        chosen.state,
-        chosen.model,
-        out_dir,
-        eod=chosen.eod,
-        tokenizer=chosen.tokenizer,
-        step=chosen.step,
-        source=chosen.source,
-    )
 
 
 def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
@@ -161,55 +145,30 @@ def _take(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
     raise DataError(f"no weight {weight.name}", where="checkpoint", hint="export it with the plan it was trained with")
 
 
-def write(
-    state: State,
-    spec: ModelSpec,
-    out_dir: str | os.PathLike[str],
-    eod: int | None = None,
-    tokenizer: str | None = None,
-    step: int | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    source: Path | None = None,
-) -> Exported:
-    """Write the model into `out_dir`, which must not exist or be empty; it appears complete or not at all.
+def export(chosen: Chosen, out_dir: str | os.PathLike[str], shard_bytes: int = SHARD_BYTES) -> Exported:
+    """Write what was chosen into `out_dir`, which must not exist or be empty; it appears complete or not at all.
 
-    config.json, model.safetensors (several, with an index, above `shard_bytes`), and `tokenizer` as tokenizer.json.
-    `source`: a Hugging Face folder, if it is there, whose config.json (where it says this model) and tokenizer are
-    carried along. Parameters keep their type. Only one shard is held in memory at a time.
+    config.json, model.safetensors (several, with an index, above `shard_bytes`), and the tokenizer as tokenizer.json.
+    Config (where it describes this model) and tokenizer of the chosen source are carried along. Parameters keep their
+    type. Only one shard is held in memory at a time.
     """
+    spec, source = chosen.model, chosen.source
     out = Path(out_dir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError("it exists and is not an empty directory", where=str(out), hint="choose another directory")
-    kind = hugging_face.FAMILIES[hugging_face.family_of(spec)].architecture
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        where, dtype, parameters, size = _write_shards(convert(state, spec), temporary, shard_bytes)
-        said = config(spec, str(dtype).removeprefix("torch."), eod, source)
-        kind = said["architectures"][0]
-        (temporary / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    with new_folder(out) as temporary:
+        where, dtype, parameters, size = _write_shards(convert(chosen.state, spec), temporary, shard_bytes)
+        text = config(spec, str(dtype).removeprefix("torch."), chosen.eod, source)
+        (temporary / "config.json").write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
         files = sorted(set(where.values()))
         if len(files) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": where}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-        if tokenizer:
-            shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+        if chosen.tokenizer:
+            shutil.copyfile(chosen.tokenizer, temporary / "tokenizer.json")
         if source is not None:
             copy_small(source, temporary)
         of_bytes = "bytes" if spec.vocab == ByteTokenizer.vocab else None
         beside = "file" if any((temporary / name).is_file() for name in TOKENIZERS) else of_bytes
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as e:
-        raise DataError(
-            e.strerror or str(e),
-            where=str(e.filename or out),
-            hint="choose a directory that can be written and has the space",
-        ) from e
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(str(out), kind, parameters, len(files), step, beside)
+    return Exported(str(out), text["architectures"][0], parameters, len(files), chosen.step, beside)
 
 
 def config(spec: ModelSpec, dtype: str, eod: int | None, source: Path | None) -> dict[str, Any]:

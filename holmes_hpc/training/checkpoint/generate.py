@@ -56,8 +56,8 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
 
 def _tokenizer(chosen: export.Chosen) -> Tokenizer:
     """Of the run's data, or of the folder that it began with; bytes where the vocabulary is theirs."""
-    own = chosen.source / "tokenizer.json"
-    if chosen.tokenizer or own.is_file():
+    own = chosen.source and chosen.source / "tokenizer.json"
+    if chosen.tokenizer or (own and own.is_file()):
         return FileTokenizer(chosen.tokenizer or str(own))
     if chosen.model.vocab == ByteTokenizer.vocab:
         return ByteTokenizer()

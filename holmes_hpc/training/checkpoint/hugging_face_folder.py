@@ -1,4 +1,7 @@
-"""A Hugging Face folder, read: config.json, safetensors shards, tokenizer. A rank reads its own slices and no more.
+"""A Hugging Face folder: config.json, safetensors shards, tokenizer. A rank reads its own slices and no more.
+
+`holmes import` makes it a checkpoint of its own: its files stay safetensors, which belong to no layout, beside a
+description with their checksums.
 
 What a folder says of itself is held against its family's table before a weight is read. safetensors hold numbers alone;
 pickles, which run code when they are read, are refused.
@@ -6,11 +9,13 @@ pickles, which run code when they are read, are refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,22 +70,21 @@ class Folder:
         wanted = weight_names.tensors(self.model)
         for name, (file, own, shape, dtype) in found.items():
             known = next((n for n in (name, _BASE + name) if n in wanted), None)
-            if known is None and not (
-                name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight")
-            ):
+            if known is None:
+                if name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight"):
+                    continue
                 raise DataError(
                     f"holds {name}, which a {hugging_face.family_of(self.model)} of its config.json has not",
                     where=str(file),
                     hint=_AGAIN,
                 )
-            if known is not None and shape != wanted[known]:
+            if shape != wanted[known]:
                 raise DataError(
                     f"{own} has shape {shape}, its config.json says {wanted[known]}", where=str(file), hint=_AGAIN
                 )
-            if known is not None and dtype not in _TYPES:
+            if dtype not in _TYPES:
                 raise DataError(f"{own} is of type {dtype}", where=str(file), hint=f"use {', '.join(_TYPES)}")
-            if known is not None:
-                self._held[known] = file, own
+            self._held[known] = file, own
         missing = [name for name in wanted if name not in self._held]
         if missing:
             raise DataError(
@@ -100,10 +104,9 @@ class Folder:
                     for name in read.keys():  # noqa: SIM118 (no dictionary)
                         piece = read.get_slice(name)
                         yield name, (file, name, tuple(piece.get_shape()), piece.get_dtype())
-            except OSError as e:
-                raise DataError(e.strerror or str(e), where=str(file), hint=_AGAIN) from e
-            except SafetensorError as e:
-                raise DataError(f"not whole safetensors: {e}", where=str(file), hint=_AGAIN) from e
+            except (OSError, SafetensorError) as e:
+                reason = getattr(e, "strerror", None) or (f"not whole safetensors: {e}")
+                raise DataError(reason, where=str(file), hint=_AGAIN) from e
 
     def _shards(self) -> list[Path]:
         index, single = self.path / INDEX, self.path / "model.safetensors"
@@ -176,10 +179,11 @@ class Folder:
                 chosen.append(slice(start, start + width))
             values = piece[tuple(chosen[::-1])].t() if weight.transposed else piece[tuple(chosen)]
             target[at : at + rows.count].copy_(values)
-        read = sum(rows.count for _, rows in weight_names.share(weight, rank, len(target)))
         if weight.split == 0 and len(weight.parts) == 1:
+            read = sum(rows.count for _, rows in weight_names.share(weight, rank, len(target)))
             target[read:].zero_()
-        if not _all_numbers(target):
+        rows_at_once = max(1, _BLOCK // max(1, target[0].numel()))  # so that it takes no memory to speak of
+        if not all(bool(block.isfinite().all()) for block in target.split(rows_at_once)):
             file, name = self._held[weight.parts[0][0].tensor]
             raise DataError(
                 f"{name} holds values that are no numbers as {str(target.dtype).removeprefix('torch.')}",
@@ -196,6 +200,28 @@ class Folder:
 
     def close(self) -> None:
         self._open = None
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` when the block ends well. DataError where `out` is taken or unwritable."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError("it exists and is not an empty directory", where=str(out), hint="choose another directory")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as e:
+        raise DataError(
+            e.strerror or str(e),
+            where=str(e.filename or out),
+            hint="choose a directory that can be written and has the space",
+        ) from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def copy_small(folder: Path, to: Path) -> None:
@@ -227,6 +253,38 @@ class FolderWeights(Mapping[str, "torch.Tensor"]):
         return target
 
 
-def _all_numbers(values: torch.Tensor) -> bool:
-    """Row by row, so that it takes no memory to speak of."""
-    return all(bool(row.isfinite().all()) for row in values.split(max(1, _BLOCK // max(1, values[0].numel()))))
+@dataclass(frozen=True)
+class Imported:
+    """What was imported."""
+
+    path: str
+    model: str
+    parameters: int
+    files: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}: {self.parameters:,} parameters in {self.files} file{'s' * (self.files > 1)}, in "
+            f"{self.path}; begin with them by model=hf:{self.path} checkpoint={self.path}"
+        )
+
+
+def import_folder(source: Path, out: Path) -> Imported:
+    """Copy the folder `source` to `out`, which must not exist or be empty; it appears complete or not at all.
+
+    DataError for whatever is wrong with it (:class:`Folder`), and for weights that are no numbers.
+    """
+    folder = Folder(source)
+    with new_folder(out) as temporary:
+        weights = FolderWeights(folder)
+        for name in weights:
+            weights[name]  # read once: DataError where it holds what is no number
+        folder.close()
+        small = [source / name for name in (*SMALL, INDEX) if (source / name).is_file()]
+        files = {}
+        for path in (*folder.files, *small):
+            shutil.copyfile(path, temporary / path.name)
+            files[path.name] = list(checkpoint_directory.checksum(temporary / path.name))
+        about = {checkpoint_directory.IMPORTED: True, "step": 0, "model": folder.model.to_dict(), "files": files}
+        (temporary / checkpoint_directory.DESCRIPTION).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    return Imported(str(out), folder.model.name, folder.parameters, len(folder.files))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +63,18 @@ _RECIPES = "transformer_engine.common.recipe"
 
 
 class _Restricted(pickle.Unpickler):
-    """Finds no name but those it is given, and data types of torch."""
+    """Finds no name but those it is given, data types of torch, and the names of module `whole`."""
 
-    def __init__(self, data: Any, known: Callable[[str, str], bool]) -> None:
+    def __init__(self, data: Any, known: Container[tuple[str, str]], whole: str | None = None) -> None:
         super().__init__(data)
-        self._known = known
+        self._known, self._whole = known, whole
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if not self._known(module, name):
+        if (module, name) not in self._known and not (module == self._whole and name.isidentifier()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no state is made of")
         return super().find_class(module, name)
-
-
-def _is_metadata(module: str, name: str) -> bool:
-    return (module, name) in _METADATA
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
@@ -86,15 +82,13 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
     outside of the checkpoint; OSError where there is none."""
     with open(Path(directory) / ".metadata", "rb") as file:
         try:
-            found = _Restricted(file, _is_metadata).load()
+            found = _Restricted(file, _METADATA).load()
         except (pickle.UnpicklingError, OSError, MemoryError):
             raise
         except Exception as e:  # damaged bytes end in any error
             raise pickle.UnpicklingError(f"{type(e).__name__}: {e}") from e
-    if (
-        not isinstance(found, Metadata)
-        or not isinstance(found.state_dict_metadata, dict)
-        or not isinstance(found.storage_data, dict)
+    if not isinstance(found, Metadata) or not all(
+        isinstance(part, dict) for part in (found.state_dict_metadata, found.storage_data)
     ):
         raise pickle.UnpicklingError("it describes no checkpoint")
     for place in found.storage_data.values():
@@ -140,27 +134,19 @@ def problem(directory: Path) -> str | None:
 
 def check_extra_states(states: Mapping[str, Any], where: str) -> None:
     """What layers keep beside their weights, which Transformer Engine unpickles. DataError where it names code."""
-    for name, state in _extra_states(states):
+    for name, state in states.items():
+        if not name.endswith("_extra_state") or not isinstance(state, (io.BytesIO, torch.Tensor)):
+            continue
         data = state.getvalue() if isinstance(state, io.BytesIO) else bytes(state.cpu().numpy().tobytes())
         try:
             if data and data[:2] != b"PK":  # a zip is torch's own form, which is read as weights only
-                _Restricted(io.BytesIO(data), _is_extra_state).load()
+                _Restricted(io.BytesIO(data), _EXTRA, _RECIPES).load()
         except Exception as e:  # damaged bytes end in any error
             raise DataError(
                 f"{name} cannot be read: {line_of(e)}",
                 where=where,
                 hint="use a checkpoint of your own, or one without fp8",
             ) from e
-
-
-def _extra_states(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, state in states.items():
-        if name.endswith("_extra_state") and isinstance(state, (io.BytesIO, torch.Tensor)):
-            yield name, state
-
-
-def _is_extra_state(module: str, name: str) -> bool:
-    return (module, name) in _EXTRA or (module == _RECIPES and name.isidentifier())
 
 
 def line_of(error: BaseException) -> str:

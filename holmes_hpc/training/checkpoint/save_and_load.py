@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import accumulate
@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.config.hugging_face import folder_of
@@ -93,7 +92,8 @@ class Checkpoints:
     ) -> None:
         self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
         self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
-        self._rank = dist.get_rank()
+        self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
+        self._alike = len(plan.parallel.tps) == 1  # all stages cut their weights alike
         if self._rank == 0:
             checkpoint_directory.place(folder, elsewhere)
         self._calls = AsyncCallsQueue()
@@ -105,7 +105,7 @@ class Checkpoints:
     def save(self, step: int, more: Mapping[str, Any], wait: bool = False) -> None:
         """Save the state after `step`; in the background where configured, unless `wait`. One at a time."""
         self.settle()
-        if any(not inner.optimizer.state for inner in _inner(self.optimizer)):
+        if any(not inner.optimizer.state for inner in megatron_versions.inner_optimizers(self.optimizer)):
             if self._rank == 0:  # in fp16, while the loss scale is still too large
                 say(f"step {step}: no update has counted yet, so there is nothing to save")
             return
@@ -170,10 +170,6 @@ class Checkpoints:
         """Whether any rank's writer is; all ranks ask at the same time."""
         return self._anywhere(self.writing())
 
-    @property
-    def _device(self) -> str:
-        return next(self.models[0].parameters()).device.type
-
     def _anywhere(self, here: bool) -> bool:
         word = torch.tensor(int(here))
         dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
@@ -214,7 +210,8 @@ class Checkpoints:
                 if checkpoint.about.get(checkpoint_directory.IMPORTED):
                     self._begin_with(path)
                 else:
-                    check_model(checkpoint, self.plan)
+                    saved = checkpoint.about.get("model", {})
+                    checkpoint_directory.check_identity(saved, self.plan.model, str(checkpoint.path))
                     self._load(checkpoint)
                 return checkpoint.step
             problem = problem or f"{path.name}: {damage}"
@@ -240,8 +237,7 @@ class Checkpoints:
         rank = parallel_state.get_tensor_model_parallel_rank()
         said = self._everywhere(lambda: begin.read(path, self.plan.model, chunks, rank))
         if (problem := next(filter(None, said), None)) is not None:
-            what, where, hint = problem
-            raise DataError(what, where=where, hint=hint)
+            raise DataError(**problem)
         self.optimizer.reload_model_params()
         if self._rank == 0:
             begin.keep(path, self.folder.parent)
@@ -260,11 +256,10 @@ class Checkpoints:
                 try:
                     said[0] = [str(checkpoint_directory.at(chosen.absolute()).path)]
                 except DataError as e:
-                    said[1] = (e.what, e.where, e.hint)
+                    said[1] = {"what": e.what, "where": e.where, "hint": e.hint}
         dist.broadcast_object_list(said, src=0, group=self._group)
         if said[1] is not None:
-            what, where, hint = said[1]
-            raise DataError(what, where=where, hint=hint)
+            raise DataError(**said[1])
         return [Path(path) for path in said[0]]
 
     def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
@@ -290,8 +285,8 @@ class Checkpoints:
         return said
 
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
-        for inner in _distributed(self.optimizer):
-            _prepare_for_loading(inner)
+        for inner in megatron_versions.distributed(self.optimizer):
+            megatron_versions.prepare_for_loading(inner)
         same_layout = (
             checkpoint.about.get("parallel") == json.loads(json.dumps(self.plan.parallel.to_dict()))
             and checkpoint.about.get("device", self._device) == self._device
@@ -309,7 +304,7 @@ class Checkpoints:
             no_code.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
             model.module.load_state_dict(loaded[f"model{index}"])
         self.optimizer.load_state_dict(loaded["optimizer"])
-        for inner in _distributed(self.optimizer):
+        for inner in megatron_versions.distributed(self.optimizer):
             for values in inner.optimizer.state.values():
                 if "step" in values:  # one tensor for all parameters, which each of them would count up
                     values["step"] = values["step"].clone()
@@ -321,7 +316,7 @@ class Checkpoints:
         state: dict[str, Any] = {
             f"model{i}": m.module.sharded_state_dict(metadata=metadata) for i, m in enumerate(self.models)
         }
-        with _offsets_without_padding(self.optimizer):
+        with megatron_versions.offsets_without_padding(self.optimizer):
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if generators:
             state["generators"] = ShardedObject(
@@ -332,11 +327,6 @@ class Checkpoints:
             )
         return state
 
-    @property
-    def _alike(self) -> bool:
-        """Whether all stages cut their weights alike."""
-        return len(self.plan.parallel.tps) == 1
-
     def _place_of_generators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How many sets of generators there are that replicas share, and which one is this rank's."""
         p = self.plan.parallel
@@ -345,58 +335,6 @@ class Checkpoints:
             before = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
             return (before[-1],), (before[stage] + part,)
         return (p.pp, p.tp), (stage, part)
-
-
-def check_model(checkpoint: checkpoint_directory.Checkpoint, plan: Plan) -> None:
-    """Raise DataError when a checkpoint is of another model than the plan's."""
-    checkpoint_directory.check_identity(checkpoint.about.get("model", {}), plan.model, str(checkpoint.path))
-
-
-def _inner(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _distributed(optimizer: Any) -> list[DistributedOptimizer]:
-    return [inner for inner in _inner(optimizer) if isinstance(inner, DistributedOptimizer)]
-
-
-def _prepare_for_loading(inner: DistributedOptimizer) -> None:
-    """Megatron-Core (0.16) loads a distributed Adam only when it has made a step, and PyTorch's not at all: it looks
-    among the checkpoint's tensors for the count of steps, which PyTorch keeps with every parameter."""
-    if not inner.optimizer.state:
-        inner._init_optimizer_states_with_dummy_values()
-    assign = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def assign_but_step(parameter: Any, tensors: dict[str, Any]) -> None:
-        group, order = inner.model_param_group_index_map[parameter]
-        values = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
-        assign(inner, parameter, {**({"step": values["step"]} if "step" in values else {}), **tensors})
-
-    inner._set_main_param_and_optimizer_states = assign_but_step
-
-
-@contextlib.contextmanager
-def _offsets_without_padding(optimizer: Any) -> Iterator[None]:
-    """While the optimizer's state is described: Megatron-Core (0.16) gathers a buffer without the padding at the end of
-    each of its buckets, but then looks for the parameters at their places in the padded buffer, so that behind the
-    first padded bucket every parameter would be saved with its neighbour's values. Give it the places that are meant.
-    """
-    buffers = [buffer for inner in _distributed(optimizer) for buffer in inner.buffers]
-    kept = [buffer.param_index_map for buffer in buffers]
-    try:
-        for buffer in buffers:
-            starts, total = [], 0
-            for bucket in buffer.buckets:
-                starts.append(bucket.offset - total)
-                total += bucket.numel_unpadded
-            buffer.param_index_map = {
-                parameter: (start - starts[bucket], end - starts[bucket], bucket)
-                for parameter, (start, end, bucket) in buffer.param_index_map.items()
-            }
-        yield
-    finally:
-        for buffer, mapping in zip(buffers, kept, strict=True):
-            buffer.param_index_map = mapping
 
 
 def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncRequest:

@@ -103,14 +103,11 @@ def _all(tensor: str, rows: int) -> tuple[Rows, ...]:
 def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple[Rows, ...]:
     """Queries, keys and values of all heads as Megatron-Core orders them."""
     width, each = spec.head_width, spec.heads // spec.kv_heads * spec.head_width
-    rows: list[Rows] = []
-    for group in range(spec.kv_heads):
-        rows += [
-            Rows(queries.tensor, queries.first + group * each, each),
-            Rows(keys.tensor, keys.first + group * width, width),
-            Rows(values.tensor, values.first + group * width, width),
-        ]
-    return tuple(rows)
+    return tuple(
+        Rows(whole.tensor, whole.first + group * count, count)
+        for group in range(spec.kv_heads)
+        for whole, count in ((queries, each), (keys, width), (values, width))
+    )
 
 
 def _llama(spec: ModelSpec) -> Iterator[Weight]:

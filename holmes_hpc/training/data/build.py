@@ -1,17 +1,44 @@
-"""Which data a run trains on, as its configuration says: synthetic tokens or an indexed data set."""
+"""The data set that a run trains on, as its configuration names it: synthetic tokens or an indexed data set."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+import numpy as np
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data.prefix import Prefix, parse_blend
 from holmes_hpc.training.data.samples import Samples
-from holmes_hpc.training.data.synthetic import Synthetic
 
 _VALIDATION = 1 << 32  # sets the validation samples of synthetic data apart from those of any 32-bit seed
+_NOISE = 0.1
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Seeded tokens, each sample a function of its index. `learnable`: nine of ten tokens follow from the last one."""
+
+    seed: int
+    vocab: int
+    sequence_length: int
+    learnable: bool = False
+    name: str = "synthetic"
+
+    def __len__(self) -> int:
+        return 1 << 62
+
+    def tokens(self, index: int) -> np.ndarray:
+        random = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
+        drawn = random.integers(self.vocab, size=self.sequence_length + 1, dtype=np.int64)
+        if not self.learnable:
+            return drawn
+        fresh = random.random(self.sequence_length + 1) < _NOISE
+        fresh[0] = True
+        since = np.arange(len(drawn)) - np.maximum.accumulate(np.where(fresh, np.arange(len(drawn)), 0))
+        return (drawn[np.arange(len(drawn)) - since] + since) % self.vocab
 
 
 def document_end(data: DataConfig) -> int | None:

@@ -8,7 +8,6 @@ all ranks, and its order depends on how many steps were asked for. Its blending 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -30,7 +29,15 @@ from megatron.core.package_info import __version__ as megatron_version
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import DataError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.data.prefix import Prefix, bounds_of, check_length, parse_blend, parse_split, samples_of
+from holmes_hpc.training.data.prefix import (
+    Prefix,
+    bounds_of,
+    check_length,
+    digest,
+    parse_blend,
+    parse_split,
+    samples_of,
+)
 from holmes_hpc.training.data.samples import Samples, shuffled
 
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
@@ -77,8 +84,7 @@ class Source:
         epoch, inside = divmod(index, len(self))
         if epoch:  # the first epoch comes shuffled
             inside = shuffled(inside, len(self), (self._key[0], epoch << 2 | self._key[1]))
-        text: np.ndarray = self._dataset._query_document_sample_shuffle_indices(inside)[0]
-        return text
+        return self._dataset._query_document_sample_shuffle_indices(inside)[0]
 
 
 class Blend:
@@ -108,7 +114,7 @@ class Blend:
 def build(
     data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
 ) -> tuple[Samples, Samples | None]:
-    """See data/build.py. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
+    """See build.build_datasets. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
     names, weights = parse_blend(data.prefix)
     parts = parse_split(data.split)[: 2 if evaluates else 1]
     length, wanted = plan.batch.sequence_length, [names, weights, parts, seed, plan.batch.sequence_length]
@@ -117,7 +123,7 @@ def build(
     def open_all() -> tuple[list[Prefix], Path]:
         prefixes = [Prefix.open(name) for name in names]
         state = [megatron_version, *([p.sequences, p.bin_bytes, p.changed_ns] for p in prefixes)]
-        return prefixes, root / _digest([wanted, state])
+        return prefixes, root / digest([wanted, state])
 
     def make(prefixes: Sequence[Prefix], directory: Path) -> list[Samples]:
         config = GPTDatasetConfig(
@@ -152,7 +158,7 @@ def build(
             checked.touch()
 
     logging.getLogger("megatron.core.datasets").setLevel(logging.WARNING)
-    _first_on_rank0(f"holmes/data/{_digest(wanted)}", prepare)
+    _first_on_rank0(f"holmes/data/{digest(wanted)}", prepare)
     prefixes, cache = open_all()
     try:
         datasets = make(prefixes, _seen(cache))
@@ -176,10 +182,6 @@ def end_of_document(data: DataConfig) -> int:
             hint="prepare all of them with one tokenizer, or use data.documents=joined",
         )
     return ends[names[0]]
-
-
-def _digest(of: Any) -> str:
-    return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
 
 
 def _seen(directory: Path, patience_s: float = 30) -> Path:
@@ -221,15 +223,12 @@ def _first_on_rank0(key: str, prepare: Callable[[], None]) -> None:
         try:
             prepare()
         except DataError as e:
-            store.set(key, json.dumps([e.what, e.where, e.hint]))
+            store.set(key, json.dumps({"what": e.what, "where": e.where, "hint": e.hint}))
             raise
-        return store.set(key, "ready")
+        return store.set(key, "null")
     try:
         store.wait([key], _WAIT)
     except RuntimeError as e:
         raise DataError("rank 0 did not finish the index of samples", where=key, hint="see rank 0's log") from e
-    answer = store.get(key).decode()
-    if answer != "ready":
-        what, where, hint = json.loads(answer)
-        raise DataError(what, where=where, hint=hint)
-    return None
+    if problem := json.loads(store.get(key)):
+        raise DataError(**problem)

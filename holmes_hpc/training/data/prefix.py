@@ -3,6 +3,7 @@ what can be found wrong with data before a job waits in a queue."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -38,6 +39,11 @@ def look_at(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool) -
         prefix.check_tokens(model.vocab, _LOOKED_AT)
 
 
+def digest(of: Any) -> str:
+    """Return 16 hexadecimal digits that change with plain data."""
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Prefix:
     """PREFIX.bin and PREFIX.idx, found whole. `sequences` is the unit that a split counts."""
@@ -51,16 +57,12 @@ class Prefix:
     @classmethod
     def open(cls, path: str) -> Prefix:
         """Check both files against each other without reading the data."""
-        hint = _REMAKE
-        idx, binary = Path(f"{path}.idx"), Path(f"{path}.bin")
-        for file in (idx, binary):
-            try:
-                with file.open("rb") as f:
-                    f.read(1)
-            except OSError as e:
-                raise DataError(e.strerror or str(e), where=str(file), hint=hint) from e
-        with idx.open("rb") as f:
-            head = f.read(_HEADER.size)
+        idx, binary, hint = Path(f"{path}.idx"), Path(f"{path}.bin"), _REMAKE
+        try:
+            with idx.open("rb") as f, binary.open("rb") as data:
+                head, _ = f.read(_HEADER.size), data.read(1)
+        except OSError as e:
+            raise DataError(e.strerror or str(e), where=str(e.filename or path), hint=hint) from e
         if len(head) < _HEADER.size:
             raise DataError(f"truncated: {len(head)} bytes", where=str(idx), hint=hint)
         magic, version, code, sequences, bounds = _HEADER.unpack(head)

@@ -30,6 +30,7 @@ import numpy as np
 
 from holmes_hpc.errors import ConfigError, DataError, RunFailed
 from holmes_hpc.training.data import text_files
+from holmes_hpc.training.data.prefix import digest
 from holmes_hpc.training.data.tokenizer import Tokenizer, load
 
 PART_BYTES = 16 << 20
@@ -52,9 +53,6 @@ class Prepared:
     vocab: int
     eod: int
     resumed_parts: int = 0  # of this call: parts that an earlier, interrupted one had done
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         return (
@@ -246,12 +244,8 @@ def _parts(extents: Sequence[text_files.Extent], directory: Path, limit: int, se
             size = 0
         groups[-1].append(extent)
         size += extent.bytes
-    parts = []
-    for number, group in enumerate(groups):
-        text = json.dumps([settings, [asdict(e) for e in group]])
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        parts.append(_Part(tuple(group), str(directory / f"{number:06d}-{digest}")))
-    return parts
+    names = [f"{n:06d}-{digest([settings, [asdict(e) for e in group]])}" for n, group in enumerate(groups)]
+    return [_Part(tuple(group), str(directory / name)) for group, name in zip(groups, names, strict=True)]
 
 
 def _remove_strangers(directory: Path, parts: Sequence[_Part]) -> int:
@@ -387,15 +381,8 @@ def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Pro
         Path(path).unlink(missing_ok=True)
     os.replace(f"{new}.bin", f"{prefix}.bin")
     os.replace(f"{new}.idx", f"{prefix}.idx")
-    return Prepared(
-        prefix=prefix,
-        documents=documents,
-        sequences=sequences,
-        tokens=tokens,
-        vocab=tokenizer.vocab,
-        eod=tokenizer.eod,
-        **counts,
-    )
+    counts |= {"documents": documents, "sequences": sequences, "tokens": tokens}
+    return Prepared(prefix, vocab=tokenizer.vocab, eod=tokenizer.eod, **counts)
 
 
 def _write_atomically(path: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens each rank trains on. The order of samples depends on the data, its seed and the step, and no more.
+"""The tokens that each rank trains on. The order of samples depends on data, seed and step alone.
 
 Step s trains on samples [s*B, (s+1)*B) of the data set's order, B the global batch, however many ranks share them; so
 an interrupted run, or one continued under another layout or for more steps, sees the same batches.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any, Protocol
 
@@ -16,10 +18,10 @@ import numpy as np
 import torch
 
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.data.prefetch import on_gpu
 from holmes_hpc.training.data.prefix import check_vocabulary
 
 CPU = torch.device("cpu")
+DEPTH = 4  # micro-batches that are ready or in the making
 
 
 class Samples(Protocol):
@@ -118,3 +120,26 @@ def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: in
             rows = np.stack([dataset.tokens(i) for i in chosen])
             check_vocabulary(rows, plan.model.vocab, dataset.name)
             yield rows
+
+
+def prefetched(items: Iterator[Any]) -> Iterator[Any]:
+    """`items`, made by a thread, :data:`DEPTH` of them ahead. What it raises comes where its item would have."""
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+        made = deque(thread.submit(next, items, end) for _ in range(DEPTH))
+        while (item := made.popleft().result()) is not end:
+            made.append(thread.submit(next, items, end))
+            yield item
+
+
+def on_gpu(rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
+    """`rows` as tensors on `device`. The thread puts them into pinned memory, from where a copy holds up neither the
+    host nor the computing that was launched before."""
+
+    def pinned() -> Iterator[torch.Tensor]:
+        torch.cuda.set_device(device)  # of this thread: memory would be pinned for the first GPU
+        for row in rows:
+            yield torch.from_numpy(row).pin_memory()
+
+    for text in prefetched(pinned()):
+        yield text.to(device, non_blocking=True)

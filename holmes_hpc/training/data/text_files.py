@@ -18,7 +18,6 @@ from holmes_hpc.errors import DataError
 
 PIECE_BYTES = 1 << 20  # a text file is read, encoded and later shuffled in pieces of about this size
 _LONGEST_LINE = 64 << 20  # of JSON
-_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _PARQUET = b"PAR1"
 _ROWS = 1024  # of a Parquet file at a time
 _JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
@@ -48,7 +47,7 @@ def extents(path: str, at_most: int) -> list[Extent]:
             head = f.read(8)
     except OSError as e:
         raise DataError(e.strerror or str(e), where=path, hint="give files of text that can be read") from e
-    if _compression(head) or head.startswith(_PARQUET):
+    if head.startswith((*_DECOMPRESSED, _PARQUET)):
         return [Extent(path, 0, None, stat.st_size, stat.st_mtime_ns)]
     return [
         Extent(path, a, min(a + at_most, stat.st_size), stat.st_size, stat.st_mtime_ns)
@@ -70,7 +69,10 @@ def documents(extent: Extent, json_key: str, read: Callable[[int], None]) -> Ite
             yield from _parquet(extent, json_key, read)
             return
         with open(extent.path, "rb") as raw, _decompressed(raw, extent.path) as f:
-            yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, _Counting(raw, f, read))
+            source = _Counting(raw, f, read)
+            if extent.start:
+                source.seek(extent.start)
+            yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, source)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
         raise DataError(
@@ -83,22 +85,10 @@ def _is_json(path: str) -> bool:
     return (Path(name.stem).suffix if name.suffix in _COMPRESSED_SUFFIXES else name.suffix) in _JSON_SUFFIXES
 
 
-def _compression(head: bytes) -> str | None:
-    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
-
-
 def _decompressed(raw: IO[bytes], path: str) -> IO[bytes]:
-    kind = _compression(raw.read(8))
+    head = raw.read(8)
     raw.seek(0)
-    if kind == "gzip":
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if kind == "bzip2":
-        return bz2.BZ2File(raw)
-    if kind == "xz":
-        return lzma.LZMAFile(raw)
-    if kind == "zstd":
-        return io.BufferedReader(_Zstandard(raw, path), PIECE_BYTES)
-    return raw
+    return next((o(raw, path) for magic, o in _DECOMPRESSED.items() if head.startswith(magic)), raw)
 
 
 class _Zstandard(io.RawIOBase):
@@ -136,6 +126,14 @@ class _Zstandard(io.RawIOBase):
         return count
 
 
+_DECOMPRESSED: dict[bytes, Callable[[Any, str], Any]] = {  # by a file's first bytes: how it is read
+    b"\x1f\x8b": lambda raw, path: gzip.GzipFile(fileobj=raw),
+    b"BZh": lambda raw, path: bz2.BZ2File(raw),
+    b"\xfd7zXZ\x00": lambda raw, path: lzma.LZMAFile(raw),  # noqa: SIM115 (its caller closes it)
+    b"\x28\xb5\x2f\xfd": lambda raw, path: io.BufferedReader(_Zstandard(raw, path), PIECE_BYTES),
+}
+
+
 class _Counting:
     """Reads `f` and tells how far `raw`, the file beneath it, has come."""
 
@@ -158,8 +156,6 @@ class _Counting:
 def _text(extent: Extent, json_key: str, source: _Counting) -> Iterator[tuple[str, bool]]:
     """Pieces of a text file, cut at line ends (inside a line only where it is longer than a piece)."""
     f, decoder, begun = source.file, codecs.getincrementaldecoder("utf-8")("strict"), False
-    if extent.start:
-        source.seek(extent.start)
     position = f.tell() if extent.end is not None else 0
     inside_line = False
     while extent.end is None or position < extent.end or inside_line:
@@ -193,8 +189,6 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, position: int, ext
 
 def _json_lines(extent: Extent, json_key: str, source: _Counting) -> Iterator[tuple[str, bool]]:
     f = source.file
-    if extent.start:
-        source.seek(extent.start)
     position, told = f.tell() if extent.end is not None else 0, 0
     while extent.end is None or position < extent.end:
         line = f.readline(_LONGEST_LINE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,36 +13,20 @@ from holmes_hpc.errors import DataError
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """`vocab` ids from 0; `eod` ends a document; `id` changes whenever the ids of a text would."""
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def eod(self) -> int: ...
-
-    @property
-    def id(self) -> str: ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, 1-D, without the end of document."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of ids; the end of document becomes nothing."""
-        ...
-
-
 class ByteTokenizer:
-    """256 bytes of UTF-8 and the end of a document: 257 ids, no file, no unknown text."""
+    """256 bytes of UTF-8 and the end of a document: 257 ids, no file, no unknown text.
+
+    `vocab` counts the ids from 0; `eod` ends a document; `id` changes whenever the ids of a text would.
+    """
 
     vocab, eod, id = 257, 256, "bytes"
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, 1-D, without the end of document."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
 
     def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids; the end of document becomes nothing."""
         kept = np.asarray(ids)
         return kept[kept < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -78,6 +62,9 @@ class FileTokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in np.asarray(ids) if i != self.eod], skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load(path: str | None) -> Tokenizer:

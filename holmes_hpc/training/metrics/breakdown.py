@@ -4,18 +4,31 @@
 to it as to their timers; waits that hide inside other parts (a parameter gather before a layer's forward pass, the
 norm's all-reduce between stages) are found by wrapping the methods that wait. On a CPU the clock is the host's; on CUDA
 an event is recorded at every change and read once the step is over, so the parts are those of the device.
+
+A :class:`Trace` writes trace/rank-N.jsonl: when this rank computed each micro-batch, when its tensors crossed, and what
+it waited for. A line is one event, with step, stage, kind, micro_batch, chunk, start_s, end_s (seconds since the epoch)
+and held (passes whose activations the stage held). The planner's simulated timeline has the same keys. Kinds: forward
+and backward (computing); under the schedule that runs ahead also wait_forward and wait_backward (blocked by an edge),
+and send_forward, receive_forward, send_backward, receive_backward (from being posted to having left or arrived).
 """
 
 from __future__ import annotations
 
+import json
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from holmes_hpc.planning.schedule.kinds import Pass
+from holmes_hpc.records.files import append_line
 from holmes_hpc.records.metrics import PARTS
+from holmes_hpc.training.pipeline.run_ahead import TraceEvent
 
 # The names of Megatron-Core's timers, by how they begin. forward-backward is the loop's own span.
 _TIMERS = (
@@ -27,7 +40,7 @@ _TIMERS = (
 _GRADIENTS = ("all-grads-sync", "all-reduce")
 
 
-class _Timer:
+class Timer:
     """What Megatron-Core expects of one of its timers."""
 
     def __init__(self, breakdown: Breakdown, part: str | None) -> None:
@@ -51,16 +64,16 @@ class Breakdown:
         self._totals = dict.fromkeys(PARTS, 0.0)
         self._last = time.perf_counter()
         self._events: list[tuple[Any, str]] = []
-        self._timers: dict[str, _Timer] = {}
+        self.timers: dict[str, Any] = {}  # Megatron-Core's, by name
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
         """Megatron-Core's interface: the timer called `name`."""
-        timer = self._timers.get(name)
+        timer = self.timers.get(name)
         if timer is None:
             part = next((p for start, p in _TIMERS if name.startswith(start)), None)
             if part is None and any(word in name for word in _GRADIENTS):
                 part = "grad_sync_s"
-            timer = self._timers[name] = _Timer(self, part)
+            timer = self.timers[name] = Timer(self, part)
         return timer
 
     def _switch(self, part: str) -> None:
@@ -91,16 +104,7 @@ class Breakdown:
 
     def wrap(self, owner: Any, method: str, part: str) -> None:
         """Count the time in `owner.method` as `part`."""
-        function: Callable[..., Any] = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.leave()
-
-        setattr(owner, method, timed)
+        setattr(owner, method, self.part(part)(getattr(owner, method)))
 
     def begin(self) -> None:
         """Start counting: what was before does not count."""
@@ -113,12 +117,88 @@ class Breakdown:
         """Seconds per part since the last call (or :meth:`begin`); they add up to the time between the two calls."""
         self._switch(self._stack[-1])
         if self._cuda:
-            self._resolve()
+            self._events[-1][0].synchronize()
+            for (before, _), (after, part) in zip(self._events, self._events[1:]):  # noqa: B905 (pairs of neighbours)
+                self._totals[part] += before.elapsed_time(after) / 1000
+            del self._events[:-1]
         taken, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
         return taken
 
-    def _resolve(self) -> None:
-        self._events[-1][0].synchronize()
-        for (before, _), (after, part) in zip(self._events, self._events[1:]):  # noqa: B905 (pairs of neighbours)
-            self._totals[part] += before.elapsed_time(after) / 1000
-        del self._events[:-1]
+
+class Trace:
+    """Collects one rank's events of a step, and writes them when it is over."""
+
+    def __init__(self, path: Path, stage: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._stage = path, stage
+        self._events: list[TraceEvent] = []
+        self._lock = threading.Lock()  # transfers end on threads of their own
+
+    def __call__(self, event: TraceEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def write(self, step: int) -> None:
+        """Write what happened since the last call as step `step`. RunFailed when the disk is full."""
+        lines = [
+            json.dumps(
+                {
+                    "step": step,
+                    "stage": self._stage,
+                    "kind": event.kind,
+                    "micro_batch": event.micro_batch,
+                    "chunk": event.chunk,
+                    "start_s": round(event.start, 6),
+                    "end_s": round(event.end, 6),
+                    "held": event.held,
+                }
+            )
+            for event in self._take()
+        ]
+        if lines:
+            append_line(self._path, "\n".join(lines))
+
+    def forget(self) -> None:
+        """Drop what happened since the last call: it was no step."""
+        self._take()
+
+    def _take(self) -> list[TraceEvent]:
+        with self._lock:
+            taken, self._events = self._events, []
+        return sorted(taken, key=lambda event: event.start)
+
+
+def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> None:
+    """Make Megatron-Core's timers forward-compute and backward-compute of `breakdown` report to `trace` as well.
+
+    For Megatron-Core's own schedules, which name no micro-batch: `passes` is what this stage computes in a step, in
+    order.
+    """
+    number, held = count(), 0
+
+    def computed(start: float) -> None:
+        nonlocal held
+        if not torch.is_grad_enabled():
+            return  # validation
+        done = passes[next(number) % len(passes)]
+        held += done.forward
+        kind = "forward" if done.forward else "backward"
+        trace(TraceEvent(kind, done.micro_batch, done.chunk, start, time.time(), held))
+        held -= not done.forward
+
+    for name in ("forward-compute", "backward-compute"):
+        breakdown.timers[name] = _TracedTimer(breakdown(name), computed)
+
+
+class _TracedTimer:
+    def __init__(self, timer: Timer, computed: Callable[[float], None]) -> None:
+        self._timer, self._computed = timer, computed
+        self._start = 0.0
+
+    def start(self, barrier: bool = False) -> None:
+        self._timer.start(barrier)
+        self._start = time.time()
+
+    def stop(self, barrier: bool = False) -> None:
+        self._timer.stop(barrier)
+        self._computed(self._start)

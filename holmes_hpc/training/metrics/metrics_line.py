@@ -1,31 +1,37 @@
-"""A line of metrics.jsonl: what a step was like, from all ranks, gathered to rank 0 beside the next step."""
+"""A line of metrics.jsonl: what a step was like, from all ranks, gathered to rank 0 beside the next step.
+
+Rank 0 also sends it to TensorBoard, Weights & Biases or MLflow when asked to.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.metrics import PARTS
+from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
+Write = Callable[[int, Mapping[str, float]], None]
 _LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
 _PARTS = _NIC + 7
-WIDTH = _PARTS + len(PARTS)
 
 
 def peak_memory_bytes(cuda: bool) -> int:
     """The most memory this rank has held: of its device, or of its process on a CPU."""
-    if cuda:
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rank_row(
@@ -40,14 +46,6 @@ def rank_row(
     return torch.tensor(
         [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)], dtype=torch.float64
     )
-
-
-def stage_breakdown(plan: Plan, rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-    """Per stage the mean over its ranks, in seconds; the parts add up to the step's time."""
-    return [
-        {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
-        for ranks in plan.parallel.stage_ranks
-    ]
 
 
 def metrics_line(
@@ -72,7 +70,10 @@ def metrics_line(
             plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
         )
         / per_gpu,
-        "breakdown": stage_breakdown(plan, rows),
+        "breakdown": [  # of each stage the mean over its ranks, in seconds; the parts add up to the step's time
+            {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
+            for ranks in plan.parallel.stage_ranks
+        ],
         "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
         "peak_memory_bytes": [int(r[_MEMORY]) for r in rows],
     }
@@ -113,3 +114,74 @@ class Gathering:
         """Every rank's row, on rank 0."""
         self._work.wait()
         return self.rows
+
+
+def figures(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line of metrics.jsonl under flat names: ``breakdown/0/compute_s``, ``nic_bytes/ethernet/tx``."""
+    for key, value in entry.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from figures(value, f"{name}/")
+        elif isinstance(value, list):
+            yield from figures({str(i): item for i, item in enumerate(value)}, f"{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step":
+            yield name, float(value)
+
+
+class Loggers:
+    """All that the configuration asks for. ConfigError, with what to install, for one that is not there."""
+
+    def __init__(self, train: TrainConfig, run: RunDirectory) -> None:
+        made = [(tensorboard, train.tensorboard), (wandb, train.wandb), (mlflow, train.mlflow)]
+        opened = [make(run, value, train) for make, value in made if value]
+        self._logs, self._closes = [log for log, _ in opened], [close for _, close in opened]
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        values = dict(figures(entry)) if self._logs else {}
+        for log in self._logs:
+            log(int(entry["step"]), values)
+
+    def close(self) -> None:
+        for close in self._closes:
+            close()
+
+
+def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
+    """Event files under tensorboard/ of the run directory."""
+    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run.path / "tensorboard"))
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        for name, number in values.items():
+            writer.add_scalar(name, number, step)
+
+    return log, writer.close
+
+
+def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
+    """A run of the project `value`, named after the run directory; another attempt goes on with it."""
+    opened = _imported("wandb", "wandb").init(
+        project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path), config=asdict(train)
+    )
+    return (lambda step, values: opened.log(dict(values), step=step)), opened.finish
+
+
+def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
+    """A run under the tracking address `value`."""
+    package = _imported("mlflow", "mlflow")
+    package.set_tracking_uri(str(value))
+    package.start_run(run_name=run.name)
+    package.log_params({k: v for k, v in asdict(train).items() if v is not None})
+    return (
+        lambda step, values: package.log_metrics({k.replace("/", "."): v for k, v in values.items()}, step=step)
+    ), package.end_run
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise ConfigError(
+            f"{package} is not installed",
+            where=f"train.{package}",
+            hint=f"pip install 'holmes-hpc[{package}]', or unset it",
+        ) from e

@@ -7,7 +7,7 @@ a kernel after the same idea on CPUs), and needs nothing but torch.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,15 +78,13 @@ class SdpaAttention(MegatronModule):
         kept = None if attention_mask is None else ~attention_mask  # Megatron-Core's says what is left out
         dropout = self._dropout if self.training else 0.0
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        with self._random_numbers(dropout):
+        # as Megatron-Core has it: other random numbers on each tensor-parallel rank, whose heads are others
+        forked = dropout and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forked else nullcontext():
             context = F.scaled_dot_product_attention(
                 q, k, v, kept, dropout, kept is None, scale=self._scale, enable_gqa=key.size(2) < query.size(2)
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
-
-    def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:
-        """As Megatron-Core has it: other ones on each tensor-parallel rank, whose heads are others."""
-        return get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
 
 
 def refuse_apart(document_end: int | None, cuda: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -104,9 +104,8 @@ def transformer_config(
 
 
 def _activation(spec: ModelSpec) -> Callable[..., torch.Tensor]:
-    if spec.swiglu:
-        return F.silu
-    return partial(F.gelu, approximate="tanh") if spec.gelu_tanh else F.gelu
+    gelu = partial(F.gelu, approximate="tanh") if spec.gelu_tanh else F.gelu
+    return F.silu if spec.swiglu else gelu
 
 
 class Norm:
@@ -258,3 +257,21 @@ def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         drawn[own[0] >= plan.model.vocab] = 0  # rows that only pad, as many as TP asks for
     parameter.copy_(drawn)
+
+
+def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
+    """Megatron-Core's forward_step_func: one micro-batch, which lies on the model's device already, through one model
+    chunk, and how its loss is made. `masked`: every stage needs the batch, for its mask."""
+    model = inner(chunk)
+    batch = next(batches) if model.pre_process or model.post_process or masked else {}
+    labels = batch.get("labels") if model.post_process else None
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean over the micro-batch's tokens that count."""
+    assert mask is not None  # the last stage, where losses are, reads data
+    mask = mask.float()
+    loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
+    return loss, {"loss": loss.detach().clone()}

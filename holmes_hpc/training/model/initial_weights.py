@@ -12,8 +12,6 @@ import hashlib
 
 import torch
 
-from holmes_hpc.training.model.hash64 import hash64
-
 _BLOCK = 1 << 16  # elements at a time: what is in between stays in a CPU's cache
 
 
@@ -40,3 +38,17 @@ def _sum_of_uniforms(index: torch.Tensor, key: int) -> torch.Tensor:
         bits = hash64(index * 3 + part, key)
         sums += (bits & 0x0000FFFF0000FFFF) + ((bits >> 16) & 0x0000FFFF0000FFFF)
     return (sums & 0xFFFFFFFF) + (sums >> 32) - 12 * 65535 // 2
+
+
+def hash64(number: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+    """SplitMix64 (Steele, Lea and Flood 2014): the 64 bits, as int64, that follow the state `key` after `number` steps,
+    for an int64 tensor of numbers."""
+    z = number * -7046029254386353131 + key  # 0x9E3779B97F4A7C15
+    z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    z = (z ^ _shift(z, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return z ^ _shift(z, 31)
+
+
+def _shift(number: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right without the sign."""
+    return (number >> by) & ((1 << (64 - by)) - 1)

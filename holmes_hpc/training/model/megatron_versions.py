@@ -3,16 +3,19 @@ by what their functions take."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -87,3 +90,51 @@ def _common_inside() -> Any:
             return value[0]
 
     return CommonInside()
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers in a chain of several, or the one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def distributed(optimizer: Any) -> list[DistributedOptimizer]:
+    return [inner for inner in inner_optimizers(optimizer) if isinstance(inner, DistributedOptimizer)]
+
+
+def prepare_for_loading(inner: DistributedOptimizer) -> None:
+    """Megatron-Core (0.16) loads a distributed Adam only when it has made a step, and PyTorch's not at all: it looks
+    among the checkpoint's tensors for the count of steps, which PyTorch keeps with every parameter."""
+    if not inner.optimizer.state:
+        inner._init_optimizer_states_with_dummy_values()
+    assign = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def assign_but_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = inner.model_param_group_index_map[parameter]
+        values = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
+        assign(inner, parameter, {**({"step": values["step"]} if "step" in values else {}), **tensors})
+
+    inner._set_main_param_and_optimizer_states = assign_but_step
+
+
+@contextlib.contextmanager
+def offsets_without_padding(optimizer: Any) -> Iterator[None]:
+    """While the optimizer's state is described: Megatron-Core (0.16) gathers a buffer without the padding at the end of
+    each of its buckets, but then looks for the parameters at their places in the padded buffer, so that behind the
+    first padded bucket every parameter would be saved with its neighbour's values. Give it the places that are meant.
+    """
+    buffers = [buffer for inner in distributed(optimizer) for buffer in inner.buffers]
+    kept = [buffer.param_index_map for buffer in buffers]
+    try:
+        for buffer in buffers:
+            starts, total = [], 0
+            for bucket in buffer.buckets:
+                starts.append(bucket.offset - total)
+                total += bucket.numel_unpadded
+            buffer.param_index_map = {
+                parameter: (start - starts[bucket], end - starts[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        yield
+    finally:
+        for buffer, mapping in zip(buffers, kept, strict=True):
+            buffer.param_index_map = mapping

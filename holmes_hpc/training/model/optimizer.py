@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -17,7 +19,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.metrics.breakdown import Breakdown
-from holmes_hpc.training.model.tied_embedding import FinalizeWithTied
+from holmes_hpc.training.model import gpt, megatron_versions
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
 
@@ -96,17 +98,11 @@ def build(
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=train.optimizer,
-            lr=train.lr,
-            min_lr=train.min_lr,
-            weight_decay=train.weight_decay,
+            **{name: getattr(train, name) for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad")},
             adam_beta1=train.beta1,
             adam_beta2=train.beta2,
             adam_eps=train.eps,
-            clip_grad=train.clip_grad,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            params_dtype=config.params_dtype,
+            **{name: getattr(config, name) for name in ("bf16", "fp16", "params_dtype")},
             use_distributed_optimizer=plan.parallel.distributed_optimizer,
             overlap_param_gather=ddp.overlap_param_gather,
             timers=breakdown,
@@ -116,9 +112,8 @@ def build(
     )
     config.finalize_model_grads_func = FinalizeWithTied(tied_group) if plan.is_per_stage else finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
-    if len(models) == 1 and config.no_sync_func:
-        config.no_sync_func = config.no_sync_func[0]
+    no_sync = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
+    config.no_sync_func = no_sync[0] if no_sync and len(models) == 1 else no_sync
     return optimizer
 
 
@@ -148,16 +143,61 @@ def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: b
 
 
 def _least_scale(optimizer: Any) -> bool:
-    scalers = [getattr(inner, "grad_scaler", None) for inner in getattr(optimizer, "chained_optimizers", [optimizer])]
+    scalers = [getattr(inner, "grad_scaler", None) for inner in megatron_versions.inner_optimizers(optimizer)]
     return all(s is None or float(s.scale) <= float(getattr(s, "min_scale", s.scale)) for s in scalers)
 
 
 def watch_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
     """Tell `breakdown` of the waits that Megatron has no timer for: the parameter gathers before a forward pass, and
     the gradient norm, an all-reduce over all stages, in which a stage that is early waits for the others."""
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for inner in megatron_versions.inner_optimizers(optimizer):
         breakdown.wrap(inner, "get_grad_norm", "pipeline_wait_s")
     for model in models:
         for group in model.bucket_groups:
             if model.ddp_config.overlap_param_gather:
                 breakdown.wrap(group, "finish_param_sync", "param_sync_s")
+
+
+class FinalizeWithTied:
+    """Megatron-Core's ``finalize_model_grads``, and then the tied embedding's gradient: the sum of both stages'.
+
+    For a first and a last stage of unequal widths. `group`: all their ranks, of which this rank may be none.
+    Megatron-Core sums over pairs of ranks that hold the same part of the embedding. Ranks of unequal stages hold parts
+    of other sizes, so each puts what it holds of its stage's sum into the whole matrix, and all sum those up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def __call__(self, models: list[Any], num_tokens: Any = None, **more: Any) -> None:
+        finalize_model_grads(models, num_tokens, **more)
+        if self._group is not None:
+            _sum(models, self._group)
+
+
+def _sum(models: Sequence[Any], group: dist.ProcessGroup) -> None:
+    wrapped = models[0] if gpt.inner(models[0]).pre_process else models[-1]
+    weight = gpt.inner(wrapped).shared_embedding_or_output_weight()
+    gradient = weight.main_grad.view(-1)
+    parts, part = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    whole = torch.zeros(parts, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    first, end = reduced_here(wrapped, weight)
+    whole[part, first:end] = gradient[first:end]
+    dist.all_reduce(whole, group=group)
+    gradient.copy_(whole[part])
+
+
+def reduced_here(wrapped: Any, weight: torch.nn.Parameter) -> tuple[int, int]:
+    """Which of a parameter's elements the data-parallel reduction (a reduce-scatter of its bucket) left on this rank:
+    from the first to before the second; none where they are equal."""
+    buffer = next(b for b in wrapped.buffers if weight in b.param_index_map)
+    start, end, number = buffer.param_index_map[weight]
+    bucket = buffer.buckets[number]
+    rank, size = dist.get_rank(buffer.data_parallel_group), dist.get_world_size(buffer.data_parallel_group)
+    share = bucket.grad_data.numel() // size
+    low = bucket.offset + rank * share
+    held = max(start, low), min(end, low + share)
+    return (held[0] - start, held[1] - start) if held[0] < held[1] else (0, 0)

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.training.model import gpt
-from holmes_hpc.training.model.hash64 import hash64
+from holmes_hpc.training.model.initial_weights import hash64
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements at a time, so that it takes no memory to speak of

@@ -20,6 +20,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holmes_hpc.training.network.door import Door, connections, end_of, listening, own_inodes, packed
@@ -41,7 +42,7 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-def _mac(secret: bytes, who: bytes, *parts: bytes) -> bytes:
+def _mac(secret: bytes, who: bytes, parts: Iterable[bytes]) -> bytes:
     return hmac.digest(secret, who + b"".join(len(p).to_bytes(2, "big") + p for p in parts), "sha256")
 
 
@@ -70,7 +71,6 @@ class Gate:
     door: Door
     _visitors: dict[int, _Visitor] = field(default_factory=dict)
     _admitted: dict[tuple[bytes, int], float] = field(default_factory=dict)  # -> until when the door is open for it
-    _waiting: list[tuple[_Visitor, bytes, int]] = field(default_factory=list)
     _closed: bool = False
 
     def __post_init__(self) -> None:
@@ -95,7 +95,8 @@ class Gate:
                 elif (visitor := self._visitors.get(key.fd)) is not None:
                     self._read(visitor)
             self._open()
-            self._tidy()
+            for visitor in [v for v in self._visitors.values() if v.until < time.monotonic()]:
+                self._leave(visitor)
         for visitor in list(self._visitors.values()):
             self._leave(visitor)
         self._listener.close()
@@ -134,10 +135,9 @@ class Gate:
             self._leave(visitor)
         elif len(visitor.said) == _GREETING:
             theirs, port = visitor.said[:_NONCE], visitor.said[_NONCE : _NONCE + 2]
-            want = _mac(self.secret, b"rank", visitor.nonce, theirs, port, visitor.address, packed(self.address))
+            want = _mac(self.secret, b"rank", (visitor.nonce, theirs, port, visitor.address, packed(self.address)))
             if hmac.compare_digest(want, visitor.said[-_MAC:]):
                 visitor.proved = True
-                self._waiting.append((visitor, theirs, int.from_bytes(port, "big")))
             else:
                 self._leave(visitor)
 
@@ -146,28 +146,23 @@ class Gate:
         now = time.monotonic()
         before = len(self._admitted)
         self._admitted = {who: until for who, until in self._admitted.items() if until > now}
-        room = self.door.room - len(self._admitted)
-        turn, self._waiting = self._waiting[:room], self._waiting[room:]
-        for visitor, _, port in turn:
-            if port:  # 0: it only wants to know whether this gate is the right one
-                self._admitted[visitor.address, port] = now + PATIENCE_S
+        waiting = [v for v in self._visitors.values() if v.proved and v.port is None]
+        turn = waiting[: max(0, self.door.room - len(self._admitted))]
+        for visitor in turn:
+            visitor.port, visitor.until = int.from_bytes(visitor.said[_NONCE : _NONCE + 2], "big"), now + PATIENCE_S
+            if visitor.port:  # 0: it only wants to know whether this gate is the right one
+                self._admitted[visitor.address, visitor.port] = now + PATIENCE_S
         if turn or len(self._admitted) != before:
             self.door.admit(list(self._admitted))
-        for visitor, theirs, port in turn:
-            told = self.door.port.to_bytes(2, "big")
-            self._send(visitor, told + _mac(self.secret, b"gate", theirs, visitor.nonce, told))
-            visitor.port, visitor.until = port, now + PATIENCE_S
-            if not port:
+        for visitor in turn:
+            port = self.door.port.to_bytes(2, "big")
+            self._send(visitor, port + _mac(self.secret, b"gate", (visitor.said[:_NONCE], visitor.nonce, port)))
+            if not visitor.port:
                 self._leave(visitor)
 
     def _send(self, visitor: _Visitor, data: bytes) -> None:
         with contextlib.suppress(OSError):  # it is gone, or reads nothing: it is dropped in time
             visitor.connection.send(data)
-
-    def _tidy(self) -> None:
-        now = time.monotonic()
-        for visitor in [v for v in self._visitors.values() if v.until < now]:
-            self._leave(visitor)
 
     def _drop_oldest(self) -> None:
         if self._visitors:
@@ -195,10 +190,10 @@ def _greet(gate: socket.socket, address: str, secret: bytes, own_port: int) -> i
     connect as long as `gate` is open."""
     own, theirs = secrets.token_bytes(_NONCE), _exactly(gate, _NONCE)
     number = own_port.to_bytes(2, "big")
-    proof = _mac(secret, b"rank", theirs, own, number, packed(gate.getsockname()[0]), packed(address))
+    proof = _mac(secret, b"rank", (theirs, own, number, packed(gate.getsockname()[0]), packed(address)))
     gate.sendall(own + number + proof)
     answer = _exactly(gate, _ANSWER)
-    if not hmac.compare_digest(_mac(secret, b"gate", own, theirs, answer[:2]), answer[2:]):
+    if not hmac.compare_digest(_mac(secret, b"gate", (own, theirs, answer[:2])), answer[2:]):
         raise Refused("another process answers there")
     return int.from_bytes(answer[:2], "big")
 

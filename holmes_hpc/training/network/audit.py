@@ -2,23 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.per_stage import sent_bytes
 from holmes_hpc.planning.cost.predict import layer_array
-from holmes_hpc.planning.cost.timing import parameters
-from holmes_hpc.planning.cost.traffic import activation_bytes
-from holmes_hpc.planning.spec.plan import GroupTransport, Plan
-from holmes_hpc.training.network.accounting import Load, audit_bytes, nic_faults
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.network.interfaces import NodeTransports, short
 
 EVERY_STEPS = 10  # between comparisons: a NIC that goes wrong anywhere between two is seen within 20
+TOLERANCE = 0.10
+FLOOR_BYTES = 1_000_000  # per step: rendezvous, heartbeats, name look-ups
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one group makes a node send in one step: payload `bytes` over a `kind` of NIC (ib, roce, ethernet)."""
+
+    node: str
+    kind: str
+    label: str
+    bytes: float
+
+
+def expected(loads: Iterable[Load]) -> dict[str, dict[str, float]]:
+    """Return node -> kind of NIC -> bytes per step on the wire."""
+    totals: dict[str, dict[str, float]] = {}
+    for load in loads:
+        kinds = totals.setdefault(load.node, {})
+        kinds[load.kind] = kinds.get(load.kind, 0.0) + load.bytes
+    return totals
+
+
+def audit_bytes(
+    counted: Mapping[str, Mapping[str, float]],
+    loads: Iterable[Load],
+    names: Mapping[str, Mapping[str, str]] | None = None,
+    own: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[Finding]:
+    """Return an error for every NIC that sends more than it should, a warning where it is not this run's.
+
+    An error names the group the surplus probably comes from: the one that sends about as much less on another kind of
+    NIC of that node. A NIC that sends less than planned, with no other that sends more, is a warning. NICs of kind
+    ``other`` (storage, management) have other users: they count only where another kind lacks as much.
+
+    `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
+    -> interface, for messages; `own`: node -> kind -> bytes of the ranks' own TCP connections from its address, on the
+    wire, 0 where the kernel does not tell (RDMA).
+    """
+    loads, names, own = list(loads), names or {}, own or {}
+    planned = expected(loads)
+    found: list[Finding] = []
+    for node, kinds in counted.items():
+        plan = planned.get(node, {})
+        excess = {kind: kinds.get(kind, 0.0) - plan.get(kind, 0.0) for kind in {**kinds, **plan}}
+        tolerated = {kind: TOLERANCE * plan.get(kind, 0.0) + FLOOR_BYTES for kind in excess}
+        surplus = {kind: extra for kind, extra in excess.items() if extra > tolerated[kind]}
+        lacking = {kind: -extra for kind, extra in excess.items() if -extra > tolerated[kind]}
+        if surplus.get("other", 0.0) < 0.5 * min(lacking.values(), default=math.inf):
+            surplus.pop("other", None)
+        for kind, extra in surplus.items():
+            nic = names.get(node, {}).get(kind, kind)
+            ours = _ours(kind, kinds, own.get(node, {}))
+            anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
+            group = None if anothers else _culprit(node, extra, lacking, loads)
+            what = (
+                f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
+                f"{plan.get(kind, 0.0) / 1e6:.1f} MB"
+            )
+            if group is not None:
+                what += f": probably group {group.label}, which belongs on {group.kind}"
+                hint = (
+                    f"see that the {group.kind} NIC of {node} is up and has its address (holmes "
+                    "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it"
+                )
+            else:  # all that this run sends is where it belongs
+                what += f", this run's own connections sent {ours / 1e6:.1f} MB of it" if ours else ""
+                if anothers:
+                    what += ", the rest is another job's, or a service's"
+                else:
+                    what += ", none of this run's groups sends less than planned"
+                    what += "" if ours else ": probably another job's, or a service's"
+                hint = (
+                    f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
+                    "slurm.exclusive=true, keeps others away"
+                )
+            found.append(Finding("warning" if group is None else "error", f"node {node}", what, hint, node, nic))
+        for kind, missing in lacking.items() if not surplus else ():
+            nic = names.get(node, {}).get(kind, kind)
+            what = f"{kind} NIC {nic} sent {missing / 1e6:.1f} MB per step less than the plan expects"
+            hint = "see `holmes report`; the counters of this NIC may not count all its traffic"
+            found.append(Finding("warning", f"node {node}", what, hint, node, nic))
+    return found
+
+
+def _ours(kind: str, counted: Mapping[str, float], own: Mapping[str, float]) -> float:
+    """What this run's own connections may have sent over a kind of NIC: those from its address, and what the other
+    kinds' NICs did not carry of theirs, for a route may lead elsewhere than an address says."""
+    strayed = sum(max(0.0, sent - counted.get(other, 0.0)) for other, sent in own.items() if other != kind)
+    return own.get(kind, 0.0) + strayed
+
+
+def _culprit(node: str, extra: float, lacking: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
+    """The group of this node whose bytes, missing on their own kind of NIC, are nearest to the surplus."""
+    sums: dict[tuple[str, str], float] = {}
+    for load in loads:
+        if load.node == node and load.kind in lacking:
+            sums[(load.kind, load.label)] = sums.get((load.kind, load.label), 0.0) + load.bytes
+    if not sums:
+        return None
+    (kind, label), size = min(sums.items(), key=lambda item: abs(item[1] - extra))
+    return Load(node, kind, label, size)
+
+
+def nic_faults(interfaces: Iterable[str], node: str = "", sysfs: Path = Path("/sys")) -> list[Finding]:
+    """Errors for NICs in use that went down or vanished since the start; two small reads a NIC, for use in mid-run.
+
+    `interfaces`: kernel names, or ``device:port`` of RDMA ports.
+    """
+    found = []
+    for name in interfaces:
+        device, _, port = name.partition(":")
+        path = sysfs / (f"class/infiniband/{device}/ports/{port}/state" if port else f"class/net/{name}/operstate")
+        try:
+            state = path.read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            state = "gone"
+        if state not in ("up", "unknown", "dormant") and not state.endswith(": ACTIVE"):
+            hint = "see its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
+            found.append(
+                Finding(
+                    "error",
+                    f"node {node}" if node else "this node",
+                    f"NIC {name} went down ({state})",
+                    f"{hint}, then `holmes resume`",
+                    node,
+                    name,
+                )
+            )
+    return found
 
 
 def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
@@ -28,60 +156,11 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.
     """
     layout = Layout.of(plan, Costs(dtype=dtype))
-    if plan.is_per_stage:
-        return [
-            Load(nodes[rank], str(group.transport.nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
-            for group, rank, amount in sent_bytes(layout, layer_array(plan))
-            if group.transport.nic is not None and (group.transport.nic.verbs or not group.transport.nic.rdma)
-        ]
-    count = parameters(layout, layer_array(plan))[0].sum(axis=1)
-    found = []
-    for group in plan.transports():
-        if group.transport.nic is None or (group.transport.nic.rdma and not group.transport.nic.verbs):
-            continue  # the node itself, or what has no counters that are read
-        kind = str(group.transport.nic)
-        label = f"{group.kind} of ranks {short(group.ranks)}"
-        for rank, amount in _sent(layout, plan, group, count, nodes):
-            found.append(Load(nodes[rank], kind, label, amount))
-    return found
-
-
-def _sent(
-    layout: Layout, plan: Plan, group: GroupTransport, count: Any, nodes: Sequence[str]
-) -> Iterator[tuple[int, float]]:
-    """Ranks whose node sends for this group, and how many bytes."""
-    p, ranks = layout.parallel, group.ranks
-    component = plan.components[plan.component_of(ranks[0])]
-    gpu = layout.fabric(component).gpu
-    how = layout.costs.collectives(gpu)
-    if group.kind == "edge":
-        chunks, micro_batches = p.virtual_stages, plan.micro_batches
-        transfers = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
-        if p.pp == 2:  # the way back to the first stage is between the same two ranks
-            transfers += micro_batches * (chunks - 1)
-        for rank in ranks:
-            yield rank, transfers * activation_bytes(layout, group.transport, component)
-    elif group.kind == "embd" and plan.model.tied:
-        whole = plan.model.padded_vocab(p.tp) / p.tp * plan.model.hidden * layout.costs.gradient_size(gpu)
-        for rank in ranks:
-            yield rank, how.all_reduce / 2 * whole
-    elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
-        n, parameters_here = len(ranks), float(count[group.stages[0]])
-        gradients = parameters_here * layout.costs.gradient_size(gpu)
-        weights = parameters_here * layout.costs.weight_bytes(gpu)
-        amount = (
-            how.reduce_scatter * gradients + how.all_gather * weights
-            if p.distributed_optimizer
-            else how.all_reduce * gradients
-        )
-        first_ranks = {nodes[rank]: rank for rank in reversed(ranks)}  # a ring leaves each of its nodes once
-        for rank in first_ranks.values():
-            yield rank, amount * (n - 1) / n
-    elif group.kind == "inter_dp":
-        k = p.optimizer_instances
-        gradients = float(count[group.stages[0]]) * layout.costs.gradient_size(gpu)
-        for rank in ranks:
-            yield rank, how.all_reduce * (k - 1) / k * gradients / layout.run
+    return [
+        Load(nodes[rank], str(nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
+        for group, rank, amount in sent_bytes(layout, layer_array(plan))
+        if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # else no counters are read
+    ]
 
 
 class Audit:

@@ -71,32 +71,6 @@ class NodeTransports:
         """Where the other nodes reach this one by TCP."""
         return "127.0.0.1" if self.one_host else self.interfaces["tcp"][1]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for the store and the run's record."""
-        return {
-            "node": self.node,
-            "fabric": self.fabric,
-            "one_host": self.one_host,
-            "interfaces": {k: list(v) for k, v in self.interfaces.items()},
-            "environment": dict(self.environment),
-            "defaults": dict(self.defaults),
-            "network": self.network,
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> NodeTransports:
-        return cls(
-            data["node"],
-            data["fabric"],
-            {k: (v[0], v[1], v[2]) for k, v in data["interfaces"].items()},
-            dict(data["environment"]),
-            data["one_host"],
-            dict(data["defaults"]),
-            data["network"],
-            tuple(data["notes"]),
-        )
-
 
 def kinds_of(plan: Plan, rank: int) -> set[str]:
     """The transport kinds that the groups of `rank` use."""
@@ -130,7 +104,7 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
         for kind, nic in wanted:
             if kind == "rdma" and cuda:
                 notes += _opened(nics, nic, node)
-                if not _has_interface(nics, nic):
+                if not any(n.up and n.address is not None for n in candidates(nics, nic)):
                     continue
             found = data_interface(nics, nic, node=node)
             assert found.address is not None
@@ -140,7 +114,16 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
     except SiteError as e:
         raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
     defaults = nccl.socket_settings(*_sockets(plan, rank)) if cuda else {}
-    return NodeTransports(node, fabric.name, interfaces, environment, False, defaults, network, tuple(notes))
+    return NodeTransports(
+        node,
+        fabric.name,
+        interfaces,
+        environment,
+        one_host=False,
+        defaults=defaults,
+        network=network,
+        notes=tuple(notes),
+    )
 
 
 def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:
@@ -197,10 +180,6 @@ def _refuse_stand_in(nics: NodeNics, found: Nic, node: str) -> None:
                 where=f"node {node}",
                 hint=f"ip link set {nic.name} up, or name the one that is meant: ethernet: {found.name} (docs/nics.md)",
             )
-
-
-def _has_interface(nics: NodeNics, nic: NicType) -> bool:
-    return any(n.up and n.address is not None for n in candidates(nics, nic))
 
 
 def refuse(
@@ -317,11 +296,6 @@ def short(ranks: Sequence[int]) -> str:
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
 
 
-def describe_group(kind: str, ranks: Sequence[int], transport: Transport) -> str:
-    """How messages name a group."""
-    return f"{kind} group of ranks {short(ranks)} ({transport})"
-
-
 def as_network_error(
     error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str, interface: str
 ) -> HolmesError:
@@ -338,6 +312,6 @@ def as_network_error(
     )
     return NetworkError(
         f"set-up on {interface} failed: {text[:300]}",
-        where=f"{describe_group(kind, ranks, transport)} on node {node}",
+        where=f"{kind} group of ranks {short(ranks)} ({transport}) on node {node}",
         hint=hint,
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
@@ -29,19 +31,12 @@ from holmes_hpc.training.network.link_diagnosis import (
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 _BASE = "holmes/links"
 _DONE = f"{_BASE}/done"
 _GIVEN_UP = "!"  # no node is called so
-
-
-class KeyValue(Protocol):
-    """The part of torch.distributed.Store that is used here. `wait` raises RuntimeError or TimeoutError."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,13 @@ class Limits:
     again_s: float = 0.75
 
 
-def gather(store: KeyValue, name: str, node: str, nodes: Sequence[str], value: Any, timeout_s: float) -> dict[str, Any]:
-    """Every node's `value` (plain data), in all nodes. The last to come puts all in one entry, so that N nodes make N
-    reads, not N². Raises NetworkError, which names the nodes that did not come."""
+def gather(store: Store, name: str, node: str, nodes: Sequence[str], value: Any, timeout_s: float) -> dict[str, Any]:
+    """Return every node's `value`, as plain data, on all nodes. NetworkError names the nodes that did not come.
+
+    The last node puts all values into one entry, so that N nodes make N reads, not N².
+    """
     base = f"{_BASE}/{name}"
-    store.set(f"{base}/{node}", json.dumps(value))
+    store.set(f"{base}/{node}", msgspec.json.encode(value).decode())
     if store.add(f"{base}/count", 1) == len(nodes):
         values = {n: json.loads(store.get(f"{base}/{n}")) for n in nodes}
         store.set(f"{base}/all", json.dumps(values))
@@ -72,11 +69,11 @@ def gather(store: KeyValue, name: str, node: str, nodes: Sequence[str], value: A
         ) from e
     found: dict[str, Any] = json.loads(store.get(f"{base}/all"))
     if _GIVEN_UP in found:
-        raise _as_error(found[_GIVEN_UP])
+        raise NetworkError(**found[_GIVEN_UP])
     return found
 
 
-def give_up(store: KeyValue, error: HolmesError) -> None:
+def give_up(store: Store, error: HolmesError) -> None:
     """A node that cannot take part tells the others why, so that they need not wait for it."""
     told = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
@@ -85,12 +82,8 @@ def give_up(store: KeyValue, error: HolmesError) -> None:
                 store.set(key, json.dumps(value))
 
 
-def _as_error(told: Mapping[str, str]) -> NetworkError:
-    return NetworkError(told["what"], where=told["where"], hint=told["hint"])
-
-
 def prove_links(
-    store: KeyValue,
+    store: Store,
     node: str,
     nodes: Sequence[str],
     fabric: str,
@@ -124,7 +117,7 @@ def prove_links(
     return found
 
 
-def await_links(store: KeyValue, timeout_s: float = 60.0) -> None:
+def await_links(store: Store, timeout_s: float = 60.0) -> None:
     """What the other ranks of a node call instead: returns when the check is over, raises its error."""
     try:
         store.wait([_DONE], timedelta(seconds=timeout_s))
@@ -134,13 +127,13 @@ def await_links(store: KeyValue, timeout_s: float = 60.0) -> None:
         ) from e
     error = json.loads(store.get(_DONE))
     if error is not None:
-        raise _as_error(error)
+        raise NetworkError(**error)
 
 
 class _Check:
     def __init__(
         self,
-        store: KeyValue,
+        store: Store,
         own: NodeInformation,
         nodes: Sequence[str],
         groups: Sequence[CommunicationGroup],
@@ -152,7 +145,7 @@ class _Check:
         self.node = own.node
 
     def run(self) -> list[Finding]:
-        infos = [NodeInformation.from_dict(c) for c in self._gather("nodes", self.own.to_dict()).values()]
+        infos = [msgspec.convert(c, NodeInformation) for c in self._gather("nodes", self.own).values()]
         odd = audit(infos, self.groups)
         raise_errors(odd)
         by_node = {c.node: c for c in infos}
@@ -169,7 +162,7 @@ class _Check:
         return gather(self.store, name, self.node, self.nodes, value, self.limits.meet_s + slack)
 
     def _reports(self, name: str, own: LinkReport) -> list[LinkReport]:
-        return [LinkReport.from_dict(r) for r in self._gather(name, own.to_dict()).values()]
+        return [msgspec.convert(r, LinkReport) for r in self._gather(name, own).values()]
 
     def _source(self, kind: str) -> tuple[str, str]:
         nic = self.own.nics[kind]
@@ -195,7 +188,9 @@ class _Check:
         for number, links in enumerate(order):
             for link in links:
                 if link.sender == self.node:
-                    measured += self._sample(link, by_node, _third(link, links))
+                    # whom the receiver sends to in the same ring, unless that is this node
+                    onward = (x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node)
+                    measured += self._sample(link, by_node, next(onward, None))
             if number + 1 < len(order):
                 self._gather(f"round-{number}", None)
         return LinkReport(self.node, (), tuple(measured))
@@ -215,8 +210,3 @@ class _Check:
             if third is not None:
                 found.append((NodeLink(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s)))
         return found
-
-
-def _third(link: NodeLink, links: Iterable[NodeLink]) -> str | None:
-    """The node that the receiver sends to in the same ring, unless that is the sender."""
-    return next((x.receiver for x in links if x.sender == link.receiver and x.receiver != link.sender), None)

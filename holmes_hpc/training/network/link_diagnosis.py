@@ -7,8 +7,7 @@ nodes' LinkReports every node derives the same findings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from holmes_hpc.fabric.finding import MOST_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
@@ -16,6 +15,7 @@ from holmes_hpc.slurm.hostlist import compress
 WARN_BELOW, STOP_BELOW = 0.5, 0.1  # of the declared rate
 # What one TCP stream of a Python process proves on any machine; a faster NIC is judged as if it had this rate.
 PROVABLE_GBPS = 5.0
+_NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for messages
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,6 @@ class NodeInformation:
     fabric: str
     ranks: tuple[int, ...]
     nics: Mapping[str, Endpoint]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "node": self.node,
-            "fabric": self.fabric,
-            "ranks": list(self.ranks),
-            "nics": {k: asdict(e) for k, e in self.nics.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> NodeInformation:
-        return cls(
-            data["node"], data["fabric"], tuple(data["ranks"]), {k: Endpoint(**e) for k, e in data["nics"].items()}
-        )
 
 
 @dataclass(frozen=True)
@@ -87,23 +73,6 @@ class LinkReport:
     measured: tuple[tuple[NodeLink, float | None], ...] = ()
     skew_s: Mapping[str, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "node": self.node,
-            "failed": [[asdict(link), why] for link, why in self.failed],
-            "measured": [[asdict(link), gbps] for link, gbps in self.measured],
-            "skew_s": dict(self.skew_s),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LinkReport:
-        return cls(
-            data["node"],
-            tuple((NodeLink(**link), why) for link, why in data["failed"]),
-            tuple((NodeLink(**link), gbps) for link, gbps in data["measured"]),
-            dict(data["skew_s"]),
-        )
-
 
 def _node_of(infos: Iterable[NodeInformation]) -> dict[int, str]:
     return {rank: info.node for info in infos for rank in info.ranks}
@@ -136,21 +105,16 @@ def rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup
         for sender, receiver in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
             links.setdefault((group.kind, sender, receiver), NodeLink(group.kind, sender, receiver, group.label))
     found: list[list[NodeLink]] = []
-    sends: dict[tuple[str, str], set[int]] = {}  # (kind, node) -> the rounds in which it sends
-    receives: dict[tuple[str, str], set[int]] = {}
+    busy: list[set[tuple[str, str]]] = []  # of each round: who sends and who receives
     for link in links.values():
-        sending = sends.setdefault((link.kind, link.sender), set())
-        receiving = receives.setdefault((link.kind, link.receiver), set())
-        number = next(
-            i
-            for i in range(len(found) + 1)
-            if i == len(found) or (found[i][0].kind == link.kind and i not in sending | receiving)
-        )
+        ends = {("sends", link.sender), ("receives", link.receiver)}
+        free = (i for i, used in enumerate(busy) if found[i][0].kind == link.kind and used.isdisjoint(ends))
+        number = next(free, len(found))
         if number == len(found):
             found.append([])
+            busy.append(set())
         found[number].append(link)
-        sending.add(number)
-        receiving.add(number)
+        busy[number] |= ends
     return found
 
 
@@ -169,7 +133,6 @@ def grade(measured_gbps: float | None, declared_gbps: float) -> str:
 def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[Finding]:
     """What the nodes' own information alone shows: a NIC that a group needs and a node has not, one address on two
     nodes."""
-    found: list[Finding] = []
     by_node = {info.node: info for info in infos}
     node_of = _node_of(infos)
     missing: dict[tuple[str, str], str] = {}
@@ -177,33 +140,33 @@ def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]
         for rank in group.ranks:
             if group.kind != "local" and group.kind not in by_node[node_of[rank]].nics:
                 missing.setdefault((node_of[rank], group.kind), group.label)
-    for (node, kind), label in missing.items():
-        found.append(
-            Finding(
-                "error",
-                f"node {node}",
-                f"no {_kind(kind)} NIC for group {label}",
-                "bring it up, or correct the node's features (holmes label)",
-                node,
-            )
+    found = [
+        Finding(
+            "error",
+            f"node {node}",
+            f"no {_NAMES[kind]} NIC for group {label}",
+            "bring it up, or correct the node's features (holmes label)",
+            node,
         )
+        for (node, kind), label in missing.items()
+    ]
     owners: dict[tuple[str, str], list[str]] = {}
     for info in infos:
         for kind, nic in info.nics.items():
             owners.setdefault((kind, nic.address), []).append(info.node)
-    for (kind, address), nodes in owners.items():
-        if len(nodes) > 1:
-            interface = by_node[nodes[0]].nics[kind].interface
-            found.append(
-                Finding(
-                    "error",
-                    f"nodes {compress(nodes)}",
-                    f"all have the address {address} on {interface}",
-                    "give each its own; an address of a container bridge is no address of a node",
-                    nodes[0],
-                    interface,
-                )
+    shared = {owner: nodes for owner, nodes in owners.items() if len(nodes) > 1}
+    for (kind, address), nodes in shared.items():
+        interface = by_node[nodes[0]].nics[kind].interface
+        found.append(
+            Finding(
+                "error",
+                f"nodes {compress(nodes)}",
+                f"all have the address {address} on {interface}",
+                "give each its own; an address of a container bridge is no address of a node",
+                nodes[0],
+                interface,
             )
+        )
     return found + _odd_names(infos)
 
 
@@ -230,10 +193,6 @@ def _odd_names(infos: Sequence[NodeInformation]) -> list[Finding]:
     ]
 
 
-def _kind(kind: str) -> str:
-    return {"rdma": "RDMA", "tcp": "Ethernet"}.get(kind, kind)
-
-
 def unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
     """Findings from failed connections: a fabric that falls apart, a node nobody reaches, or single pairs."""
     by_node = {info.node: info for info in infos}
@@ -241,10 +200,14 @@ def unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport])
     for report in reports:
         for link, why in report.failed:
             bad.setdefault(link.kind, {}).setdefault(frozenset((link.sender, link.receiver)), (link, why))
-    found: list[Finding] = []
-    for kind, pairs in bad.items():
-        found += _of_kind(kind, pairs, by_node)
-    return found
+    return [finding for kind, pairs in bad.items() for finding in _of_kind(kind, pairs, by_node)]
+
+
+_PARTED_HINTS = {
+    "rdma": "if they are two fabrics, give them different fabric_ features (holmes label); else connect their switches",
+    "tcp": "connect their networks (routes, VLAN, firewall), or name the interface that the others reach: ethernet "
+    "(docs/nics.md)",
+}
 
 
 def _of_kind(
@@ -265,25 +228,14 @@ def _of_kind(
         if len(parts) == 2 and min(len(p) for p in parts) > 1:
             nics = infos[parts[0][0]].nics[kind]
             fabrics = sorted({infos[n].fabric for p in parts for n in p})
-            hint = (
-                (
-                    "if they are two fabrics, give them different fabric_ features (holmes label); else connect their "
-                    "switches"
-                )
-                if kind == "rdma"
-                else (
-                    "connect their networks (routes, VLAN, firewall), or name the interface that the others reach: "
-                    "ethernet (docs/nics.md)"
-                )
-            )
             found.append(
                 Finding(
                     "error",
                     f"fabric {', '.join(fabrics)}",
                     f"nodes {compress(parts[0])} ({nics.text}) and "
                     f"{compress(parts[1])} ({infos[parts[1][0]].nics[kind].text}) do not reach each other over their "
-                    f"{_kind(kind)} NICs",
-                    hint,
+                    f"{_NAMES[kind]} NICs",
+                    _PARTED_HINTS[kind],
                     parts[0][0],
                     nics.interface,
                 )
@@ -297,7 +249,7 @@ def _of_kind(
             Finding(
                 "error",
                 f"node {worst}",
-                f"{_kind(kind)} NIC {nic.text} does not reach {compress(others)} (group {link.label}: {why})",
+                f"{_NAMES[kind]} NIC {nic.text} does not reach {compress(others)} (group {link.label}: {why})",
                 f"see that {nic.interface} of {worst} is up and in the fabric its features "
                 "name: cable, subnet, firewall",
                 worst,
@@ -327,7 +279,7 @@ def _pair(link: NodeLink, why: str, infos: Mapping[str, NodeInformation]) -> Fin
     return Finding(
         "error",
         f"nodes {link.sender} and {link.receiver}",
-        f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_kind(link.kind)} "
+        f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_NAMES[link.kind]} "
         f"NICs, which group {link.label} needs ({why})",
         f"look for a firewall between them, and for {b.interface} of {link.receiver}: up, right cable and subnet",
         link.receiver,
@@ -396,7 +348,7 @@ def _own(
     return Finding(
         max((level[x] for x in links), key=("warning", "error").index),
         f"node {node}",
-        f"{_kind(worst.kind)} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
+        f"{_NAMES[worst.kind]} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
         f"{_rate(should)} ({best[worst] / should:.0%}; {'to' if sends else 'from'} {other}, group "
         f"{worst.label})",
         _SLOW_HINT,
@@ -413,7 +365,7 @@ def _between(
     return Finding(
         level[link],
         f"nodes {link.sender} and {link.receiver}",
-        f"{_kind(link.kind)} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
+        f"{_NAMES[link.kind]} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
         f"{_rate(best[link])} of {_rate(should)} ({best[link] / should:.0%}; group {link.label})",
         _SLOW_HINT,
         link.sender,
@@ -428,17 +380,15 @@ def skewed(reports: Iterable[LinkReport]) -> list[Finding]:
     for report in reports:
         for node, seconds in report.skew_s.items():
             offsets.setdefault(node, []).append(seconds)
-    found = []
-    for node, seen in sorted(offsets.items()):
-        middle = sorted(seen)[len(seen) // 2]
-        if abs(middle) > MOST_SKEW_S and 2 * len(seen) >= len(reports):
-            found.append(
-                Finding(
-                    "warning",
-                    f"node {node}",
-                    f"its clock is {middle:+.0f} s off the others'",
-                    "start a time service there (chrony); munge refuses credentials at 300 s",
-                    node,
-                )
-            )
-    return found
+    skew_s = {node: sorted(s)[len(s) // 2] for node, s in sorted(offsets.items()) if 2 * len(s) >= len(reports)}
+    return [
+        Finding(
+            "warning",
+            f"node {node}",
+            f"its clock is {seconds:+.0f} s off the others'",
+            "start a time service there (chrony); munge refuses credentials at 300 s",
+            node,
+        )
+        for node, seconds in skew_s.items()
+        if abs(seconds) > MOST_SKEW_S
+    ]

@@ -12,12 +12,13 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.training.network.link_diagnosis import Endpoint
 
-AT_ONCE = 256  # connections tried at a time, below the usual limit of 1,024 open files
+AT_ONCE = 256  # connections at a time, each in a thread; the usual limit of open files is 1,024
 HEADER_BYTES = 1024
 CHUNK_BYTES = 1 << 18
 WARM_UP = 0.2  # of a sample's time: TCP's slow start and a shaper's burst are over then
@@ -52,54 +53,36 @@ def _bound(interface: str, address: str) -> socket.socket:
     return made
 
 
-class LinkServer:
+class LinkServer(contextlib.ExitStack):
     """Listens on this node's NICs until closed. `nics`: kind -> (interface, address); `ports`: kind -> port.
 
     It answers only those who know `token`. Raises NetworkError where an address cannot be used.
     """
 
     def __init__(self, node: str, token: str, nics: Mapping[str, tuple[str, str]]) -> None:
+        super().__init__()
         self._node, self._token = node, token
-        self._sockets: dict[str, socket.socket] = {}
-        self._closed = False
-        try:
-            for kind, (interface, address) in nics.items():
-                try:
-                    self._sockets[kind] = _bound(interface, address)
-                    self._sockets[kind].listen(1024)
-                except OSError as e:
-                    raise NetworkError(
-                        f"cannot listen on {interface} {address}: {e.strerror}",
-                        where=f"node {node}",
-                        hint=f"see that {interface} is up and has that address",
-                    ) from e
-        except NetworkError:
-            self.close()
-            raise
-        self.ports = {kind: s.getsockname()[1] for kind, s in self._sockets.items()}
-        for s in self._sockets.values():
-            threading.Thread(target=self._accept, args=(s,), daemon=True, name="link-server").start()
-
-    def __enter__(self) -> LinkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._closed = True
-        for s in self._sockets.values():
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)  # wakes accept
-            s.close()
-
-    def _accept(self, listening: socket.socket) -> None:
-        while not self._closed:
+        self.ports: dict[str, int] = {}
+        for kind, (interface, address) in nics.items():
             try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="link-answer").start()
+                listener = _bound(interface, address)
+                self.callback(_close, listener)
+                listener.listen(1024)
+            except OSError as e:
+                self.close()
+                raise NetworkError(
+                    f"cannot listen on {interface} {address}: {e.strerror}",
+                    where=f"node {node}",
+                    hint=f"see that {interface} is up and has that address",
+                ) from e
+            self.ports[kind] = listener.getsockname()[1]
+            threading.Thread(target=self._accept, args=(listener,), daemon=True, name="link-server").start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="link-answer").start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
@@ -111,6 +94,12 @@ class LinkServer:
             seconds = min(float(asked.get("seconds", 0)), LONGEST_SAMPLE_S)
             if seconds > 0:
                 connection.sendall(_line({"gbps": _swallow(connection, seconds)}))
+
+
+def _close(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+    listener.close()
 
 
 def _swallow(connection: socket.socket, seconds: float) -> float:
@@ -143,13 +132,8 @@ def _line(data: dict[str, object]) -> bytes:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    text = b""
-    while not text.endswith(b"\n"):
-        more = connection.recv(1) if len(text) < HEADER_BYTES else b""
-        if not more:
-            raise ConnectionError("no answer")
-        text += more
-    return text
+    """Read one line and no byte behind it; shorter than a line where the other side closes."""
+    return connection.makefile("rb", buffering=0).readline(HEADER_BYTES)
 
 
 def reach(
@@ -157,63 +141,31 @@ def reach(
 ) -> dict[str, Reply]:
     """Try all `targets` (node -> where its server listens) at once from `source` (interface, address).
 
-    A reply's failure is empty where the peer answered with its own name; else it says why, in the system's words.
+    A reply's failure is empty where the peer answered with its own name; else it is the system's message.
     """
-    replies: dict[str, Reply] = {}
-    names = list(targets)
-    for start in range(0, len(names), AT_ONCE):
-        part = {name: targets[name] for name in names[start : start + AT_ONCE]}
-        replies.update(_reach_some(source, part, token, timeout_s))
-    return replies
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        replies = pool.map(lambda node: _reach_one(source, node, targets[node], token, timeout_s), targets)
+        return dict(zip(targets, replies, strict=True))
 
 
-def _reach_some(
-    source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, timeout_s: float
-) -> dict[str, Reply]:
-    replies: dict[str, Reply] = {}
-    texts: dict[str, bytes] = {}
-    asked: dict[str, float] = {}
-    end = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for node, target in targets.items():
-            try:
-                s = _bound(*source)
-                s.setblocking(False)
-                code = s.connect_ex((target.address, target.port))
-            except OSError as e:
-                replies[node] = Reply(failure=_why(e.errno or 0))
-                continue
-            if code not in (0, errno.EINPROGRESS):
-                replies[node] = Reply(failure=_why(code))
-                s.close()
-                continue
-            selector.register(s, selectors.EVENT_WRITE, node)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, events in selector.select(left):
-                node, connection = key.data, key.fileobj
-                assert isinstance(connection, socket.socket)
-                try:
-                    if events & selectors.EVENT_WRITE:
-                        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                        if code:
-                            raise OSError(code, os.strerror(code))
-                        connection.send(_line({"token": token}))
-                        asked[node], texts[node] = time.time(), b""
-                        selector.modify(connection, selectors.EVENT_READ, node)
-                        continue
-                    more = connection.recv(HEADER_BYTES)
-                    texts[node] += more
-                    if more and not texts[node].endswith(b"\n") and len(texts[node]) < HEADER_BYTES:
-                        continue
-                    replies[node] = _understand(node, texts[node], asked[node])
-                except OSError as e:
-                    replies[node] = Reply(failure=_why(e.errno or 0))
-                selector.unregister(connection)
-                connection.close()
-        for key in list(selector.get_map().values()):
-            replies[key.data] = Reply(failure=f"no answer in {timeout_s:g} s")
-            key.fileobj.close()  # type: ignore[union-attr]
-    return replies
+def _reach_one(source: tuple[str, str], node: str, target: Endpoint, token: str, timeout_s: float) -> Reply:
+    end, text = time.monotonic() + timeout_s, b""
+    try:
+        with _bound(*source) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect((target.address, target.port))
+            connection.sendall(_line({"token": token}))
+            asked = time.time()
+            while not text.endswith(b"\n") and len(text) < HEADER_BYTES:
+                connection.settimeout(max(0.001, end - time.monotonic()))
+                if not (more := connection.recv(HEADER_BYTES)):
+                    break
+                text += more
+            return _understand(node, text, asked)
+    except TimeoutError:
+        return Reply(failure=f"no answer in {timeout_s:g} s")
+    except OSError as e:
+        return Reply(failure=os.strerror(e.errno) if e.errno else "connection closed")
 
 
 def _understand(node: str, text: bytes, asked: float) -> Reply:
@@ -225,10 +177,6 @@ def _understand(node: str, text: bytes, asked: float) -> Reply:
     if name != node:
         return Reply(failure=f"node {name} answers there: an address that two nodes have")
     return Reply(name, clock - (asked + time.time()) / 2)
-
-
-def _why(code: int) -> str:
-    return os.strerror(code) if code else "connection closed"
 
 
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:

@@ -1,24 +1,140 @@
-"""Bytes that this node's NICs carry: counted by one rank of each node, per NIC kind, between two moments."""
+"""Byte counters of this node's NICs and of this process's TCP connections, and what a run makes of them.
+
+One rank of each node counts, per NIC kind, between two moments.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import stat
+import struct
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_hpc.fabric.nics import NodeNics, role_of
+from holmes_hpc.fabric.nics import NodeNics, candidates, role_of
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import append_line, to_json
-from holmes_hpc.training.network.counters import Counters, by_kind, difference, read_counters
-from holmes_hpc.training.network.own_sockets import OwnSockets
 from holmes_hpc.training.rank.launch import Launch
 
 SAMPLE_BYTES = 1 << 20
+Counters = dict[str, tuple[int, int]]
+# port_xmit_data and port_rcv_data count 4-byte words (kernel: Documentation/ABI/stable/sysfs-class-infiniband)
+WORD_BYTES = 4
+_TCP_INFO_BYTES = 128
+_BYTES_ACKED = 120  # its place in struct tcp_info of linux/tcp.h, from Linux 4.1 on
+
+
+def read_counters(sysfs: Path = Path("/sys")) -> Counters:
+    """Bytes sent and received since boot: interface name, or ``device:port`` of an RDMA port -> (tx, rx).
+
+    A NIC that vanished or cannot be read is left out. RDMA ports count RDMA traffic (and IPoIB, which its interface
+    counts too); interfaces count what the kernel sends.
+    """
+    counters: Counters = {}
+    for name in _names(sysfs / "class/net"):
+        statistics = sysfs / "class/net" / name / "statistics"
+        with contextlib.suppress(OSError, ValueError):
+            counters[name] = _number(statistics / "tx_bytes"), _number(statistics / "rx_bytes")
+    for device in _names(sysfs / "class/infiniband"):
+        ports = sysfs / "class/infiniband" / device / "ports"
+        for port in _names(ports):
+            words = ports / port / "counters"
+            with contextlib.suppress(OSError, ValueError):
+                tx, rx = _number(words / "port_xmit_data"), _number(words / "port_rcv_data")
+                counters[f"{device}:{port}"] = (tx * WORD_BYTES, rx * WORD_BYTES)
+    return counters
+
+
+def difference(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Counters:
+    """Bytes between two readings, for NICs in both. A counter that went back (a NIC was reset) counts from zero."""
+    result: Counters = {}
+    for name in before.keys() & after.keys():
+        (tx0, rx0), (tx1, rx1) = before[name], after[name]
+        result[name] = (tx1 - tx0 if tx1 >= tx0 else tx1, rx1 - rx0 if rx1 >= rx0 else rx1)
+    return result
+
+
+def by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str, tuple[int, int]]:
+    """Sum counters into ``ib``, ``roce``, ``ethernet`` and ``other`` (management, containers, storage: RDMA ports that
+    NCCL is not given).
+
+    Nothing is counted twice: IPoIB is left to its port where ports are counted, members of a bond to the bond.
+    """
+    ports = [p for p in nics.ports if p.kind in ("ib", "roce")]
+    compute = {p.name for nic in (NicType.IB, NicType.ROCE) for p in nics.compute_ports(nic)}
+    owners = {p.interface for p in ports if p.name in compute}
+    kinds: dict[str, str] = {}
+    for nic in nics.interfaces:
+        if nic.name == "lo" or nic.member_of is not None:
+            continue
+        if nic.type is NicType.IB and any(p.kind == "ib" and p.name in counters for p in ports):
+            continue
+        storage = nic.type is NicType.ROCE and bool(ports) and nic.name not in owners
+        kinds[nic.name] = str(nic.type) if nic.role == "data" and not storage else "other"
+    best = candidates(nics, NicType.ETHERNET)  # sockets may go over a RoCE NIC, or a management port
+    if best and (
+        kinds.get(best[0].name) == "other" or any(p.name in counters for p in ports) or nics.sockets is not None
+    ):
+        kinds[best[0].name] = "ethernet"  # a RoCE port counts RDMA, its interface what the kernel sends
+    kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
+    totals: dict[str, tuple[int, int]] = {}
+    for name, kind in kinds.items():
+        if name in counters:
+            tx, rx = totals.get(kind, (0, 0))
+            totals[kind] = (tx + counters[name][0], rx + counters[name][1])
+    return totals
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int:
+    with open(path, "rb", buffering=0) as file:
+        return int(file.read(64))
+
+
+class OwnSockets:
+    """`take`: local address -> bytes sent from it, and acknowledged, since the last call."""
+
+    def __init__(self) -> None:
+        self._last = _sent()
+
+    def take(self) -> dict[str, int]:
+        before, self._last = self._last, _sent()
+        found: dict[str, int] = {}
+        for inode, (address, sent) in self._last.items():
+            found[address] = found.get(address, 0) + sent - before.get(inode, ("", 0))[1]
+        return found
+
+
+def _sent() -> dict[int, tuple[str, int]]:
+    """Inode of each TCP connection of this process -> (local address, bytes that the other side has acknowledged)."""
+    found: dict[int, tuple[str, int]] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            status = os.fstat(int(name))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
+                    continue
+                told = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                if len(told) == _TCP_INFO_BYTES:
+                    address = str(own.getsockname()[0]).removeprefix("::ffff:")
+                    found[status.st_ino] = address, struct.unpack_from("=Q", told, _BYTES_ACKED)[0]
+    return found
 
 
 class Traffic:
@@ -28,7 +144,7 @@ class Traffic:
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
         self.fabric = plan.site.fabric(plan.places[min(launch.rank, plan.world_size - 1)].fabric)
         first = launch.local_rank == 0
-        self.counts = first and not launch.one_host
+        self.counts, self.one_host = first and not launch.one_host, launch.one_host
         self._nics = nics
         self._last = read_counters() if self.counts else {}
         self._own = None if launch.one_host else OwnSockets()
@@ -37,17 +153,14 @@ class Traffic:
     def take(self) -> tuple[float, ...]:
         """Bytes since the last call: Ethernet sent and received, RDMA sent and received; sent over NICs that the plan
         does not use; sent by this rank's own TCP connections over Ethernet and over RDMA NICs."""
-        own = self._kinds(self._own_sent())
+        sent = {} if self._own is None else self._own.take()
+        own = self._kinds({nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent})
         sent_here = own[0], own[2]
         if not self.counts:
             return (*[0.0] * 5, *sent_here)
         now = read_counters()
         self.by_nic, self._last = difference(self._last, now), now
         return (*self._kinds(self.by_nic), *sent_here)
-
-    def _own_sent(self) -> Counters:
-        sent = {} if self._own is None else self._own.take()
-        return {nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent}
 
     def _kinds(self, counted: Counters) -> tuple[float, float, float, float, float]:
         """Ethernet sent and received, RDMA sent and received, others sent."""
@@ -125,7 +238,7 @@ def header_factors(
     With `cuda`, fabrics have 1: their traffic is RDMA, of which a sample over TCP says nothing, and whose ports count
     some 60 bytes of headers with each packet of 1 to 4 KiB, well within the audit's tolerance."""
     factors: dict[str, float] = {}
-    for kind, ranks in sample_pairs(plan).items():
+    for kind, ranks in () if traffic.one_host else sample_pairs(plan).items():
         if cuda and kind != "ethernet":
             factors[kind] = 1.0
             continue

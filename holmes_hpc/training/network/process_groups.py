@@ -4,7 +4,6 @@ name per communicator, and Megatron-Core's parallel state made of them."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +22,7 @@ from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import unequal_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
 
@@ -127,22 +127,14 @@ class Groups:
         member = self.rank in ranks  # the others may have no such interface, and need none
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
         try:
-            if self.cuda and not gloo:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self._nccl_timeout_s),
-                    backend="nccl",
-                    pg_options=nccl_options(transport, self.plan.site, urgent),
-                    group_desc=kind,
-                )
-            else:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self.timeout_s),
-                    backend=GLOO,
-                    pg_options={"interface": interface},
-                    group_desc=kind,
-                )
+            nccl_only = self.cuda and not gloo
+            group = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=self._nccl_timeout_s if nccl_only else self.timeout_s),
+                backend="nccl" if nccl_only else GLOO,
+                pg_options=nccl_options(transport, self.plan.site, urgent) if nccl_only else {"interface": interface},
+                group_desc=kind,
+            )
         except Exception as e:
             raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
         if member:
@@ -199,9 +191,9 @@ class Groups:
             parallel_state._global_process_group_list.append(group)
         return group
 
-    def make_parallel_state(self) -> float:
-        """Megatron-Core's groups; the seconds it took come back."""
-        began, p = time.perf_counter(), self.plan.parallel
+    def make_parallel_state(self) -> None:
+        """Make Megatron-Core's groups."""
+        p = self.plan.parallel
         original = parallel_state.create_group
         parallel_state.create_group = self.create_group
         minutes = max(1, round(self.timeout_s / 60))
@@ -227,7 +219,6 @@ class Groups:
                 )
         finally:
             parallel_state.create_group = original
-        return time.perf_counter() - began
 
 
 def close() -> None:
@@ -251,12 +242,10 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Seq
     """No two ranks have the same GPU. PlanError on every rank, for NCCL would refuse in words of its own."""
     if device.type != "cuda":
         return
-    store.set(f"device/{rank}", str(torch.cuda.get_device_properties(device).uuid))
-    keys = [f"device/{other}" for other in range(len(nodes))]
-    store.wait(keys)
+    uuids = exchange(store, "device", rank, len(nodes), str(torch.cuda.get_device_properties(device).uuid))
     owners: dict[tuple[str, str], int] = {}
-    for other, (node, uuid) in enumerate(zip(nodes, store.multi_get(keys), strict=True)):
-        first = owners.setdefault((node.node, uuid.decode()), other)
+    for other, (node, uuid) in enumerate(zip(nodes, uuids, strict=True)):
+        first = owners.setdefault((node.node, uuid), other)
         if first != other:
             raise PlanError(
                 f"ranks {first} and {other} have the same GPU",

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError
@@ -60,15 +62,8 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     where, secret = f"rendezvous on {launch.node}", admission.new_secret()
     try:
         door, gate, relay = _served(address, secret)
-        store = dist.TCPStore(
-            relay.address,
-            door.port,
-            launch.world_size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=os.dup(door.socket.fileno()),
-        )
+        listener = os.dup(door.socket.fileno())
+        store = _store(relay.address, door.port, launch, timeout_s, is_master=True, listener=listener)
     except (OSError, RuntimeError) as e:
         raise NetworkError(
             f"cannot serve on {address}: {_why(e)}",
@@ -80,7 +75,7 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     for old in run_dir.glob("rendezvous-*.json"):  # of starts that were killed: there is one at a time
         with contextlib.suppress(OSError):
             old.unlink()
-    meeting = Meeting(address, gate.port, secret.hex(), attempt, launch.node, os.getpid())
+    meeting = Meeting(address, port=gate.port, secret=secret.hex(), attempt=attempt, host=launch.node, pid=os.getpid())
     write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n", OWN_ALONE)
     return store
 
@@ -101,16 +96,26 @@ def _served(address: str, secret: bytes) -> tuple[Door, admission.Gate, admissio
     raise AssertionError
 
 
-def _client(address: str, port: int, secret: bytes, world_size: int, timeout_s: float) -> dist.TCPStore:
-    relay = admission.Relay(address, port, secret)
-    _held.append(relay)
-    return dist.TCPStore(relay.address, relay.port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+def _store(
+    address: str, port: int, launch: Launch, timeout_s: float, *, is_master: bool, listener: int | None = None
+) -> dist.TCPStore:
+    return dist.TCPStore(
+        address,
+        port,
+        launch.world_size,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener,
+    )
 
 
 def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: int) -> None:
     """Rank 0, when it fails before it could start the store: the others need not wait for it."""
     with contextlib.suppress(HolmesError, OSError):
-        meeting = Meeting("", 0, "", attempt, launch.node, os.getpid(), error, exit_code)
+        meeting = Meeting(
+            "", port=0, secret="", attempt=attempt, host=launch.node, pid=os.getpid(), error=error, exit_code=exit_code
+        )
         write_whole(meeting_path(run_dir, launch), json.dumps(asdict(meeting)) + "\n", OWN_ALONE)
 
 
@@ -119,18 +124,8 @@ def read_meeting(path: Path) -> Meeting | None:
     if not is_own(path, OWN_ALONE):
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return Meeting(
-            str(data["address"]),
-            int(data["port"]),
-            str(data["secret"]),
-            int(data["attempt"]),
-            str(data["host"]),
-            int(data["pid"]),
-            str(data["error"]),
-            int(data["exit_code"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return msgspec.json.decode(path.read_bytes(), type=Meeting)
+    except (OSError, ValueError, msgspec.MsgspecError):
         return None
 
 
@@ -159,7 +154,9 @@ def join_store(
                 secret = bytes.fromhex(meeting.secret)
                 # tried first, for TCPStore waits long for what it cannot reach, and does not say why
                 admission.prove(meeting.address, meeting.port, secret, min(5.0, timeout_s))
-                return _client(meeting.address, meeting.port, secret, launch.world_size, timeout_s), meeting.attempt
+                relay = admission.Relay(meeting.address, meeting.port, secret)
+                _held.append(relay)
+                return _store(relay.address, relay.port, launch, timeout_s, is_master=False), meeting.attempt
             except (OSError, RuntimeError, ValueError) as e:  # not there yet, or no longer: the file may be replaced
                 problem = _why(e)
         time.sleep(POLL_S)
@@ -193,15 +190,8 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
                 "secret: whoever reaches it can change or end this run; start the ranks with srun where others share "
                 "the network (docs/security.md)"
             )
-        return dist.TCPStore(
-            launch.address,
-            launch.port,
-            launch.world_size,
-            is_master=own,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
+        handle = None if listener is None else listener.detach()
+        return _store(launch.address, launch.port, launch, timeout_s, is_master=own, listener=handle)
     except (OSError, RuntimeError) as e:
         what = "listen on" if own else "reach"
         raise NetworkError(
@@ -209,6 +199,22 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
             where=f"rank {launch.rank} on {launch.node}",
             hint="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
         ) from e
+
+
+def exchange(store: dist.Store, name: str, rank: int, world_size: int, value: Any) -> list[Any]:
+    """Return every rank's `value` as plain data, in rank order. All ranks call it. NetworkError names absent ranks."""
+    store.set(f"{name}/{rank}", msgspec.json.encode(value).decode())
+    keys = [f"{name}/{other}" for other in range(world_size)]
+    try:
+        store.wait(keys)
+    except RuntimeError as e:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise NetworkError(
+            f"ranks {missing} did not come",
+            where="rendezvous",
+            hint="look at their logs; they started late, died, or cannot reach rank 0",
+        ) from e
+    return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def forget(run_dir: Path, launch: Launch) -> None:
@@ -222,8 +228,4 @@ def _why(error: BaseException) -> str:
         return "no answer"
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there"
-    return (error.strerror or _line(error)) if isinstance(error, OSError) else _line(error)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return getattr(error, "strerror", None) or " ".join(str(error).split())[:200]

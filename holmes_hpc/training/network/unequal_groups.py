@@ -3,7 +3,7 @@
 Its groups inside a stage (tensor parallel, data parallel and their combinations) are made as ever. Of pipelines it has
 none: a rank is in the pipelines of all the micro-batches it computes, and where Megatron-Core asks a pipeline's group,
 it asks for nothing but the stage. The gradient norm goes over all ranks, of which each parameter's parts, that
-the optimizers hold, are counted once; the tied embedding has a group of its own (model/tied_embedding.py).
+the optimizers hold, are counted once; the tied embedding has a group of its own (model/optimizer.py).
 """
 
 from __future__ import annotations

@@ -6,24 +6,18 @@ Rounding changes activations and their gradients, and so the losses: docs/schedu
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 
 SCALE_BYTES = 4  # an fp32 scale beside every row
 
 
-class Codec(Protocol):
-    """`encode` makes the contiguous tensor that is sent; `buffer` the one that is received for a `target`; `decode`
-    writes its value into `target`, which is that very buffer where nothing is converted."""
+class Codec:
+    """How a tensor looks on the wire: here bit for bit.
 
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def buffer(self, target: torch.Tensor) -> torch.Tensor: ...
-    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None: ...
-
-
-class Same:
-    """Bit for bit."""
+    `encode` makes the contiguous tensor that is sent; `buffer` the one that is received for a `target`; `decode` writes
+    its value into `target`, which is that very buffer where nothing is converted.
+    """
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -31,11 +25,10 @@ class Same:
     def buffer(self, target: torch.Tensor) -> torch.Tensor:
         return target
 
-    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None:
-        pass
+    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None: ...
 
 
-class Cast:
+class Cast(Codec):
     """Rounded to a type of the same range."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -51,7 +44,7 @@ class Cast:
         target.copy_(wire)
 
 
-class RowScaled:
+class RowScaled(Codec):
     """Rounded to a type of small range, with one scale per row (the last dimension: one token's hidden vector), such
     that the row's largest value is the type's: gradients of activations are often too small for fp16 as they are.
 
@@ -78,7 +71,7 @@ class RowScaled:
         target.copy_((values * (largest / self.most)).reshape(target.shape))
 
 
-SAME: Codec = Same()
+SAME = Codec()
 _CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire
     "same": (64, SAME),
     "bf16": (2, Cast(torch.bfloat16)),

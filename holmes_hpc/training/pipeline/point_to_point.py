@@ -48,11 +48,9 @@ class Transfer:
     def wait(self) -> torch.Tensor:
         """The tensor sent or received. Raises NetworkError with the edge's name when the other end is gone."""
         if not self.done:
-            asked = time.perf_counter()
             with _named(self._channel.name):
                 self._finish()
             self.done = True
-            self._channel.waited_s += time.perf_counter() - asked
         return self._tensor
 
 
@@ -60,15 +58,13 @@ class Channel:
     """One direction of one edge, seen from one of its two ends.
 
     `connections`: groups of just these two ranks, each of which connects them anew; a tensor is cut into as many
-    stripes. `peer`: the other end's global rank. `codec`: how a tensor looks on the wire. `waited_s`: seconds that
-    callers were blocked so far.
+    stripes. `peer`: the other end's global rank. `codec`: how a tensor looks on the wire.
     `watch`, when set, is told of every transfer, at the cost of a thread: ("send_forward", label, posted, done) where
     the channel's name begins with "forward".
     """
 
     def __init__(self, name: str, connections: Sequence[dist.ProcessGroup], peer: int, codec: Codec = SAME) -> None:
         self.name, self.connections, self.peer, self.codec = name, tuple(connections), peer, codec
-        self.waited_s = 0.0
         self.watch: Watch | None = None
         self._nccl = is_nccl(self.connections[0])
         self._count = 0
@@ -222,11 +218,6 @@ class Edges:
         self.channels, self.device = dict(channels), device
         self.on_device = any(is_nccl(c.connections[0]) for c in channels.values())
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has been blocked by its edges since it started: the exposed part of the transfers."""
-        return sum(channel.waited_s for channel in self.channels.values())
-
     def close(self) -> None:
         """Wait for what is still under way. Call it before the groups are destroyed."""
         for channel in self.channels.values():
@@ -252,8 +243,6 @@ class EdgeCommunicator(P2PCommunicator, Edges):
                 where="model",
                 hint="unset variable_seq_lengths",
             )
-        self.forward_in, self.forward_out = channels.get("forward_in"), channels.get("forward_out")
-        self.backward_in, self.backward_out = channels.get("backward_in"), channels.get("backward_out")
 
     @property
     def row(self) -> int:
@@ -334,40 +323,42 @@ def build(
     edges = [group for group in plan.transports() if group.kind == "edge"]
     if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
         edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
-    channels: dict[str, Channel] = {}
-    for edge in edges:
-        for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
-            made = connect(plan, edge, direction, source, target, new_group, rank, config, device, channel)
-            if made is not None:
-                channels[f"{direction}_{'out' if rank == source else 'in'}"] = made
+    channels = {
+        role: made
+        for edge in edges
+        for role, _, made in connect(plan, edge, new_group, rank=rank, config=config, device=device, channel=channel)
+    }
     return EdgeCommunicator(pp_group, config, channels, device)
 
 
 def connect(
     plan: Plan,
     edge: GroupTransport,
-    direction: str,
-    source: int,
-    target: int,
     new_group: NewGroup,
+    *,
     rank: int,
     config: Any,
     device: torch.device,
     channel: type[Channel] = Channel,
-) -> Channel | None:
-    """One direction of an edge, on its transport; None on ranks that are no end of it. All ranks call it."""
+) -> Iterator[tuple[str, int, Channel]]:
+    """Connect both directions of an edge, on its transport. All ranks call it and exhaust it.
+
+    Yield (role, the other end's rank, channel) of each direction; nothing on ranks that are no end of the edge.
+    """
     tcp = edge.transport.kind == "tcp"
-    connections = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
-    if rank not in (source, target):
-        return None
-    made = channel(
-        f"{direction} {source}->{target}",
-        [c for c in connections if c is not None],
-        target if rank == source else source,
-        codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME,
-    )
-    _try(made, device, sends=rank == source)
-    return made
+    for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
+        connections = [new_group(edge) for _ in range(plan.edge_connections if tcp else 1)]
+        if rank not in (source, target):
+            continue
+        peer = target if rank == source else source
+        made = channel(
+            f"{direction} {source}->{target}",
+            [c for c in connections if c is not None],
+            peer,
+            codec(plan.edge_dtype, config.pipeline_dtype) if tcp else SAME,
+        )
+        _try(made, device, sends=rank == source)
+        yield f"{direction}_{'out' if rank == source else 'in'}", peer, made
 
 
 def _try(channel: Channel, device: torch.device, sends: bool) -> None:

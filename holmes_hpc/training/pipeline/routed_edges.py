@@ -52,7 +52,7 @@ class Joined:
 
 
 class RoutedEdges(Edges):
-    """What ``run_ahead`` sends and receives over where stages have unequal widths. `row`: this rank's replica, as
+    """What ``run_ahead`` sends and receives over where stages have unequal parallel. `row`: this rank's replica, as
     :class:`Order` counts."""
 
     def __init__(self, place: Any, row: int, device: torch.device) -> None:
@@ -80,7 +80,7 @@ def build_routed(
     edges = RoutedEdges(place, order.row(stage, replica), device)
     for edge in plan.transports():
         if edge.kind == "edge":
-            _add(edges, edge, plan, parallel, order, new_group, rank, part, config)
+            _add(edges, edge, plan, parallel, order, new_group=new_group, rank=rank, part=part, config=config)
     return edges
 
 
@@ -90,22 +90,17 @@ def _add(
     plan: Plan,
     parallel: Parallel,
     order: Order,
+    *,
     new_group: NewGroup,
     rank: int,
     part: int,
     config: Any,
 ) -> None:
-    for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
-        channel = connect(plan, edge, direction, source, target, new_group, rank, config, edges.device)
-        if channel is not None:
-            own, other = (source, target) if rank == source else (target, source)
-            peer_stage, peer, peer_part = parallel.coordinates(other)
-            rows = shared_rows(
-                plan.batch.sequence_length,
-                (part, parallel.tp_of(parallel.coordinates(own)[0])),
-                (peer_part, parallel.tp_of(peer_stage)),
-            )
-            edges.add(f"{direction}_{'out' if rank == source else 'in'}", order.row(peer_stage, peer), channel, rows)
+    own_part = (part, parallel.tp_of(parallel.coordinates(rank)[0]))
+    for role, other, channel in connect(plan, edge, new_group, rank=rank, config=config, device=edges.device):
+        peer_stage, peer, peer_part = parallel.coordinates(other)
+        rows = shared_rows(plan.batch.sequence_length, own_part, (peer_part, parallel.tp_of(peer_stage)))
+        edges.add(role, order.row(peer_stage, peer), channel, rows)
 
 
 def shared_rows(length: int, own: tuple[int, int], other: tuple[int, int]) -> slice:

@@ -66,68 +66,109 @@ def run_ahead(
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
-    decoder_seq_length: int | None = None,
     forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Any = None,
     p2p_communicator: Any,
     pg_collection: Any,
-    force_all_reduce: bool | None = False,
     kind: str,
     in_flight: Sequence[int],
     routed: Order | None = None,
     tracer: Tracer | None = None,
 ) -> list[Any]:
-    """Megatron-Core's ``forward_backward_func`` with four arguments more: bind `kind` and `in_flight` (the plan's
-    schedule, and one number per stage), `routed` (the plan's order, where stages have unequal widths) and `tracer` with
-    ``functools.partial``, and use it in its place. Returns losses on the last stage, else []. With `routed`,
-    `num_microbatches` are those of the whole step, by which a loss is divided, and gradients are to be summed over a
-    stage's replicas.
+    """Run one step in place of Megatron-Core's ``forward_backward_func``; return the losses on the last stage, else [].
+
+    Bind `kind` and `in_flight` (the plan's schedule, and one number per stage), `routed` (the plan's order, where
+    stages have unequal widths) and `tracer` with ``functools.partial``. With `routed`, `num_microbatches` are those of
+    the whole step, by which a loss is divided, and gradients are to be summed over a stage's replicas.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
-    _refuse_unsupported(config, edges, adjust_tensor_shapes_fn, in_flight)
-
+    _refuse_unsupported(config, edges, in_flight)
     order = routed or Order(kind, stages, num_microbatches, len(models), tuple(in_flight))
-    row = edges.row
-    own = order.own(row)
-    program = launches(order, row, forward_only, edges.on_device)
-    needs = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
-    report = TraceReporter(tracer, edges)
+    own = order.own(edges.row)
+    model_type = get_model_type(models[0])
+    losses: list[Any] = []
+    reduction = GradientReduction(config, models, first_stage=stage == 0)
 
+    def forward(step: Pass, input_tensor: torch.Tensor | None) -> tuple[Any, Any]:
+        return megatron.forward_step(
+            forward_step_func,
+            data_iterator=data[step.chunk],
+            model=models[step.chunk],
+            num_microbatches=num_microbatches,
+            input_tensor=input_tensor,
+            forward_data_store=losses,
+            config=config,
+            cp_group_size=pg_collection.cp.size(),
+            checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(edges.row)),
+            is_first_microbatch=step.micro_batch == own[0],
+            current_microbatch=step.micro_batch,
+            vp_stage=step.chunk if len(models) > 1 else None,
+            is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1,
+        )
+
+    def backward(step: Pass, *tensors: Any) -> Any:
+        with reduction.around(step, step.micro_batch == own[-1]):
+            return backward_step(*tensors, model_type=model_type, config=config)
+
+    if not forward_only:
+        embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
+        reduction.hold()
+    new = _empty_tensors(config, pg_collection, edges.device, seq_length, micro_batch_size)
+    tokens = _run_passes(order, edges, forward, None if forward_only else backward, new, config, tracer=tracer)
+    if not forward_only:
+        reduction.release()
+        if config.finalize_model_grads_func is not None:
+            megatron.finish_embedding_wgrad_compute(config, embedding, stage == stages - 1, pg_collection.tp)
+            counted = tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(models, counted, pg_collection=pg_collection, force_all_reduce=False)
+    return losses
+
+
+def _empty_tensors(
+    config: Any, pg_collection: Any, device: torch.device, seq_length: int, micro_batch_size: int
+) -> Callable[[], torch.Tensor]:
+    """Return what makes a tensor to receive into, of the shape that crosses an edge."""
     shape = megatron.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
+        decoder_seq_length=None,
         config=config,
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
     )[0]
-    new = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=edges.device, requires_grad=True)
+    return partial(torch.empty, shape, dtype=config.pipeline_dtype, device=device, requires_grad=True)
+
+
+def _run_passes(
+    order: Order,
+    edges: Any,
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., Any] | None,
+    new: Callable[[], torch.Tensor],
+    config: Any,
+    *,
+    tracer: Tracer | None,
+) -> torch.Tensor:
+    """Run a stage's passes and transfers in order; return the number of tokens. `backward`: None in a validation."""
+    row = edges.row
+    program = launches(order, row, backward is None, edges.on_device)
+    needs = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
+    report = TraceReporter(tracer, edges)
     inputs, output_grads = Inbox(edges, "forward_in", new), Inbox(edges, "backward_in", new)
     outputs, input_grads = Outbox(edges, "forward_out", order), Outbox(edges, "backward_out", order)
-
-    model_type = get_model_type(models[0])
     held: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input, output: what backward needs
-    losses: list[Any] = []
     leaving: Any = None  # the result of the last pass
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
-    reduction = GradientReduction(config, models, first_stage=stage == 0)
-    if not forward_only:
-        embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
-        reduction.hold()
-
     for step in program:
         if isinstance(step, Post):
-            forward = step.transfer.made.forward
+            is_forward = step.transfer.made.forward
             if not step.sends:
-                (inputs if forward else output_grads).post(needs[step.transfer], step.transfer)
+                (inputs if is_forward else output_grads).post(needs[step.transfer], step.transfer)
                 continue
-            (outputs if forward else input_grads).give(leaving, step.transfer)
-            if forward:
+            (outputs if is_forward else input_grads).give(leaving, step.transfer)
+            if is_forward:
                 megatron.deallocate_output_tensor(leaving, config.deallocate_pipeline_outputs)
             continue
         arrives, key = order.transfer_to(row, step) is not None, (step.micro_batch, step.chunk)
@@ -136,48 +177,17 @@ def run_ahead(
                 input_tensor = inputs.take(step) if arrives else None
             held[key] = input_tensor, None
             with report.span("forward", step, held):
-                output, count = megatron.forward_step(
-                    forward_step_func,
-                    data[step.chunk],
-                    models[step.chunk],
-                    num_microbatches,
-                    input_tensor,
-                    losses,
-                    config,
-                    cp_group_size=pg_collection.cp.size(),
-                    collect_non_loss_data=collect_non_loss_data,
-                    checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(row)),
-                    is_first_microbatch=megatron.check_first_val_step(
-                        first_val_step, forward_only, step.micro_batch == own[0]
-                    ),
-                    current_microbatch=step.micro_batch,
-                    vp_stage=step.chunk if len(models) > 1 else None,
-                    is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1,
-                )
+                leaving, count = forward(step, input_tensor)
             tokens += count
-            leaving = output
-            held[key] = input_tensor, output
-            if forward_only:
+            held[key] = input_tensor, leaving
+            if backward is None:
                 del held[key]
-        else:
+        elif backward is not None:
             with report.span("wait_backward", step, held):
                 output_grad = output_grads.take(step) if arrives else None
-            last = step.micro_batch == own[-1]
-            with report.span("backward", step, held), reduction.around(step, last):
-                input_tensor, output = held.pop(key)
-                leaving = backward_step(input_tensor, output, output_grad, model_type=model_type, config=config)
-
-    if not forward_only:
-        reduction.release()
-        if config.finalize_model_grads_func is not None:
-            megatron.finish_embedding_wgrad_compute(config, embedding, stage == stages - 1, pg_collection.tp)
-            config.finalize_model_grads_func(
-                models,
-                tokens if config.calculate_per_token_loss else None,
-                pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce,
-            )
-    return losses
+            with report.span("backward", step, held):
+                leaving = backward(step, *held.pop(key), output_grad)
+    return tokens
 
 
 class TraceReporter:
@@ -212,7 +222,7 @@ def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
     return None if partial_ones is None else step.micro_batch % depth >= partial_ones
 
 
-def _refuse_unsupported(config: Any, edges: Any, adjust_tensor_shapes_fn: Any, in_flight: Sequence[int]) -> None:
+def _refuse_unsupported(config: Any, edges: Any, in_flight: Sequence[int]) -> None:
     if len(in_flight) != (stages := edges.pp_group.size()):
         raise PlanError(
             f"in_flight is given for {len(in_flight)} stages of {stages}",
@@ -232,10 +242,6 @@ def _refuse_unsupported(config: Any, edges: Any, adjust_tensor_shapes_fn: Any, i
             where="environment",
             hint="unset it, or use plan.schedule=1f1b",
         )
-    if adjust_tensor_shapes_fn is not None:
-        raise ConfigError(
-            "tensor shapes cannot change between stages", where="plan.schedule", hint="use plan.schedule=1f1b"
-        )
 
 
 class Inbox:
@@ -251,8 +257,7 @@ class Inbox:
 
     def take(self, needed: Pass) -> torch.Tensor:
         """That tensor, once it is there."""
-        arrived: torch.Tensor = self._posted.pop(needed).wait()
-        return arrived
+        return self._posted.pop(needed).wait()
 
 
 class Outbox:

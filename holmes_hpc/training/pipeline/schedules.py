@@ -24,8 +24,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
         return partial(
             run_ahead, kind=plan.schedule.kind, in_flight=plan.schedule.in_flight, routed=routed, tracer=tracer
         )
-    function: Callable[..., Any] = get_forward_backward_func()
-    return function
+    return get_forward_backward_func()
 
 
 def in_background(plan: Plan) -> bool:

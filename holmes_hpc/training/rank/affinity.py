@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.hostlist import compress, expand
 
 LEAST_CPUS = 4  # Python, autograd, and NCCL's two threads: with fewer, far CPUs are better than none
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """The kernel's ``0-3,8`` as numbers; empty where it is none."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            return frozenset()
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    """Return the kernel's ``0-3,8`` as numbers; none where it is no such list."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text.strip()):
+        return frozenset()
+    return frozenset(int(name.removeprefix("c")) for name in expand(f"c[{text.strip()}]"))
 
 
 def pci_address(properties: Any) -> str:
@@ -29,26 +26,18 @@ def pci_address(properties: Any) -> str:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def local_cpus(address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """The CPUs of a PCI function's NUMA domain, as its folder in sysfs says; empty where it does not."""
+def local_cpus(device: Path) -> frozenset[int]:
+    """Return the CPUs of a PCI function's NUMA domain, by its folder in sysfs; none where that does not tell."""
     try:
-        return cpu_list((sysfs / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii"))
+        return cpu_list((device / "local_cpulist").read_text(encoding="ascii"))
     except OSError:
         return frozenset()
 
 
-def nearest_hca(address: str, sysfs: Path = Path("/sys")) -> list[str]:
-    """RDMA devices of the GPU's NUMA domain, for the record."""
-    cpus = local_cpus(address, sysfs)
-    found = []
-    for device in sorted((sysfs / "class/infiniband").glob("*")):
-        try:
-            near = cpu_list((device / "device/local_cpulist").read_text(encoding="ascii"))
-        except OSError:
-            continue
-        if near and near == cpus:
-            found.append(device.name)
-    return found
+def nearest_hca(near: frozenset[int], sysfs: Path = Path("/sys")) -> list[str]:
+    """Return the RDMA devices whose NUMA domain has just the CPUs in `near`, for the record."""
+    devices = sorted((sysfs / "class/infiniband").glob("*"))
+    return [device.name for device in devices if near and local_cpus(device / "device") == near]
 
 
 def choose(own: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int], str]:
@@ -78,10 +67,11 @@ def bind(address: str, sysfs: Path = Path("/sys")) -> str:
     Memory needs no binding of its own: the kernel takes it from the domain of the CPU that first touches it.
     """
     own = frozenset(os.sched_getaffinity(0))
-    kept, why = choose(own, local_cpus(address, sysfs))
+    near = local_cpus(sysfs / "bus/pci/devices" / address)
+    kept, why = choose(own, near)
     if kept != own:
         for thread in os.listdir("/proc/self/task"):  # torch's and CUDA's threads too
             with contextlib.suppress(OSError):  # one that has ended, or a container that forbids it
                 os.sched_setaffinity(int(thread), kept)
-    hcas = nearest_hca(address, sysfs)
+    hcas = nearest_hca(near, sysfs)
     return f"{spell(kept)}: {why}" + (f"; HCA {', '.join(hcas)}" if hcas else "")

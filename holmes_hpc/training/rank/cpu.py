@@ -54,38 +54,27 @@ def _cpu(device: Any) -> Any:
 
 
 class CpuStream:
-    """A CUDA stream where there is none: everything in it has already happened. A context, as ``torch.cuda.stream``."""
+    """A CUDA stream or event where there is none: all its work is done. A context, as ``torch.cuda.stream``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device, self.cuda_stream = _CPU, 0
+    device, cuda_stream = _CPU, 0
 
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _done(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = wait = synchronize = record = __exit__ = _done
+
     def query(self) -> bool:
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        return event or CpuEvent()
-
-    def __enter__(self) -> CpuStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class CpuEvent:
-    """A CUDA event where there is none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
+        return event or CpuStream()
 
     def elapsed_time(self, end: Any) -> float:
         return 0.0
+
+    def __enter__(self) -> CpuStream:
+        return self
 
 
 @contextlib.contextmanager
@@ -133,7 +122,7 @@ def install() -> None:
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "Stream": CpuStream,
-        "Event": CpuEvent,
+        "Event": CpuStream,
         "stream": lambda s: s or stream,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
@@ -143,10 +132,6 @@ def install() -> None:
         "manual_seed_all": lambda seed: None,
     }.items():
         setattr(torch.cuda, name, value)
-    _use_cpu_generator()
-
-
-def _use_cpu_generator() -> None:
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()

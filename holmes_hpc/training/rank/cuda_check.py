@@ -1,5 +1,7 @@
-"""What is wrong with a rank's GPU, driver or torch, in one line before the first collective. The rules are pure; one
-small function asks torch for the facts."""
+"""Whether a rank trains on CUDA, what CUDA is told before it starts, and what is wrong with its GPU, driver or torch.
+
+The rules are pure; one small function asks torch for the facts.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,20 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
+from holmes_hpc.planning.spec.plan import Plan
 
 GIB = 1 << 30
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+FEWEST, MOST = 8, 32  # CUDA's default, and all that it has
 ANY = (1 << 30, 0)
 # Of each recipe: the compute capability it needs (8.9, Ada, multiplies in fp8; 10.0, Blackwell, scales it block by
 # block) and one for which Transformer Engine does not have it, the least version of Transformer Engine (Megatron-Core's
@@ -49,20 +57,17 @@ class CudaFacts:
 
 def gather() -> CudaFacts:
     """The facts of this process. Asks the driver, so only where training shall use CUDA; makes no context."""
-    import torch
-    import torch.distributed as dist
-
     wheel = torch.version.cuda
     te, error = transformer_engine()
     return CudaFacts(
         wheel,
-        _driver() if wheel else 0,
-        torch.cuda.device_count() if wheel else 0,
-        dist.is_nccl_available(),
-        te,
-        error,
-        _wanted_te(),
-        can_compile(),
+        driver=_driver() if wheel else 0,
+        devices=torch.cuda.device_count() if wheel else 0,
+        nccl=dist.is_nccl_available(),
+        te=te,
+        te_error=error,
+        te_wanted=_wanted_te(),
+        compiler=can_compile(),
     )
 
 
@@ -209,3 +214,44 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
         where=where,
         hint="another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node",
     )
+
+
+def wanted(device: str, plan: Plan) -> bool:
+    """Whether to train on CUDA. `device`: ``train.device``; ``auto`` is the CPU where a fabric of the plan is of CPUs,
+    for all ranks meet in groups of one kind, else CUDA where there is a device. ConfigError for ``cuda`` without one.
+    Nothing else in training asks torch whether there is one."""
+    if device == "cpu" or (device == "auto" and any(plan.site.fabric(c.fabric).gpu.is_cpu for c in plan.components)):
+        return False
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        no_device = ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
+        raise next(problems(gather()), no_device)
+    return found
+
+
+def streams(plan: Plan, rank: int) -> int:
+    """CUDA streams of `rank`: computing; one for each communicator of each direction of its edges; tensor parallel;
+    data parallel, and with several optimizer instances Megatron-Core's own and that between the instances; and those
+    of what comes after the passes: the gradient norm, the tied embedding, all ranks."""
+    p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
+    edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
+    ring = 2 if p.pp == 2 and p.virtual_stages > 1 else 1  # the last stage's edge to the first: the same two ranks
+    return (
+        1
+        + ring * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
+        + (p.tp_of(stage) > 1)
+        + (p.dp_of(stage) > 1)
+        + (2 if p.optimizer_instances > 1 else 0)
+        + 3
+    )
+
+
+def connect_queues(plan: Plan, rank: int, environ: MutableMapping[str, str]) -> str | None:
+    """Give every stream of `rank` a hardware queue of its own: two that share one run in the order of their launches,
+    so that a transfer that waits would hold up what has nothing to do with it. Where `environ` has another number, it
+    stays, and what is to be said about it comes back. CUDA reads it when it makes its context: call this before."""
+    needed = min(MOST, max(FEWEST, streams(plan, rank)))
+    given = environ.setdefault(CONNECTIONS, str(needed))
+    if given == str(needed):
+        return None
+    return f"{CONNECTIONS} is {given} in the environment and stays so; the streams of rank {rank} need {needed}"

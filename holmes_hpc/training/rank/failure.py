@@ -1,9 +1,10 @@
-"""How a rank that fails ends: its exit record, what it tells the other ranks, and what they say when another one is
-killed, hangs or loses its connection."""
+"""How a rank that fails or hangs ends: its exit record, what it tells the other ranks, and what they report when
+another one is killed, hangs or loses its connection."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -25,9 +26,12 @@ _FAILED = "holmes/failed"
 POLL_S = 1.0
 _ANSWER_S = 2.0  # to tell the store, which may be behind the very network that failed
 _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's words
+SILENCE_S = 100.0  # so that there is a line at least every two minutes
+QUIET_SET_UP_S = 8.0  # and until the first step's within 10 s: of what is slow there nobody else knows
+LONG = 10.0  # times the limit of a step: set-up, and saving to a slow disk
 
 
-def _exit(code: int) -> None:
+def end_process(code: int) -> None:
     """End this process from a thread: the main one may be inside a collective that never returns."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -44,11 +48,6 @@ def _store_gone(error: Exception) -> dict[str, Any]:
     return {"rank": 0, "node": "its node", "error": f"its store is gone ({one_line(error)[:120]})", "code": 1}
 
 
-def _broken(error: BaseException) -> RuntimeError | None:
-    """What torch raised where `error` came from below: a connection that broke, a collective that timed out."""
-    return next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
-
-
 class RankExit:
     """How this rank ends, for the record and for the other ranks.
 
@@ -60,19 +59,16 @@ class RankExit:
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
         self._run, self._launch = run, launch
         self.rank, self.node = launch.rank, launch.node
-        self.before_exit: Callable[[], None] | None = None  # what to show when another rank's hang ends this one
         self.attempt: int | None = None
         self._store: Any = None
         self._stop = threading.Event()
         self._once = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._look_for_cause: Callable[[], HolmesError | None] | None = None
 
     def watch(self, store: Any, every_s: float = POLL_S) -> None:
         """From now on hear of the others' failures. `store`: of this thread's own (a clone)."""
         self._store = store
-        self._thread = threading.Thread(target=self._look, args=(every_s,), name="failures of other ranks", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._look, args=(every_s,), name="failures of other ranks", daemon=True).start()
 
     def guard(self, look: Callable[[], HolmesError | None], every_s: float = 1.0) -> None:
         """From now on `look` for a cause to end, and end with it; it also explains errors that come from below."""
@@ -82,7 +78,7 @@ class RankExit:
     def _guard(self, look: Callable[[], HolmesError | None], every_s: float) -> None:
         while not self._stop.wait(every_s):
             if (error := look()) is not None:
-                self._end(error)
+                self._end(one_line(error), error.exit_code, cause=error)
 
     def _look(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
@@ -93,32 +89,25 @@ class RankExit:
                     return
                 failure = _store_gone(e)
             if failure is not None and failure["rank"] != self._launch.rank:
-                self._follow(failure)
+                time.sleep(0.5)  # should this rank be failing by itself, let it report that
+                self._end(_echo(failure), int(failure["code"]), hung=bool(failure.get("hung")))
 
     def _told(self) -> dict[str, Any] | None:
         """What a rank has told the store of its failure."""
-        told: dict[str, Any] | None = json.loads(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
-        return told
+        return json.loads(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
-    def _follow(self, failure: dict[str, Any]) -> None:
-        time.sleep(0.5)  # should this rank be failing by itself, let it say so
+    def _end(self, line: str, code: int, *, cause: HolmesError | None = None, hung: bool = False) -> None:
+        """End this process from a thread, unless it is ending already. `cause`: what the other ranks are to hear."""
         if self._stop.is_set() or not self._once.acquire(blocking=False):
             return
-        if failure.get("hung") and self.before_exit is not None:
-            self.before_exit()
-        say(_echo(failure))
-        self._write("failed", _echo(failure))
+        if hung:
+            dump_stacks()
+        say(line if cause is None else f"failed: {line}")
+        self._write("failed", line)
+        if cause is not None:
+            self._tell(cause)
         self._let_others_hear()
-        _exit(int(failure["code"]))
-
-    def _end(self, error: HolmesError) -> None:
-        if self._stop.is_set() or not self._once.acquire(blocking=False):
-            return
-        say(f"failed: {one_line(error)}")
-        self._write("failed", one_line(error))
-        self._tell(error)
-        self._let_others_hear()
-        _exit(error.exit_code)
+        end_process(code)
 
     def _tell(self, error: BaseException, hung: bool = False) -> None:
         """Tell the other ranks, where no failure has been told yet, if the store answers soon."""
@@ -183,7 +172,8 @@ class RankExit:
     def failed(self, error: BaseException, hung: bool = False) -> int:
         """Record a failure, tell the others (`hung`: they show their stacks too); the exit code comes back."""
         error = self._explained(error)
-        below = _broken(error)
+        # what torch raised where the error came from below: a connection that broke, a collective that timed out
+        below = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
         hang = self._as_hang(below) if below is not None else None
         if hang is not None:
             error, hung = hang, True
@@ -223,8 +213,7 @@ class RankExit:
 
     def _show(self, error: RuntimeError) -> None:
         traceback.print_exception(error)
-        if self.before_exit is not None:
-            self.before_exit()
+        dump_stacks()
 
     def _let_others_hear(self, hung: bool = False) -> None:
         """Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang all
@@ -237,3 +226,89 @@ class RankExit:
             more["attempt"] = self.attempt
         with contextlib.suppress(HolmesError, OSError):
             self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more)
+
+
+def dump_stacks(file: Any = None) -> None:
+    """Every thread's stack into the log, and on NCCL what the communicators were last doing (its flight recorder)."""
+    target = file or sys.stderr
+    print("stacks of all threads:", file=target, flush=True)
+    faulthandler.dump_traceback(file=target, all_threads=True)
+    recorder = _flight_recorder()
+    if recorder:
+        print(f"pending collectives: {recorder}", file=target, flush=True)
+
+
+def _flight_recorder() -> str:
+    """The entries of NCCL's flight recorder that have not completed."""
+    try:
+        from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined, unused-ignore]
+
+        entries = json.loads(_dump_nccl_trace_json(includeCollectives=True, onlyActive=True)).get("entries", [])
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        return ""
+    return "; ".join(f"{e.get('profiling_name')} on {e.get('process_group')}, {e.get('state')}" for e in entries[-20:])
+
+
+class Watchdog:
+    """A thread that ends a rank whose step takes longer than `limit_s`, after every rank has shown where it stands.
+
+    `speaks`: this rank says a line when nothing was said for a while. :meth:`alive` is called before whatever comes
+    next; in set-up, which loads data and connects, the limit is ten times as long.
+    """
+
+    def __init__(
+        self, rank_exit: RankExit, limit_s: float, speaks: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._exit, self._limit_s, self._speaks, self._clock = rank_exit, limit_s, speaks, clock
+        self._doing, self._since, self._said = "set-up", clock(), clock()
+        self._factor, self._silence_s = LONG, QUIET_SET_UP_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def alive(self, doing: str, factor: float = 1.0) -> None:
+        """This rank goes on: now it does `doing`, which may take `factor` times as long as a step."""
+        self._doing, self._since, self._factor = doing, self._clock(), factor
+
+    def setting_up(self, phase: str) -> None:
+        """This rank goes on with a part of its set-up."""
+        self.alive(phase, LONG)
+
+    def said(self) -> None:
+        """This rank has just written a step's line."""
+        self._said, self._silence_s = self._clock(), SILENCE_S
+
+    def hung(self) -> str | None:
+        """What has been going on for too long, None when nothing has."""
+        limit_s = self._limit_s * self._factor
+        return f"{self._doing} takes longer than {limit_s:.0f} s" if self._clock() - self._since > limit_s else None
+
+    def tell(self) -> None:
+        """Say what goes on, where nothing was said for too long."""
+        now = self._clock()
+        if self._speaks and now - self._said > self._silence_s:
+            self._said = now
+            since = f"{now - self._since:.0f}"
+            say(f"still at {self._doing}, for {since} s" if since != "0" else f"now at {self._doing}")
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(1.0, self._limit_s / 4)):
+            self.tell()
+            what = self.hung()
+            if what is not None:
+                dump_stacks()
+                code = self._exit.failed(
+                    RunFailed(
+                        what,
+                        where=f"rank {self._exit.rank} on {self._exit.node}",
+                        hint="every rank's log holds its stacks: the one that is not in a collective is the cause",
+                    ),
+                    hung=True,
+                )
+                end_process(code)

@@ -50,25 +50,22 @@ def read(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
         return _torchrun(environ, host)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS"):
         return _slurm(environ, host)
-    return Launch(0, 1, 0, "one process", host, f"local-{os.getpid()}", True)
+    return Launch(0, 1, 0, by="one process", node=host, key=f"local-{os.getpid()}", one_host=True)
 
 
 def _torchrun(environ: Mapping[str, str], host: str) -> Launch:
-    size = _number(environ, "WORLD_SIZE")
-    local = _number(environ, "LOCAL_RANK", "RANK")
-    address = environ.get("MASTER_ADDR")
+    size, address = _number(environ, "WORLD_SIZE"), environ.get("MASTER_ADDR")
     return Launch(
         _number(environ, "RANK"),
         size,
-        local,
-        "torchrun",
-        host,
-        f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
+        _number(environ, "LOCAL_RANK", "RANK"),
+        by="torchrun",
+        node=host,
+        key=f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
         f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-        _number(environ, "LOCAL_WORLD_SIZE", "WORLD_SIZE") == size,
-        (),
-        address,
-        _number(environ, "MASTER_PORT") if address else None,
+        one_host=_number(environ, "LOCAL_WORLD_SIZE", "WORLD_SIZE") == size,
+        address=address,
+        port=_number(environ, "MASTER_PORT") if address else None,
     )
 
 
@@ -80,11 +77,11 @@ def _slurm(environ: Mapping[str, str], host: str) -> Launch:
         _number(environ, "SLURM_PROCID"),
         _number(environ, "SLURM_NTASKS"),
         _number(environ, "SLURM_LOCALID"),
-        "srun",
-        node,
-        key,
-        _number(environ, "SLURM_NNODES", default=1) == 1,
-        own_components(environ, node),
+        by="srun",
+        node=node,
+        key=key,
+        one_host=_number(environ, "SLURM_NNODES", default=1) == 1,
+        components=own_components(environ, node),
     )
 
 
@@ -110,8 +107,7 @@ def job_nodes(environ: Mapping[str, str]) -> list[str]:
         "SLURM_JOB_NODELIST",
         *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(_number(environ, "SLURM_HET_SIZE", default=1))),
     ]
-    texts = [environ.get(name, "") for name in names]
-    return list(dict.fromkeys(node for text in texts for node in expand(text)))
+    return list(dict.fromkeys(node for name in names for node in expand(environ.get(name, ""))))
 
 
 def check(launch: Launch, plan: Plan) -> int:

@@ -32,12 +32,8 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @property
-    def seen(self) -> bool:
-        return self.told is not None
-
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.seen:
+        if self.told is None:
             self.told = signal.Signals(number).name
             say(f"{self.told}: a step or two more, then the state is saved")
 

@@ -41,9 +41,8 @@ class Stragglers:
         lines = []
         for number, ranks in enumerate(self._stages):
             middle = statistics.median_low([times[r] for r in ranks])
-            for rank in ranks:
-                if len(ranks) > 1 and middle > 0 and times[rank] > SLOW * middle:
-                    lines.append(self._line(rank, times, times[rank] / middle, f"as the others of stage {number}"))
+            slow = [r for r in ranks if len(ranks) > 1 and middle > 0 and times[r] > SLOW * middle]
+            lines += [self._line(r, times, times[r] / middle, f"as the others of stage {number}") for r in slow]
         return lines + self._between_stages(times)
 
     def _between_stages(self, times: Sequence[float]) -> list[str]:

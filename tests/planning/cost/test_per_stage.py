@@ -12,8 +12,8 @@ import spawn
 from holmes_hpc.config.model import Batch
 from holmes_hpc.fabric.site import CPU
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.per_stage import sent_bytes
 from holmes_hpc.planning.cost.predict import layer_array, predict, timeline
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.training.network import audit

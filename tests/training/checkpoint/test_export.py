@@ -20,7 +20,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import weight_names
-from holmes_hpc.training.checkpoint.export import convert, export, of_run, write
+from holmes_hpc.training.checkpoint.export import Chosen, convert, export, of_run
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
 LLAMA = ModelSpec("llama", 3, 32, 4, 61, 48, 4, max_positions=24, rope_base=500.0, norm_eps=1e-3)
@@ -75,7 +75,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_all_weights_are_written_under_the_familys_names(name: str, tmp_path: Path) -> None:
     spec = MODELS[name]
-    made = write(state(spec), spec, tmp_path / "out", eod=spec.vocab - 1, shard_bytes=30_000)
+    made = export(Chosen(state(spec), spec, eod=spec.vocab - 1), tmp_path / "out", shard_bytes=30_000)
     written = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
     assert {k: tuple(v.shape) for k, v in written.items()} == weight_names.tensors(spec)
     assert made.files > 1 and made.parameters == sum(v.numel() for v in written.values())
@@ -97,7 +97,7 @@ def test_transformer_engines_names_give_the_same_weights(name: str) -> None:
 def test_it_says_which_tokenizer_belongs_to_the_weights(tmp_path: Path) -> None:
     of_bytes = replace(GPT2, vocab=257)
     for number, (spec, word, says) in enumerate(((of_bytes, "bytes", "are bytes"), (GPT2, None, "data.tokenizer"))):
-        made = write(state(spec), spec, tmp_path / str(number))
+        made = export(Chosen(state(spec), spec), tmp_path / str(number))
         assert made.tokenizer == word and says in str(made)
 
 
@@ -105,7 +105,7 @@ def test_one_file_and_the_type_of_the_weights(tmp_path: Path) -> None:
     half = {k: v.to(torch.bfloat16) for k, v in state(GPT2).items()}
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "out").mkdir()
-    made = write(half, GPT2, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    made = export(Chosen(half, GPT2, tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "out")
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16" and made.files == 1
@@ -130,14 +130,14 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(tmp_path: Path) 
     own = state(LLAMA)
     missing = {k: v for k, v in own.items() if "layers.1.mlp.linear_fc2" not in k}
     with pytest.raises(DataError, match=r"no weight decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
-        write(missing, LLAMA, tmp_path / "out")
+        export(Chosen(missing, LLAMA), tmp_path / "out")
     with pytest.raises(DataError, match=r"has shape \(96, 32\), the model's is \(128, 32\)"):
-        write(own, replace(LLAMA, ffn=64), tmp_path / "out")
+        export(Chosen(own, replace(LLAMA, ffn=64)), tmp_path / "out")
     assert not list(tmp_path.iterdir())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(DataError, match="not an empty directory"):
-        write(own, LLAMA, tmp_path / "full")
+        export(Chosen(own, LLAMA), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.txt").read_text() == "all of it"
 
 

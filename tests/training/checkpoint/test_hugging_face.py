@@ -27,10 +27,9 @@ from holmes_hpc.config.hugging_face import config_of, model_of, read_config, rea
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
-from holmes_hpc.training.checkpoint.export import choose, export, write
+from holmes_hpc.training.checkpoint.export import Chosen, choose, export
 from holmes_hpc.training.checkpoint.generate import generate
-from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights
-from holmes_hpc.training.checkpoint.import_folder import import_folder
+from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, import_folder
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
 SPEC = ModelSpec("tiny", 2, 16, 4, 61, ffn=24, kv_heads=2, head_dim=8, qk_norm=True, max_positions=32)
@@ -118,7 +117,7 @@ def test_what_is_imported_is_exported_bit_by_bit(name: str, made: Path, tmp_path
 @pytest.mark.parametrize("name", MODELS)
 def test_what_four_ranks_saved_is_exported_bit_by_bit(name: str, made: Path, tmp_path: Path) -> None:
     """Read into TP 2 x PP 2, saved by Megatron-Core, exported."""
-    write(SavedWeights(made / f"saved {name}"), read_model(made / name), tmp_path / "out", source=made / name)
+    export(Chosen(SavedWeights(made / f"saved {name}"), read_model(made / name), made / name), tmp_path / "out")
     assert same(made / name, tmp_path / "out")
 
 
@@ -409,7 +408,7 @@ def test_gpt2_is_read_as_it_is_published(tmp_path: Path) -> None:
 
 
 def test_exports_may_be_sharded_otherwise(folder: Path, tmp_path: Path) -> None:
-    made = write(FolderWeights(Folder(folder)), SPEC, tmp_path / "out", shard_bytes=5000, source=folder)
+    made = export(Chosen(FolderWeights(Folder(folder)), SPEC, folder), tmp_path / "out", shard_bytes=5000)
     assert made.files > 2 and same(folder, tmp_path / "out")
     with safe_open(next((tmp_path / "out").glob("*.safetensors")), "np") as file:
         assert file.metadata() == {"format": "pt"}

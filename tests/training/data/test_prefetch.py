@@ -12,8 +12,8 @@ import torch
 from spawn import plan
 
 from holmes_hpc.errors import DataError
-from holmes_hpc.training.data import prefetch, samples
-from holmes_hpc.training.data.synthetic import Synthetic
+from holmes_hpc.training.data import samples
+from holmes_hpc.training.data.build import Synthetic
 
 
 def test_items_come_in_order_and_are_made_ahead() -> None:
@@ -23,14 +23,14 @@ def test_items_come_in_order_and_are_made_ahead() -> None:
     def items() -> Iterator[int]:
         for number in range(10):
             made.append(number)
-            if number == prefetch.DEPTH:
+            if number == samples.DEPTH:
                 far.set()
             yield number
 
-    stream = prefetch.prefetched(items())
+    stream = samples.prefetched(items())
     assert next(stream) == 0
     assert far.wait(10)  # nobody has asked for the second one yet
-    assert len(made) <= prefetch.DEPTH + 1
+    assert len(made) <= samples.DEPTH + 1
     assert list(stream) == list(range(1, 10)) == made[1:]
 
 
@@ -39,14 +39,14 @@ def test_an_error_comes_where_its_item_would_have() -> None:
         yield from range(3)
         raise DataError("a bad token")
 
-    stream = prefetch.prefetched(items())
+    stream = samples.prefetched(items())
     assert list(itertools.islice(stream, 3)) == [0, 1, 2]
     with pytest.raises(DataError, match="a bad token"):
         next(stream)
 
 
 def test_the_thread_ends_with_the_stream() -> None:
-    stream = prefetch.prefetched(itertools.count())
+    stream = samples.prefetched(itertools.count())
     next(stream)
     assert any(t.name.startswith("data") for t in threading.enumerate())
     stream.close()  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def test_a_gpus_batches_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 
     def on_gpu(rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
         copied.append(device)
-        return prefetch.prefetched(map(torch.from_numpy, rows))
+        return samples.prefetched(map(torch.from_numpy, rows))
 
     monkeypatch.setattr(samples, "on_gpu", on_gpu)
     p = plan()

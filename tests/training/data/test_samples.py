@@ -25,9 +25,8 @@ from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.training.data import prefix as prefixes
 from holmes_hpc.training.data import prepare
-from holmes_hpc.training.data.build import build_datasets, described
+from holmes_hpc.training.data.build import Synthetic, build_datasets, described
 from holmes_hpc.training.data.samples import batches, sample_indices, shuffled
-from holmes_hpc.training.data.synthetic import Synthetic
 
 VOCAB = 257
 

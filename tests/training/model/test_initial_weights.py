@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.training.model import initial_weights
-from holmes_hpc.training.model.hash64 import hash64
+from holmes_hpc.training.model.initial_weights import hash64
 
 
 def whole(seed: int, name: str, rows: int, columns: int, std: float = 0.02) -> torch.Tensor:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import Tree
 
-from holmes_hpc.training.network.accounting import Load, audit_bytes, expected, nic_faults
+from holmes_hpc.training.network.audit import Load, audit_bytes, expected, nic_faults
 
 MB = 1e6
 LOADS = [
@@ -16,14 +16,13 @@ LOADS = [
 ]
 
 
-def test_expected_sums_groups_and_adds_headers() -> None:
-    totals = expected(LOADS, 1.05)
-    assert totals["ib1"] == {"ib": pytest.approx(105 * MB), "ethernet": pytest.approx(10.5 * MB)}
+def test_expected_sums_groups() -> None:
+    assert expected(LOADS)["ib1"] == {"ib": pytest.approx(100 * MB), "ethernet": pytest.approx(10 * MB)}
 
 
 def test_healthy_counts_are_silent() -> None:
     counted = {"ib1": {"ib": 104 * MB, "ethernet": 11 * MB, "other": 0.2 * MB}, "roce1": {"roce": 63 * MB}}
-    assert audit_bytes(counted, LOADS, 1.04) == []
+    assert audit_bytes(counted, LOADS) == []
 
 
 def test_data_parallel_traffic_on_ethernet_is_an_error_that_names_the_group() -> None:

@@ -108,7 +108,7 @@ def test_a_flood_does_not_drop_who_has_proved_itself_and_waits(gate: Gate, monke
     let_in: list[socket.socket] = []
     rank = threading.Thread(target=lambda: let_in.append(connect(HERE, gate.port, gate.secret, 60.0)))
     rank.start()
-    while not gate._waiting:
+    while not any(visitor.proved for visitor in list(gate._visitors.values())):
         time.sleep(0.01)
     idle = [socket.create_connection((HERE, gate.port)) for _ in range(60)]
     assert len(idle[-1].recv(16)) == 16  # all of them have come in

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -243,8 +244,8 @@ def test_reports_and_cards_survive_the_store() -> None:
     report = LinkReport(
         "a", ((NodeLink("tcp", "a", "b", "g"), "refused"),), ((NodeLink("rdma", "a", "b"), None),), {"b": 2.5}
     )
-    assert LinkReport.from_dict(report.to_dict()) == report
-    assert [NodeInformation.from_dict(c.to_dict()) for c in infos] == infos
+    assert msgspec.json.decode(msgspec.json.encode(report), type=LinkReport) == report
+    assert msgspec.json.decode(msgspec.json.encode(infos), type=list[NodeInformation]) == infos
 
 
 def test_clock_skew_names_the_node_that_is_off() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from holmes_hpc.training.network.own_sockets import OwnSockets
+from holmes_hpc.training.network.nic_bytes import OwnSockets
 
 
 def test_bytes_count_for_the_address_they_left_from() -> None:

@@ -1,6 +1,7 @@
 """A gloo group's thread, and NCCL's options. torch's CPU build has no ProcessGroupNCCL: there the decision is tested
 with a stand-in, and that NCCL takes it is not shown."""
 
+import json
 import os
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     def meet(uuids: list[str]) -> None:
         store = dist.HashStore()
         for rank, uuid in enumerate(uuids):
-            store.set(f"device/{rank}", uuid)
+            store.set(f"device/{rank}", json.dumps(uuid))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[3]))
         check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
 

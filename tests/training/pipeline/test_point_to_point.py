@@ -197,7 +197,6 @@ def _two(rank: int, folder: str, part: str) -> None:
             channel.close()
             assert [e[:2] for e in told] == [("receive_forward", label) for label in range(8)]
             assert all(a[3] <= b[3] and b[2] <= b[3] for a, b in itertools.pairwise(told))
-            assert channel.waited_s > 0
     elif rank == 0:  # and rank 1 leaves without a word
         with pytest.raises(NetworkError, match=r"edge forward 0->1: .*see the log of the rank at its other end") as e:
             channel.receive(torch.empty(3, 5)).wait()

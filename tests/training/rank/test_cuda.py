@@ -12,7 +12,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Gpu, Site
 from holmes_hpc.planning.spec.parallel import Parallel
 from holmes_hpc.planning.spec.plan import Schedule
-from holmes_hpc.training.rank import cuda
+from holmes_hpc.training.rank import cuda_check as cuda
 
 
 def on_gpus(*cpus: str) -> Site:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import spawn
 import torch.distributed as dist
@@ -233,7 +234,7 @@ def test_every_node_uses_its_own_interfaces(
     made = transports.node_transports(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
     assert {k: v[0] for k, v in made.interfaces.items()} == interfaces
     assert made.environment["NCCL_SOCKET_IFNAME"] == environment
-    assert NodeTransports.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert msgspec.json.decode(msgspec.json.encode(made), type=NodeTransports) == made
 
 
 def transport_of(plan: Plan, kind: str, *ranks: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from clock import Clock
 
-from holmes_hpc.training.rank import watchdog
+from holmes_hpc.training.rank import failure
 
 
 class Told:
@@ -14,7 +14,7 @@ class Told:
 
 def test_a_step_that_takes_too_long_is_a_hang() -> None:
     clock = Clock()
-    dog = watchdog.Watchdog(Told(), 10, speaks=False, clock=clock)  # type: ignore[arg-type]
+    dog = failure.Watchdog(Told(), 10, speaks=False, clock=clock)  # type: ignore[arg-type]
     clock.pass_(99)
     assert dog.hung() is None  # set-up may take ten times as long
     dog.alive("step 1")
@@ -25,7 +25,7 @@ def test_a_step_that_takes_too_long_is_a_hang() -> None:
     assert dog.hung() is None
     clock.pass_(2)
     assert dog.hung() == "step 2 takes longer than 10 s"
-    dog.alive("saving", watchdog.LONG)
+    dog.alive("saving", failure.LONG)
     clock.pass_(99)
     assert dog.hung() is None
     clock.pass_(2)
@@ -34,7 +34,7 @@ def test_a_step_that_takes_too_long_is_a_hang() -> None:
 
 def test_a_slow_set_up_names_its_phase_within_10_s_until_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    dog = watchdog.Watchdog(Told(), 600, speaks=True, clock=clock)  # type: ignore[arg-type]
+    dog = failure.Watchdog(Told(), 600, speaks=True, clock=clock)  # type: ignore[arg-type]
 
     def said_in(seconds: int) -> list[str]:
         for _ in range(seconds):
@@ -48,7 +48,7 @@ def test_a_slow_set_up_names_its_phase_within_10_s_until_the_first_step(capsys: 
     dog.alive("what follows")
     dog.tell()
     assert " now at what follows" in capsys.readouterr().out
-    dog = watchdog.Watchdog(Told(), 600, speaks=True, clock=clock)  # type: ignore[arg-type]
+    dog = failure.Watchdog(Told(), 600, speaks=True, clock=clock)  # type: ignore[arg-type]
     dog.setting_up("building the model")
     assert said_in(10) == ["building the model, for 9 s"]
     dog.alive("step 1")

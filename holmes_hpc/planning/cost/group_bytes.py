@@ -1,0 +1,74 @@
+"""What each concrete process group makes its ranks send over NICs in a step, in bytes of payload."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.timing import parameters
+from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
+from holmes_hpc.planning.spec.parallel import Group, Parallel, groups
+from holmes_hpc.planning.spec.transport import GroupTransport, Place, places
+
+
+def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransport, int, float]]:
+    """Yield every group that leaves a node, each rank that sends for it over its node's NIC, and the bytes of payload
+    that it sends in a step. `layers`: one split, (1, S, C)."""
+    p, costs, where = layout.parallel, layout.costs, places(layout.components)
+    count = parameters(layout, layers)[0].sum(axis=1)
+    component_of = {c.fabric: c for c in layout.components}
+    routes = layout.order.routes
+    shared = Counter((s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True))
+    for group in groups(p, layout.batch.micro_batches(1), layout.model.tied):
+        transport = layout.rule.of_members([where[rank] for rank in group.ranks])
+        if transport.kind == "local":
+            continue
+        component = component_of[where[group.ranks[0]].fabric]
+        gpu = layout.fabric(component).gpu
+        how, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
+        senders, amount = group.ranks, 0.0
+        if group.kind == "edge":
+            view = layout.views[stage] if layout.is_per_stage else layout
+            tensor = activation_bytes(view, transport, component) * _overlap(p, group)
+            (_, a, _), (_, b, _) = (p.coordinates(rank) for rank in group.ranks)
+            amount = tensor * (shared[stage, a, b] if layout.is_per_stage else _transfers(layout, group))
+        elif group.kind == "embd" and layout.model.tied:
+            parts = 1 if layout.is_per_stage else p.tp
+            senders = one_of_each_node(group.ranks, where)
+            amount = how.all_reduce * embedding_bytes(layout, 0) / parts * (n - 1) / n
+        elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
+            senders = one_of_each_node(group.ranks, where)
+            each = how.reduce_scatter * costs.gradient_size(gpu) + how.all_gather * costs.weight_bytes(gpu)
+            if not p.distributed_optimizer:
+                each = how.all_reduce * costs.gradient_size(gpu)
+            amount = each * float(count[stage]) * (n - 1) / n
+        elif group.kind == "inter_dp":
+            amount = how.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size(gpu) / layout.run
+        for rank in senders if amount else ():
+            yield GroupTransport(group.kind, group.ranks, transport, group.stages), rank, amount
+
+
+def one_of_each_node(ranks: Sequence[int], where: Sequence[Place]) -> tuple[int, ...]:
+    """Return the first of the ranks on each node: a ring leaves each of its nodes once."""
+    return tuple({where[rank]: rank for rank in reversed(ranks)}.values())
+
+
+def _overlap(p: Parallel, group: Group) -> float:
+    """Return the share of the first rank's part of a tensor that the second rank of an edge has a part of."""
+    (upper, _, i), (lower, _, j) = (p.coordinates(rank) for rank in group.ranks)
+    above, below = p.tp_of(upper), p.tp_of(lower)
+    if above == below:
+        return 1.0
+    return max(0.0, min((i + 1) / above, (j + 1) / below) - max(i / above, j / below)) * above
+
+
+def _transfers(layout: Layout, group: Group) -> int:
+    """Return the stage transfers of a step, one way, over an edge of a grid."""
+    chunks, micro_batches = layout.parallel.virtual_stages, layout.order.micro_batches
+    transfers = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
+    if layout.parallel.pp == 2:  # the way back to the first stage is between the same two ranks
+        transfers += micro_batches * (chunks - 1)
+    return transfers
