@@ -283,10 +283,10 @@ class Costs:
             self.software_on(gpu),
             model,
             batch,
-            tp,
-            sequence_parallel,
-            self.gradient_size(gpu),
-            recompute,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            gradient_bytes=self.gradient_size(gpu),
+            recompute=recompute,
         )
 
     def _device(self, gpu: Gpu) -> Device:
@@ -332,12 +332,29 @@ class Costs:
             long = p.sequence or sequence
             talk = (0.0, 0.0) if near == tp else self._talk_s(part, model, p.tokens, near, fabric, p.sequence_parallel)
             whole = self._reckoned_s(
-                part, model, p.tokens, long, near, fabric, p.sequence_parallel, near == tp, p.flops
+                part,
+                model,
+                p.tokens,
+                sequence=long,
+                tp=near,
+                fabric=fabric,
+                sequence_parallel=p.sequence_parallel,
+                collectives=near == tp,
+                flops=p.flops,
             )
             took = tuple(max(s - t, COMPUTED * s) for s, t in zip((p.forward_s, p.backward_s), talk, strict=True))
             ratios.append(((long, p.tokens), (took[0] / whole[0], took[1] / whole[1])))
         talk = (0.0, 0.0) if near == tp else self._talk_s(part, model, tokens, tp, fabric, sequence_parallel)
-        whole = self._reckoned_s(part, model, tokens, sequence, tp, fabric, sequence_parallel, near == tp)
+        whole = self._reckoned_s(
+            part,
+            model,
+            tokens,
+            sequence=sequence,
+            tp=tp,
+            fabric=fabric,
+            sequence_parallel=sequence_parallel,
+            collectives=near == tp,
+        )
         forward, backward = (
             interpolated([(at, r[way]) for at, r in ratios], (sequence, tokens)) * whole[way] + talk[way]
             for way in (0, 1)

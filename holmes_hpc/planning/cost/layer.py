@@ -193,5 +193,14 @@ def times(
     recompute: str,
 ) -> tuple[Seconds, Seconds, Seconds]:
     """((forward, backward) of a layer, of the embedding, of the head), as PARTS has them."""
-    work = Work(device, software, model, batch.micro_size, batch.sequence_length, tp, sequence_parallel, gradient_bytes)
+    work = Work(
+        device,
+        software,
+        model,
+        micro_size=batch.micro_size,
+        sequence=batch.sequence_length,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        gradient_bytes=gradient_bytes,
+    )
     return work.layer(recompute), work.embedding(), work.head()

@@ -25,6 +25,10 @@ from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
 from holmes_hpc.planning.spec.transport import Transport, TransportRule
 
 T = TypeVar("T")
+_OF_THE_PLAN = (  # fields that a layout has of its plan
+    *("model", "batch", "parallel", "recompute", "schedule", "components"),
+    *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
+)
 _order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
 
 
@@ -84,20 +88,7 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
-        return cls(
-            plan.model,
-            plan.batch,
-            plan.parallel,
-            plan.recompute,
-            plan.schedule,
-            plan.components,
-            costs.on(plan.site),
-            costs,
-            plan.transport_mode,
-            plan.edge_dtype,
-            plan.edge_connections,
-            plan.bucket_bytes,
-        )
+        return cls(site=costs.on(plan.site), costs=costs, **{name: getattr(plan, name) for name in _OF_THE_PLAN})
 
     def once(self, key: tuple[object, ...], made: Callable[[], T]) -> T:
         """What `made` gives, worked out once for all layouts with the same `common`: `key` says all that it goes by
@@ -126,10 +117,10 @@ class Layout:
             self.schedule.kind,
             p.pp,
             micro_batches,
-            p.virtual_stages,
-            self.schedule.in_flight,
-            self.costs.software.overlap_transfers,
-            self.costs.software.paired_transfers,
+            chunks=p.virtual_stages,
+            in_flight=self.schedule.in_flight,
+            overlap=self.costs.software.overlap_transfers,
+            paired=self.costs.software.paired_transfers,
         )
 
     @property
@@ -151,11 +142,11 @@ class Layout:
                 replace(self.model, vocab_multiple=self.model.vocab_multiple * padding) if padding > 1 else self.model,
                 Batch(micro * sizes.dp * count, micro, self.batch.sequence_length),
                 Parallel.uniform(sizes.tp, p.pp, sizes.dp, sequence_parallel=p.sequence_parallel and sizes.tp > 1),
-                self.recompute,
-                Schedule(PER_STAGE.name, (1,) * p.pp),
-                tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components),
-                self.site,
-                self.costs,
+                recompute=self.recompute,
+                schedule=Schedule(PER_STAGE.name, (1,) * p.pp),
+                components=tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components),
+                site=self.site,
+                costs=self.costs,
                 transport_mode=self.transport_mode,
                 edge_dtype=self.edge_dtype,
                 edge_connections=self.edge_connections,

@@ -154,8 +154,18 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
             costs.gradient_size(gpu),
             moment_bytes(costs, gpu),
             0 if gpu.is_cpu else CUDA_BYTES,
-            *_activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, layout.recompute),
-            _activation_bytes(m, layout.batch, costs, gpu, p.tp, p.sequence_parallel, "none")[0],
+            *_activation_bytes(
+                m,
+                layout.batch,
+                costs,
+                gpu=gpu,
+                tp=p.tp,
+                sequence_parallel=p.sequence_parallel,
+                recompute=layout.recompute,
+            ),
+            _activation_bytes(
+                m, layout.batch, costs, gpu=gpu, tp=p.tp, sequence_parallel=p.sequence_parallel, recompute="none"
+            )[0],
         )
 
     element, gradient, moments, outside, kept, more, whole = layout.remember(
@@ -206,16 +216,16 @@ def _activation_bytes(
         model,
         batch.micro_size * batch.sequence_length,
         batch.sequence_length,
-        tp,
-        costs.weight_bytes(gpu),
-        sequence_parallel,
-        recompute,
-        does.flash and not gpu.is_cpu,
-        does.flash and not (gpu.is_cpu and model.dropout),
-        not (does.fused_norm or gpu.is_cpu),
-        not (does.fused_elementwise or gpu.is_cpu),
-        does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
-        does.recompute_parts,
+        tp=tp,
+        element=costs.weight_bytes(gpu),
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        fused=does.flash and not gpu.is_cpu,
+        flash=does.flash and not (gpu.is_cpu and model.dropout),
+        loose_norm=not (does.fused_norm or gpu.is_cpu),
+        loose=not (does.fused_elementwise or gpu.is_cpu),
+        fp32_scores=does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
+        parts=does.recompute_parts,
     )
 
 
@@ -234,7 +244,9 @@ def most_layers(
     """Layers that a stage holds at most, of their own weights, gradients, share of the optimizer (`run` ranks have one)
     and activations alone; `depth`: passes in flight per chunk of each stage, (S,). No stage holds more; most hold
     less."""
-    kept, _ = _activation_bytes(model, batch, costs, gpu, tp, sequence_parallel, recompute)
+    kept, _ = _activation_bytes(
+        model, batch, costs, gpu=gpu, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
+    )
     held = layer_parameters(model, tp) * (
         costs.weight_bytes(gpu) + costs.gradient_size(gpu) + moment_bytes(costs, gpu) / run
     )

@@ -119,7 +119,7 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
         pipelines = layout.pipelines(stages[0])
         runs = pipelines // layout.run
         for s, component in enumerate(stages):
-            _add_synchronisation(layout, replica, s, component, float(count[s]), runs, add)
+            _add_synchronisation(layout, replica, s, component=component, count=float(count[s]), runs=runs, add=add)
             if p.pp > 1 and (s < p.pp - 1 or p.virtual_stages > 1):
                 transport = layout.edge(replica, s)
                 transfers = layout.order.micro_batches * (p.virtual_stages if s < p.pp - 1 else p.virtual_stages - 1)

@@ -157,4 +157,13 @@ def _measured(row: Row, model: ModelSpec, batch: Batch) -> Measured:
     sequence = row.sequence or batch.sequence_length
     tokens = row.micro_size * sequence
     flops = part_flops(model, row.part, tokens, sequence, row.tp)
-    return Measured(row.part, model.hidden, tokens, row.tp, flops, row.forward_s, row.backward_s, sequence)
+    return Measured(
+        row.part,
+        model.hidden,
+        tokens,
+        tp=row.tp,
+        flops=flops,
+        forward_s=row.forward_s,
+        backward_s=row.backward_s,
+        sequence=sequence,
+    )

@@ -64,10 +64,10 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
         (at, at + 1),
         str(layout.edge(replica, at)),
         one_way_s,
-        one_way_s / computing,
-        float(both[at]) * layout.order.micro_batches * chunks,
-        _exposed_s(layout, layers),
-        _exposed_s(own, layers),
+        ratio=one_way_s / computing,
+        wire_s=float(both[at]) * layout.order.micro_batches * chunks,
+        exposed_s=_exposed_s(layout, layers),
+        waiting_s=_exposed_s(own, layers),
     )
 
 

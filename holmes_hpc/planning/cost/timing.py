@@ -88,10 +88,10 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         tuple(durations for durations, _ in made),
         _nics(layout),
         known.tied,
-        known.norm,
-        (updated * known.optimizer).max(axis=1),
-        np.max([gather for _, gather in made], axis=0),
-        known.other,
+        norm=known.norm,
+        optimizer=(updated * known.optimizer).max(axis=1),
+        gather=np.max([gather for _, gather in made], axis=0),
+        other=known.other,
     )
 
 
@@ -246,14 +246,25 @@ def _replica(
         reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
         tail = reduce
     elif software.overlap:
-        ready, tail = _exposed(layout, layers, forward, backward, gather, reduce, buckets)
+        ready, tail = _exposed(
+            layout, layers, forward, backward=backward, gather=gather, reduce=reduce, buckets=buckets
+        )
     after = np.zeros((plans, gather.shape[1]))
     if _apart(layout) or not (software.overlap and software.overlap_gather):  # by the optimizer, of all chunks
         ready, after = np.zeros_like(gather), gather.sum(axis=2)
     down, up = np.tile(traffic.down, (plans, 1)), np.tile(traffic.up, (plans, 1))
     ready[:, :, 0] += _arriving(layout, traffic, ready[:, :, 0], forward[:, :, 0])
     both = np.minimum(2 * up, up + reduce[:, :, 0])  # on one NIC, at the same moment
-    return Durations(forward, backward, down, up, np.where(traffic.beside, both, up), ready, reduce, tail), after
+    return Durations(
+        forward,
+        backward,
+        down,
+        up=up,
+        last_up=np.where(traffic.beside, both, up),
+        ready=ready,
+        reduce=reduce,
+        tail=tail,
+    ), after
 
 
 def _apart(layout: Layout) -> bool:

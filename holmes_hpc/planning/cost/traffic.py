@@ -88,10 +88,10 @@ def _traffic(layout: Layout, replica: int) -> Traffic:
         down,
         up,
         reduce,
-        gather,
-        passing,
-        by_stage(layout, replica, ("gradient",), lambda c: costs.gradient_size(layout.fabric(c).gpu)),
-        beside,
+        gather=gather,
+        passing=passing,
+        gradient_bytes=by_stage(layout, replica, ("gradient",), lambda c: costs.gradient_size(layout.fabric(c).gpu)),
+        beside=beside,
     )
 
 
@@ -193,7 +193,8 @@ def _passing(layout: Layout, component: Component, reduction: Transport, nodes: 
     gpu, costs, tp = layout.fabric(component).gpu, layout.costs, layout.parallel.tp
     return np.array(
         [
-            np.array([size, 1.0]) * collective(layout, component, reduction, layout.run, nodes, what, 1.0, tp)
+            np.array([size, 1.0])
+            * collective(layout, component, reduction, ranks=layout.run, nodes=nodes, what=what, factor=1.0, sharing=tp)
             for what, size in (("all_gather", costs.weight_bytes(gpu)), ("reduce_scatter", costs.gradient_size(gpu)))
         ]
     )
@@ -210,7 +211,7 @@ def _synchronise(
 
     def ring(what: str, factor: float, size: float) -> np.ndarray:
         return np.array([size, 1.0]) * collective(
-            layout, component, transport, layout.run, nodes, what, factor, sharing
+            layout, component, transport, ranks=layout.run, nodes=nodes, what=what, factor=factor, sharing=sharing
         )
 
     if not p.distributed_optimizer:
@@ -222,12 +223,12 @@ def _synchronise(
             layout,
             component,
             layout.across(),
-            p.optimizer_instances,
-            p.optimizer_instances,
-            "reduce_scatter",
-            how.all_reduce,
-            component.gpus_per_node,
-            layout.linked,
+            ranks=p.optimizer_instances,
+            nodes=p.optimizer_instances,
+            what="reduce_scatter",
+            factor=how.all_reduce,
+            sharing=component.gpus_per_node,
+            pairs=layout.linked,
         )
     return reduce, ring("all_gather", how.all_gather, costs.weight_bytes(gpu))
 
@@ -245,7 +246,17 @@ def _tied_s(layout: Layout) -> float:
             gpu = layout.fabric(component).gpu
             whole = model.padded_vocab(p.tp) / p.tp * model.hidden * layout.costs.gradient_size(gpu)
             sharing = 1 if transport.kind == "local" else _ranks_at_edge(layout, component)
-            byte, call = collective(layout, component, transport, 2, 2, "reduce_scatter", 2.0, sharing, [pair])
+            byte, call = collective(
+                layout,
+                component,
+                transport,
+                ranks=2,
+                nodes=2,
+                what="reduce_scatter",
+                factor=2.0,
+                sharing=sharing,
+                pairs=[pair],
+            )
             times.append(float(whole * byte + call))
     return max(times)
 
@@ -339,6 +350,8 @@ def _tied_sum_s(layout: Layout) -> float:
     times = []
     for stage, component in zip(ends, components, strict=True):
         view = layout.views[stage]
-        byte, call = collective(view, component, view.ends(), sum(sizes), nodes, "reduce_scatter", 2.0, 1.0)
+        byte, call = collective(
+            view, component, view.ends(), ranks=sum(sizes), nodes=nodes, what="reduce_scatter", factor=2.0, sharing=1.0
+        )
         times.append(float(embedding_bytes(layout, stage) * byte + call))
     return max(times)

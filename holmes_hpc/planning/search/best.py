@@ -57,7 +57,7 @@ def best_plan(
         return plan
     plan = None
     if not clock.is_over() and (options.unequal == "true" or _may_gain(best, site, options)):
-        plan = _per_stage_plan(model, batch, site, options, costs, clock, [best, *others])
+        plan = _per_stage_plan(model, batch, site, options=options, costs=costs, clock=clock, uniform=[best, *others])
     plan = plan or to_plan(best, site, others)
     return plan if clock.is_over() else _beside_a_near_batch(plan, best, site, options, costs, clock)
 
@@ -101,7 +101,7 @@ def _per_stage_plan(
     if uniform and options.unequal == "auto":  # with the micro-batches of the best uniform layout
         batch, effort = uniform[0].layout.batch, QUICK
         options = replace(options, search_micro_size=False)
-    for variant in variants(model, batch, site, options, costs, clock, limit, effort):
+    for variant in variants(model, batch, site, options=options, costs=costs, clock=clock, limit=limit, effort=effort):
         if variant.seconds >= limit:
             return None
         try:
@@ -127,7 +127,7 @@ def _beside_a_near_batch(
     layout."""
     assert plan.predicted is not None
     model, batch, seconds = best.layout.model, plan.batch, plan.predicted.step_time_s
-    near = near_batch(model, batch, site, options, costs, best.placement, seconds)
+    near = near_batch(model, batch, site, options=options, costs=costs, best=best.placement, seconds=seconds)
     if near is None:
         return plan
     try:
@@ -253,19 +253,19 @@ def to_plan(candidate: Candidate | Variant, site: Site, others: Sequence[Candida
         candidate.strategy,
         layout.model,
         layout.batch,
-        layout.parallel,
-        layout.recompute,
-        layout.schedule,
-        layout.components,
-        stages,
-        site,
-        layout.bucket_bytes,
-        layout.edge_dtype,
-        layout.edge_connections,
-        layout.transport_mode,
-        layout.costs.pace_layer_ms,
-        predict_layout(layout, candidate.layers),
-        (*site.assumptions, *layout.assumptions, *candidate.notes),
+        parallel=layout.parallel,
+        recompute=layout.recompute,
+        schedule=layout.schedule,
+        components=layout.components,
+        stages=stages,
+        site=site,
+        bucket_bytes=layout.bucket_bytes,
+        edge_dtype=layout.edge_dtype,
+        edge_connections=layout.edge_connections,
+        transport_mode=layout.transport_mode,
+        pace_layer_ms=layout.costs.pace_layer_ms,
+        predicted=predict_layout(layout, candidate.layers),
+        assumptions=(*site.assumptions, *layout.assumptions, *candidate.notes),
         pace_factors=layout.costs.pace_factors,
     )
     return replace(plan, alternatives=_alternatives(candidate, others))

@@ -49,10 +49,10 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
                     "hierarchical-dp",
                     size.micro,
                     size.tp,
-                    dp,
-                    ordered(blocks, options.fabric_order),
-                    estimate,
-                    dp // run,
+                    dp=dp,
+                    blocks=ordered(blocks, options.fabric_order),
+                    estimate=estimate,
+                    instances=dp // run,
                 )
 
 
@@ -64,7 +64,18 @@ def _replica(
     most = np.maximum if isinstance(pp, np.ndarray) else max
     tau = -(-size.layers // pp) * each
     head = most(size.head / pp, (pp > 1) * (size.head + each - tau))  # the last stage has a layer beside the head
-    return Estimate(size.shares // dp, pp, tau, head, wire, 2 * wire * (pp - 1), 0.0, after, 1.0, chunks)
+    return Estimate(
+        size.shares // dp,
+        pp,
+        tau,
+        head=head,
+        wire=wire,
+        transfers=2 * wire * (pp - 1),
+        reduce=0.0,
+        after=after,
+        early=1.0,
+        most_chunks=chunks,
+    )
 
 
 def _too_slow(size: OneSize, dp: int, pp: int, limit: Limit, chosen: Sequence[int], names: frozenset[str]) -> bool:
@@ -134,4 +145,4 @@ def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Est
     after = reducing + per_stage * stages * pp * max(float(gather[f]) for f in used)
     inside, _ = size.known(size.transfers_s, 1)  # of pipelines that are longer than a node
     wire = max((float(inside[f]) for f in used if pp * size.tp > size.offers[f].per_node), default=0.0)
-    return _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp, each, wire, after)
+    return _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp=dp, each=each, wire=wire, after=after)

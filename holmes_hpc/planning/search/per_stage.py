@@ -135,7 +135,7 @@ def variants(
 
     def simulate(shape: Shape) -> None:
         done.shapes.add(shape)
-        first = _first_variant(model, batch, site, options, costs, chosen, shape)
+        first = _first_variant(model, batch, site, options=options, costs=costs, chosen=chosen, shape=shape)
         simulated = [v.simulated() for v in (first, first and _early(first, options)) if v is not None]
         done.passes += sum(v.passes for v in simulated)
         done.variants += simulated
@@ -189,11 +189,11 @@ def _first_variant(
             model,
             replace(batch, micro_size=shape.micro),
             Parallel(tuple(sizes), sequence_parallel=any(s.tp > 1 for s in sizes)),
-            shape.recompute,
-            Schedule(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
-            tuple(components),
-            costs.on(site),
-            costs,
+            recompute=shape.recompute,
+            schedule=Schedule(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
+            components=tuple(components),
+            site=costs.on(site),
+            costs=costs,
             transport_mode=options.transport,
             edge_dtype=options.edge_dtype,
             edge_connections=options.edge_connections,

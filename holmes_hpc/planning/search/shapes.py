@@ -68,7 +68,17 @@ def shapes(
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
     for micro, recompute in product(sizes, modes):
-        found += _OneKind(model, batch, site, options, costs, chosen, micro, recompute, limit).shapes()
+        found += _OneKind(
+            model,
+            batch,
+            site,
+            options=options,
+            costs=costs,
+            chosen=chosen,
+            micro=micro,
+            recompute=recompute,
+            limit=limit,
+        ).shapes()
     found.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
     firsts, seen = list[Shape](), Counter[int]()
     for shape in dict.fromkeys(found):
@@ -125,7 +135,16 @@ class _OneKind:
         self._seconds: dict[tuple[int, int, int], float] = {}
         told = replace(options, recompute=recompute)
         self.sizes = {
-            tp: OneSize(model, batch, site, told, costs, micro, tp, [o for o in chosen if o.per_node % tp == 0])
+            tp: OneSize(
+                model,
+                batch,
+                site,
+                options=told,
+                costs=costs,
+                micro=micro,
+                tp=tp,
+                usable=[o for o in chosen if o.per_node % tp == 0],
+            )
             for tp in self._tensor_sizes()
         }
 
@@ -166,13 +185,13 @@ class _OneKind:
                         self.model,
                         self.batch,
                         self.costs,
-                        offer.fabric.gpu,
-                        tp,
-                        parallel,
-                        self.recompute,
-                        int(d),
-                        np.ones(1),
-                        self.options.max_memory_gib,
+                        gpu=offer.fabric.gpu,
+                        tp=tp,
+                        sequence_parallel=parallel,
+                        recompute=self.recompute,
+                        run=int(d),
+                        depth=np.ones(1),
+                        most_gib=self.options.max_memory_gib,
                     )[0]
                 )
                 for d in dp

@@ -42,7 +42,9 @@ class Space:
             for tp in self._tensor_sizes() if batch.global_size % micro == 0 else ():
                 usable = [o for o in self.offers if o.per_node % tp == 0]
                 if usable and (len(usable) == len(self.offers) or not any(o.fixed for o in self.offers)):
-                    self._sizes.append(OneSize(model, batch, site, options, costs, micro, tp, usable))
+                    self._sizes.append(
+                        OneSize(model, batch, site, options=options, costs=costs, micro=micro, tp=tp, usable=usable)
+                    )
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
         """Those estimated to take `margin` times as long as the best on the same fabrics at most. Sorted by estimate;
