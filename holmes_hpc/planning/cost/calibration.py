@@ -166,6 +166,24 @@ class Calibration:
         ]
         return replace(site, links=tuple({**links, **found}.values()), assumptions=(*site.assumptions, *said))
 
+    def refuse_other_settings(self, pace_layer_ms: float | None, dtype: str | None) -> None:
+        """Raise ConfigError where layers were measured at another pace, or with another type than `dtype`, if given."""
+        if not any(f.parts for f in self.fabrics):
+            return
+        if self.pace_layer_ms != pace_layer_ms:
+            raise ConfigError(
+                f"measured with {_pace(self.pace_layer_ms)}, used for {_pace(pace_layer_ms)}",
+                where="calibration",
+                hint=f"set train.pace_layer_ms={self.pace_layer_ms or 'null'} (predict: --pace-layer-ms), or"
+                f" calibrate again with {_pace(pace_layer_ms)}",
+            )
+        if dtype and self.dtype and dtype != self.dtype:
+            raise ConfigError(
+                f"measured with {self.dtype}, used for {dtype}",
+                where="calibration",
+                hint=f"set train.dtype={self.dtype}, or calibrate again",
+            )
+
     def refuse_other_models(self, model: ModelSpec) -> None:
         """Raise ConfigError where layers of another shape than `model`'s were measured. Paced ones have no shape."""
         layers = [p for f in self.fabrics for p in f.parts if p.part == "layer"]
@@ -219,3 +237,7 @@ def _differ(measured: FabricLink, said: FabricLink) -> bool:
 
 def _apart(a: int, b: int) -> float:
     return max(a, b) / min(a, b)
+
+
+def _pace(layer_ms: float | None) -> str:
+    return f"layers paced to {layer_ms:g} ms" if layer_ms else "layers not paced"

@@ -4,10 +4,6 @@ kernels' tables of a GPU kind (layer.py), or, on CPUs, from published figures.
 A calibration gives the times of the shapes that it measured. To others they go as what is reckoned of both does: by the
 kernels' tables, on CPUs by FLOPs. A layer measured at the TP that is asked for holds its collectives; from another TP
 what is reckoned of them is taken away, and what is reckoned of those at the TP asked for is added.
-
-Where a CPU computes, it is a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and
-everything else at a share of the memory's bandwidth. How much the second term moves is counted per layer from
-Korthikanti et al. 2022 (arXiv 2205.05198): what their section 4 counts as stored was written once and is read once.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Fabric, Gpu, Site
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric, interpolated
 from holmes_hpc.planning.cost.corrections import NONE, Corrections
+from holmes_hpc.planning.cost.cpu import Cpu
 from holmes_hpc.planning.cost.flops import (
     ffn_matrix,
     head_flops,
@@ -31,15 +28,7 @@ from holmes_hpc.planning.cost.flops import (
     layer_score_flops,
     part_flops,
 )
-from holmes_hpc.planning.cost.hardware import (
-    FITTED,
-    GLOO_LINKS,
-    NCCL_LINKS,
-    Collectives,
-    Link,
-    collectives,
-    memory_gbps,
-)
+from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer import PARTS, Seconds, reduction_s, times
 from holmes_hpc.planning.cost.software import CURRENT, Software
@@ -75,21 +64,8 @@ class Costs:
             raise ConfigError(f"unknown dtype {self.dtype!r}", where="costs", hint="use fp32, bf16 or fp16")
         if self.pace_layer_ms is not None and not self.pace_layer_ms > 0:
             raise ConfigError(f"pace_layer_ms is {self.pace_layer_ms}", where="costs", hint="use milliseconds above 0")
-        if self.calibration is not None and any(f.parts for f in self.calibration.fabrics):
-            was, now = self.calibration.pace_layer_ms, self.pace_layer_ms
-            if was != now:
-                raise ConfigError(
-                    f"measured with {_pace(was)}, used for {_pace(now)}",
-                    where="calibration",
-                    hint=f"set train.pace_layer_ms={was or 'null'} (predict: --pace-layer-ms), or"
-                    f" calibrate again with {_pace(now)}",
-                )
-            if self.dtype and self.calibration.dtype and self.dtype != self.calibration.dtype:
-                raise ConfigError(
-                    f"measured with {self.calibration.dtype}, used for {self.dtype}",
-                    where="calibration",
-                    hint=f"set train.dtype={self.calibration.dtype}, or calibrate again",
-                )
+        if self.calibration is not None:
+            self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
 
     def on(self, site: Site) -> Site:
         """`site`, with what was measured between its fabrics."""
@@ -195,14 +171,15 @@ class Costs:
             forward, backward = measured
             scores = forward * layer_score_flops(model, tokens, sequence) / flops
         else:
-            rest = self._rest_s(model, tokens, sequence, tp, gpu, sequence_parallel)
-            matrix = self._matrix_s(flops / tp, gpu)
+            cpu = self._cpu(gpu)
+            rest = cpu.rest_s(model, tokens, sequence, tp, sequence_parallel)
+            matrix = cpu.matrix_s(flops / tp)
             forward, backward = matrix + rest, 2 * (matrix + rest)
-            scores = self._matrix_s(layer_score_flops(model, tokens, sequence) / tp, gpu)
-            scores += self._score_traffic_s(model, tokens, sequence, tp, gpu)
+            scores = cpu.matrix_s(layer_score_flops(model, tokens, sequence) / tp)
+            scores += cpu.score_traffic_s(model, tokens, sequence, tp)
             talk = self._talk_s("layer", model, tokens, tp, fabric, sequence_parallel)
             forward += talk[0]
-            backward += talk[1] + self._accumulate_s(layer_parameters(model, tp), gpu)
+            backward += talk[1] + cpu.accumulate_s(layer_parameters(model, tp))
         parts = {"scores": scores, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
         selected = sum(parts.get(part, 0.0) for part in software.recompute_parts)
         again = {"none": 0.0, "selective": selected, "full": forward}[recompute]
@@ -215,7 +192,7 @@ class Costs:
             found = self._modelled(model, batch, tp, gpu)[1]
         if found is None:
             tokens = batch.micro_size * batch.sequence_length
-            moved = self._memory_s(2.0 * tokens * model.hidden * self.weight_bytes(gpu), gpu)
+            moved = self._cpu(gpu).memory_s(2.0 * tokens * model.hidden * self.weight_bytes(gpu))
             found = moved, 2 * moved
         return self._corrected(found, gpu)
 
@@ -227,9 +204,10 @@ class Costs:
             found = self._modelled(model, batch, tp, gpu)[2]
         if found is None:
             tokens = batch.micro_size * batch.sequence_length
-            moved = self._memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes(gpu) + 8), gpu)
-            forward = self._matrix_s(head_flops(model, tokens, tp) / tp, gpu) + moved
-            found = forward, 2 * forward + self._accumulate_s(head_parameters(model, tp), gpu)
+            cpu = self._cpu(gpu)
+            moved = cpu.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes(gpu) + 8))
+            forward = cpu.matrix_s(head_flops(model, tokens, tp) / tp) + moved
+            found = forward, 2 * forward + cpu.accumulate_s(head_parameters(model, tp))
         return self._corrected(found, gpu)
 
     def optimizer_s(self, updated: float, fabric: Fabric) -> float:
@@ -238,7 +216,9 @@ class Costs:
         if measured is not None and measured.optimizer_s is not None:
             return updated * measured.optimizer_s
         moved = updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu))
-        return self._memory_s(moved, gpu) if gpu.is_cpu or self.pace_layer_ms else self._device(gpu).streamed_s(moved)
+        return (
+            self._cpu(gpu).memory_s(moved) if gpu.is_cpu or self.pace_layer_ms else self._device(gpu).streamed_s(moved)
+        )
 
     def pass_s(self, fabric: Fabric) -> float:
         """Seconds of every pass that belong to none of its parts."""
@@ -291,6 +271,9 @@ class Costs:
 
     def _device(self, gpu: Gpu) -> Device:
         return Device(gpu, self.weight_bytes(gpu), self.stack)
+
+    def _cpu(self, gpu: Gpu) -> Cpu:
+        return Cpu(gpu, self.weight_bytes(gpu), self.gradient_size(gpu), self.software_on(gpu).flash)
 
     # -- from what was measured ---------------------------------------------------------------------------------------
 
@@ -415,44 +398,3 @@ class Costs:
         link, factor = link or self._links(gpu)["local"], collectives(gpu).all_reduce
         sent = factor * (tp - 1) / tp * tokens * model.hidden * self.weight_bytes(gpu)
         return sent / (gpu.intra_node_gbps * 1e9 / 8 * link.efficiency) + factor * (tp - 1) * link.latency_s
-
-    # -- published figures, for CPUs ----------------------------------------------------------------------------------
-
-    def _accumulate_s(self, weights: int, gpu: Gpu) -> float:
-        """Adding a micro-batch's weight gradients to the sum: written, read, and the sum read and written."""
-        return self._memory_s(2.0 * weights * (self.weight_bytes(gpu) + self.gradient_size(gpu)), gpu)
-
-    def _matrix_s(self, flops: float, gpu: Gpu) -> float:
-        return flops / (gpu.peak_tflops * 1e12 * FITTED.matrix)
-
-    def _memory_s(self, moved: float, gpu: Gpu) -> float:
-        return moved / (memory_gbps(gpu) * 1e9 * FITTED.memory)
-
-    def _rest_s(
-        self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu, sequence_parallel: bool
-    ) -> float:
-        """Forward, all but matrix products. Per token and hidden unit, in elements: two norms (read, write), two
-        residual additions with dropout (two read, one written), all on every rank unless sequence parallel; the FFN's
-        activation (read f or 2f, write f) and rotary or bias on q, k, v."""
-        whole = (
-            model.hidden
-            / (tp if sequence_parallel else 1)
-            * (10.0 + (4 / self.weight_bytes(gpu) if model.dropout else 0))
-        )
-        wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
-        split = (wide + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
-        return self._memory_s(tokens * (whole + split) * self.weight_bytes(gpu), gpu) + self._score_traffic_s(
-            model, tokens, sequence, tp, gpu
-        )
-
-    def _score_traffic_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, gpu: Gpu) -> float:
-        """Unfused attention writes a x s scores a token, reads and writes them in the (masked) softmax, if need be in
-        dropout, which writes a mask too, and reads them once more."""
-        if self.software_on(gpu).flash:
-            return 0.0
-        passes = (6.0 * self.weight_bytes(gpu) + 1) if model.dropout else 4.0 * self.weight_bytes(gpu)
-        return self._memory_s(tokens * sequence * model.heads / tp * passes, gpu)
-
-
-def _pace(layer_ms: float | None) -> str:
-    return f"layers paced to {layer_ms:g} ms" if layer_ms else "layers not paced"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import combinations, permutations
-from math import ceil, inf
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -18,22 +17,21 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, most_layers
-from holmes_hpc.planning.cost.timing import least_s, step_s, timing
-from holmes_hpc.planning.cost.traffic import transfers_s
+from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
+from holmes_hpc.planning.search.depth import deepened, extra_depth, may_be_early, schedule_of
 from holmes_hpc.planning.search.one_size import most_chunks
 from holmes_hpc.planning.search.placement import Block, Placement, component
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
-from holmes_hpc.planning.spec.plan import RECOMPUTE, Component, Schedule
+from holmes_hpc.planning.spec.plan import RECOMPUTE, Component
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 PLAINER = 0.003  # what the schedule that runs ahead, and virtual stages, must each gain at least to be worth it
 FEW_FABRICS = 4  # up to which every order of them is tried
 DEEPER = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
-_schedule = lru_cache(maxsize=4096)(Schedule)
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ class Evaluator:
             self._last = placement, self._layout(placement)
         made = self._last[1]
         depths = schedule_kind(kind).in_flight(placement.pp, made.batch.micro_batches(placement.dp), chunks)
-        return made.varied(_schedule(kind, depths), recompute=recompute, virtual_stages=chunks)
+        return made.varied(schedule_of(kind, depths), recompute=recompute, virtual_stages=chunks)
 
     def _layout(self, placement: Placement) -> Layout:
         o, pp = self.options, placement.pp
@@ -183,7 +181,7 @@ class Evaluator:
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
         )
         plain = megatrons_own(chunks=1)
-        schedule = _schedule(plain.name, plain.in_flight(pp, batch.micro_batches(placement.dp), 1))
+        schedule = schedule_of(plain.name, plain.in_flight(pp, batch.micro_batches(placement.dp), 1))
         alike = hierarchical and pp, placement.micro, placement.tp, placement.dp, placement.instances
         return Layout(
             self.model,
@@ -224,7 +222,7 @@ class Evaluator:
             if not stages.fit:
                 return None
             layers, full = stages.balanced()
-            others = stages.early() if _may_be_early(layout) else layers
+            others = stages.early() if may_be_early(layout) else layers
         else:
             others = layers = self._told_layers(layout)
             full = False
@@ -269,7 +267,7 @@ class Evaluator:
     def _early(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
         """The candidate, or if its step is shorter the one whose first stages have more layers and run far ahead: they
         compute while the pipeline fills and parameters are gathered."""
-        if not self._free_layers or not _may_be_early(candidate.layout):
+        if not self._free_layers or not may_be_early(candidate.layout):
             return candidate
         wanted = [e + DEEPER[-1] for e in extra[:-1]] + [0]
         _, layout = next(self._depths(candidate, wanted))
@@ -299,7 +297,7 @@ class Evaluator:
         if not deep:
             return candidate
         wanted = extra_depth(s, candidate.layers)
-        ahead = replace(candidate, layout=s.varied(_schedule(deep[0], s.schedule.in_flight)))
+        ahead = replace(candidate, layout=s.varied(schedule_of(deep[0], s.schedule.in_flight)))
         most, _ = next(self._depths(ahead, wanted))
         return (
             candidate
@@ -340,7 +338,7 @@ class Evaluator:
         """Layers, and passes in flight beyond those that hide the transfers: a stage whose gradients take long gets
         fewer layers, starts late and ends early, while the stages above it run ahead."""
         best = candidate = self._split(candidate)
-        if not _may_be_early(candidate.layout):
+        if not may_be_early(candidate.layout):
             return candidate
         wanted = extra_depth(candidate.layout, candidate.layers)
         for more in DEEPER:
@@ -367,7 +365,7 @@ class Evaluator:
         chunks, p = s.parallel.virtual_stages, candidate.placement
         own = megatrons_own(chunks)
         depths = own.in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(candidate, layout=s.varied(_schedule(own.name, depths))))
+        other = self._timed(replace(candidate, layout=s.varied(schedule_of(own.name, depths))))
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
@@ -382,34 +380,3 @@ class Evaluator:
             order = list(blocks)
             order[a], order[b] = order[b], order[a]
             yield tuple(order)
-
-
-def _may_be_early(layout: Layout) -> bool:
-    """Whether stages may run farther ahead of those below them than hides the transfers."""
-    return (
-        schedule_kind(layout.schedule.kind).deepens and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
-    )
-
-
-def deepened(layout: Layout, extra: list[int]) -> Layout:
-    """With `extra` passes in flight at each stage beyond one more than the stage below."""
-    p, total = layout.parallel, layout.order.micro_batches
-    base = layout.order.schedule.in_flight(p.pp, total, p.virtual_stages)
-    depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    order = replace(layout.order, in_flight=depths)
-    return layout.varied(_schedule(order.kind, tuple(order.depth(s) for s in range(p.pp))))
-
-
-def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
-    """Per stage, passes in flight beyond one more than the stage below that hide the transfer to it. None for virtual
-    stages: one further ahead of the last stage would wait for it all the longer, over the edge that closes the ring."""
-    p = layout.parallel
-    extra = np.zeros(p.pp, dtype=int)
-    if p.virtual_stages > 1:
-        return [0] * p.pp
-    for replica, d in enumerate(timing(layout, layers).replicas):
-        longest = float((d.forward + d.backward)[0].sum(axis=1).max())
-        down, up = transfers_s(layout, replica)
-        hidden = [ceil((a + b) / longest - 1e-3) for a, b in zip(down[:-1], up[1:], strict=True)]
-        extra[:-1] = np.maximum(extra[:-1], hidden)
-    return [int(e) for e in extra]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, permutations, product
+from itertools import permutations, product
 from math import factorial, inf
 
 import numpy as np
@@ -24,6 +24,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.memory import most_layers
 from holmes_hpc.planning.search.offers import Offer, micro_sizes, offers
 from holmes_hpc.planning.search.one_size import OneSize
+from holmes_hpc.planning.search.stage_rows import Stages, changed, orders
+from holmes_hpc.planning.search.stage_table import StageTable
 
 FINE, WIDE = 1.006, 1.8  # taus: how much longer each is than the one before, and the last than the first
 MOST_STAGES = 12  # of one fabric
@@ -32,12 +34,9 @@ FIRST, FAR = 12, 1.3  # shapes of one TP that are looked at first, and how much 
 KEPT = 24  # shapes of one micro-batch size, recomputation and choice of TPs
 
 LISTED = 3000  # rows of stages, in every order, up to which all are looked at
-FEW_FABRICS = 3  # of which every order is looked at, and each one's wider stages first or last by themselves
 FORWARD = 1 / 3  # of a layer's seconds
 CROWDED = 1.3  # what a NIC takes that is never idle, to the bytes it sends: it waits for those of other nodes
 LONGEST, STEPS = 64, 14  # a step to the least one there could be, at most; of a bisection
-
-Stages = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Shape:
 
     def near(self) -> list[Shape]:
         """Those a change away, the most promising first."""
-        rows = (row for row in dict.fromkeys(_changed(self.stages)) if self.kind.wanted(row))
+        rows = (row for row in dict.fromkeys(changed(self.stages)) if self.kind.wanted(row))
         found = (replace(self, stages=row, estimate=self.kind.estimate(row)) for row in rows)
         return sorted((s for s in found if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
@@ -87,31 +86,6 @@ def shapes(
             seen.update(tps)
             firsts += [shape] if seen[tps.pop()] <= FIRST else []
     return [*firsts, *(shape for shape in found if shape not in set(firsts))]
-
-
-def _orders(row: list[tuple[int, int, int]]) -> Iterator[Stages]:
-    """The stages with the fabrics in other orders, and each fabric's wider stages first or last."""
-    parts = [tuple(part) for _, part in groupby(row, key=lambda stage: stage[0])]
-    few = len(parts) <= FEW_FABRICS
-    for order in permutations(parts) if few else [parts, parts[::-1]]:
-        ways = product(*((part, part[::-1]) for part in order)) if few else [order, [part[::-1] for part in order]]
-        yield from (sum(way, ()) for way in ways)
-
-
-def _changed(stages: Stages) -> Iterator[Stages]:
-    """The stages with one of them cut in two, or two that follow each other made one or in each other's place, or a
-    node of one given to another: all within a fabric."""
-    for i, (f, nodes, tp) in enumerate(stages):
-        before, after = stages[:i], stages[i + 1 :]
-        for some in {1, nodes // 2, nodes - 1} - {0, nodes}:
-            yield (*before, (f, some, tp), (f, nodes - some, tp), *after)
-        if after and after[0][0] == f:
-            yield (*before, (f, nodes + after[0][1], tp), *after[1:])
-            yield (*before, after[0], stages[i], *after[1:])
-        for j, (g, more, other) in enumerate(stages if nodes > 1 else ()):
-            if g == f and i != j:
-                moved = {i: (f, nodes - 1, tp), j: (g, more + 1, other)}
-                yield tuple(moved.get(at, stage) for at, stage in enumerate(stages))
 
 
 class _OneKind:
@@ -206,13 +180,13 @@ class _OneKind:
         return {(f, tp): stage for f, tp, stage in found if stage is not None}
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, tuple[int, ...]], _Table]:
+    def _tables(self) -> dict[tuple[int, tuple[int, ...]], StageTable]:
         found = {}
         for fabric, offer in enumerate(self.chosen):
             each = {tp: self._kinds[fabric, tp] for tp in self.sizes if (fabric, tp) in self._kinds}
             sets = [(tp,) for tp in each] + ([tuple(each)] if len(each) > 1 else [])
             for tps in sets:
-                found[fabric, tps] = _Table(tps, [each[tp] for tp in tps], offer, self._most_stages, self.taus)
+                found[fabric, tps] = StageTable(tps, [each[tp] for tp in tps], offer, self._most_stages, self.taus)
         return found
 
     @property
@@ -249,7 +223,7 @@ class _OneKind:
             made = (
                 row for sets in self._choices() for row in self._of([self._tables[f, t] for f, t in enumerate(sets)])
             )
-            rows = list(dict.fromkeys(order for row in made for order in _orders(row)))
+            rows = list(dict.fromkeys(order for row in made for order in orders(row)))
         found = (Shape(self.batch.micro_size, self.recompute, row, self.estimate(row), self) for row in rows)
         return [shape for shape in found if shape.estimate < inf]
 
@@ -265,7 +239,7 @@ class _OneKind:
             tuple(every)
         ]
 
-    def _of(self, tables: list[_Table]) -> Iterator[list[tuple[int, int, int]]]:
+    def _of(self, tables: list[StageTable]) -> Iterator[list[tuple[int, int, int]]]:
         """Of the numbers of stages on each fabric that promise most, the stages."""
         counts = np.stack(np.meshgrid(*(np.arange(t.reach.shape[0]) for t in tables), indexing="ij"), axis=-1).reshape(
             -1, len(tables)
@@ -403,45 +377,3 @@ class _OneKind:
 
     def _at(self, fabric: int, tp: int) -> int:
         return self.sizes[tp].offers.index(self.chosen[fabric])
-
-
-class _Table:
-    """Of one fabric and a choice of TPs: `reach`, the layers that k stages can compute in each tau, (K + 1, taus)."""
-
-    def __init__(
-        self,
-        tps: tuple[int, ...],
-        each: list[tuple[np.ndarray, np.ndarray, float]],
-        offer: Offer,
-        most: int,
-        taus: np.ndarray,
-    ) -> None:
-        self.tps, self.taus, self.offer = tps, taus, offer
-        layers = np.stack([np.minimum(np.floor(taus[:, None] / seconds + 1e-9), fit) for seconds, fit, _ in each])
-        self.best = layers.argmax(axis=0)  # the TP, (taus, N)
-        self.own = layers.max(axis=0)
-        self.own[self.own < 1] = -np.inf  # no stage without a layer
-        self.each = each[int(self.best[-1, -1])][2]
-        n = offer.nodes
-        none = np.full((len(taus), n + 1), -np.inf if offer.fixed else 0.0)
-        none[:, 0] = 0.0
-        self.filled = [none]  # layers of k stages on at most (fixed: exactly) so many nodes, (taus, N + 1) each
-        for _ in range(min(most, n)):
-            before, now = self.filled[-1], np.full((len(taus), n + 1), -np.inf)
-            for nodes in range(1, n + 1):
-                now[:, nodes:] = np.maximum(now[:, nodes:], before[:, : n + 1 - nodes] + self.own[:, nodes - 1, None])
-            self.filled.append(now)
-        self.reach = np.stack([table[:, n] for table in self.filled])
-        if not offer.fixed:
-            self.reach[0] = 0.0
-
-    def stages(self, count: int, tau: int) -> list[tuple[int, int]]:
-        """(nodes, TP) of each of `count` stages that reach most in that tau, the narrowest first."""
-        found, left = [], self.offer.nodes
-        for k in range(count, 0, -1):
-            takes = [self.filled[k - 1][tau, left - n] + self.own[tau, n - 1] for n in range(1, left + 1)]
-            best = np.flatnonzero(np.asarray(takes) == max(takes)) + 1
-            nodes = int(best[np.argmin(np.abs(best - left / k))])  # the most even, of those that reach as much
-            found.append((nodes, self.tps[int(self.best[tau, nodes - 1])]))
-            left -= nodes
-        return sorted(found)
