@@ -291,9 +291,9 @@ def test_a_plan_with_data_parallel_over_two_fabrics_is_refused(holmes, site, tmp
     )
     data = yaml.safe_load(target.read_text())
     data["parallel"]["order"] = "tp-cp-ep-pp-dp"
-    del data["transports"]
+    del data["derived"]
     target.write_text(yaml.safe_dump(data))
-    refused(holmes("submit", str(target), "--dry-run"), "dp group", "ib-a", "roce-a")
+    refused(holmes("submit", str(target), "--dry-run"), "stage 0 lies on", "ib-a", "roce-a")
 
 
 def test_a_broken_plan_file(holmes, tmp_path):
