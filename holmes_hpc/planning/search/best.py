@@ -112,10 +112,6 @@ def _per_stage_plan(
             f"{nodes} nodes of {fabric} are left out: no layout found has a shorter step with them"
             for fabric, nodes in plan.unused.items()
         ]
-        if uniform:
-            gain = 1 - variant.seconds / uniform[0].seconds
-            best = uniform[0].layout.parallel
-            notes.insert(0, f"TP and DP by stage: a step {gain:.1%} shorter than the best uniform layout's ({best})")
         return replace(plan, assumptions=(*plan.assumptions, *notes))
     return None
 

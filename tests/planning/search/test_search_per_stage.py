@@ -12,6 +12,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import best_plan
 
 SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
@@ -35,7 +36,8 @@ def test_nodes_that_a_grid_leaves_out_are_used() -> None:
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal=u), Costs()) for u in ("auto", "false")
     )
     assert wide.is_per_stage and not wide.unused
-    assert any("shorter than the best uniform layout's" in note for note in wide.assumptions)
+    assert any("shorter than the best uniform layout's" in line for line in explain(wide, Costs(), width=200))
+    assert not any("by stage" in line for line in explain(grid, Costs(), width=200))
     assert wide.predicted is not None and grid.predicted is not None
     assert wide.predicted.step_time_s < 0.99 * grid.predicted.step_time_s
     assert wide.alternatives[0]["parallel"]["dp"] == grid.parallel.dp
