@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError, nearest
-from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
 from holmes_hpc.schema import check, key, make
 from holmes_hpc.slurm.hostlist import expand
 
@@ -145,6 +145,11 @@ class Fabric:
         return common if own is None else own.over(common)
 
     @property
+    def nccl_network(self) -> str:
+        """What NCCL calls the network of its RDMA (of its Ethernet, where it has none)."""
+        return self.nccl_net or NCCL_NETWORKS[self.nic]
+
+    @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
@@ -234,6 +239,12 @@ class Site:
         if receiver is None or transport != "tcp":
             return None
         return self.link(sender.name, receiver.name)
+
+    def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
+        """Return what NCCL calls the network of a transport over `nic` (in `fabric`, if RDMA); None inside a node."""
+        if fabric is not None:
+            return self.fabric(fabric).nccl_network
+        return NCCL_NETWORKS[nic] if nic is not None else None
 
     def slowest_gbps(self, transport: str, ring: Sequence[str]) -> float:
         """Return the lowest :meth:`rate_gbps` on a ring of nodes: `ring` names the fabric of each, in order."""
