@@ -182,17 +182,8 @@ def problem(message: object) -> None:
 @contextlib.contextmanager
 def waiting(what: str, after_s: float = 5.0) -> Iterator[None]:
     """Say every few seconds that `what` is still going on, when it takes long."""
-    done, began = threading.Event(), time.monotonic()
-
-    def tick() -> None:
-        while not done.wait(after_s):
-            note(f"{what}: {time.monotonic() - began:.0f} s")
-
-    threading.Thread(target=tick, daemon=True).start()
-    try:
+    with steps(what, after_s):
         yield
-    finally:
-        done.set()
 
 
 @contextlib.contextmanager

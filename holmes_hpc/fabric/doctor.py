@@ -16,7 +16,7 @@ from holmes_hpc.fabric.finding import LEVELS, MOST_SKEW_S, Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
-from holmes_hpc.fabric.nodes import SiteNode, read_nodes
+from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.software import check_software, software
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.slurm.hostlist import compress
@@ -27,79 +27,75 @@ SAFE_HETJOBS = (24, 11)
 
 def check_config(config: Config) -> list[Finding]:
     """The scheduler's settings."""
-    found: list[Finding] = []
-
-    def say(level: str, what: str, hint: str) -> None:
-        found.append(Finding(level, "slurm.conf", what, hint))
-
-    for what, hint in config.against_hetjobs():
-        say("error", what, hint)
-    if config.version is not None and config.version < SAFE_HETJOBS:
-        say(
+    wrong = [(True, "error", what, hint) for what, hint in config.against_hetjobs()]
+    wrong += [
+        (
+            config.version is not None and config.version < SAFE_HETJOBS,
             "warning",
             f"Slurm {config.get('SLURM_VERSION')}: a heterogeneous job with an impossible component other "
             "than the first can kill slurmctld",
             "submit with `holmes submit`, which tries each component alone first, or upgrade to 24.11",
-        )
-    if config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none"):
-        say(
+        ),
+        (
+            config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none"),
             "warning",
             "no slurmdbd: sacct knows no job's end, so submitit alone believes that jobs run for ever",
             "set AccountingStorageType=accounting_storage/slurmdbd; `holmes status` reads result.json meanwhile",
-        )
-    if config.get("JobRequeue") == "0":
-        say(
+        ),
+        (
+            config.get("JobRequeue") == "0",
             "warning",
             "JobRequeue is 0: a run is not started again after a node failure",
             "set JobRequeue=1, or use `holmes resume`",
-        )
-    if config.get("KillOnBadExit") != "1":
-        say(
+        ),
+        (
+            config.get("KillOnBadExit") != "1",
             "info",
             "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running",
             "use srun --kill-on-bad-exit=1 in scripts of your own (holmes submit does), or set KillOnBadExit=1",
-        )
-    if any("helpers" in p for p in config.options("NodeFeaturesPlugins")):
-        say(
+        ),
+        (
+            any("helpers" in p for p in config.options("NodeFeaturesPlugins")),
             "info",
             "node_features/helpers refuses counts and brackets in constraints",
             "use the constraints of `holmes nodes`, which have none, in scripts of your own",
-        )
-    return found
+        ),
+    ]
+    return [Finding(level, "slurm.conf", what, hint) for applies, level, what, hint in wrong if applies]
 
 
 def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Finding]:
     """Features that nothing explains, contradict each other, or leave something to suppose."""
-    found: list[Finding] = []
-    for node, why in grouping.left_out.items():
-        if "down, drained" not in why:
-            found.append(Finding("warning", f"node {node}", f"not used: {why}", "see `holmes nodes`", node))
-    down = [n for n in nodes if not n.usable]
-    for reason, members in _group((n.reason.partition(" [")[0] or "no reason given", n.name) for n in down):
-        found.append(
-            Finding(
-                "warning",
-                f"nodes {compress(members)}",
-                f"down or drained: {reason}",
-                f"scontrol update NodeName={compress(members)} State=RESUME when repaired",
-            )
+    found = [
+        Finding("warning", f"node {node}", f"not used: {why}", "see `holmes nodes`", node)
+        for node, why in grouping.left_out.items()
+        if "down, drained" not in why
+    ]
+    down = grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in nodes if not n.usable)
+    found += [
+        Finding(
+            "warning",
+            f"nodes {compress(members)}",
+            f"down or drained: {reason}",
+            f"scontrol update NodeName={compress(members)} State=RESUME when repaired",
         )
-    unknown = _group((feature, n.name) for n in nodes for feature in n.reading.unknown)
-    for feature, members in unknown:
-        found.append(
-            Finding(
-                "info",
-                f"nodes {compress(members)}",
-                f"nothing explains the feature {feature}",
-                "explain it, or list it under ignored, in the site's own file (HOLMES_FEATURES)",
-            )
+        for reason, members in down
+    ]
+    found += [
+        Finding(
+            "info",
+            f"nodes {compress(members)}",
+            f"nothing explains the feature {feature}",
+            "explain it, or list it under ignored, in the site's own file (HOLMES_FEATURES)",
         )
-    for n in nodes:
-        found += [
-            Finding("warning", f"node {n.name}", p, f"holmes label {n.name}", n.name)
-            for p in n.reading.problems
-            if n.name not in grouping.left_out
-        ]
+        for feature, members in grouped((feature, n.name) for n in nodes for feature in n.reading.unknown)
+    ]
+    found += [
+        Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name)
+        for n in nodes
+        for problem in n.reading.problems
+        if n.name not in grouping.left_out
+    ]
     for text in grouping.assumptions:
         if "no fabric label" in text:
             where, _, what = text.partition(": ")
@@ -147,17 +143,13 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> lis
                     "state -p and -C for every component (holmes submit does)",
                 )
             )
-    for p in partitions:
-        if not p.up:
-            found.append(
-                Finding(
-                    "info",
-                    f"partition {p.name}",
-                    "closed, so not used",
-                    f"scontrol update PartitionName={p.name} State=UP",
-                )
-            )
-    return found
+    return found + [
+        Finding(
+            "info", f"partition {p.name}", "closed, so not used", f"scontrol update PartitionName={p.name} State=UP"
+        )
+        for p in partitions
+        if not p.up
+    ]
 
 
 def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
@@ -232,66 +224,38 @@ def read_script(path: Path) -> list[Finding]:
 
 def check_script(text: str, name: str = "script") -> list[Finding]:
     """A batch script of one's own: the traps of heterogeneous jobs."""
-    found: list[Finding] = []
     hetjob = bool(re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE))
-    steps = _SRUN.findall(text)
-    for step in steps:
+    wrong: list[tuple[bool, str, str]] = []
+    for step in _SRUN.findall(text):
         line = " ".join(step.replace("\\\n", " ").split())[:60]
-        if not re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step):
-            found.append(
-                Finding(
-                    "error",
-                    name,
-                    f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others running",
-                    "add --kill-on-bad-exit=1",
-                )
-            )
-        if hetjob and "--het-group" not in step:
-            found.append(
-                Finding(
-                    "error",
-                    name,
-                    f"`{line}` has no --het-group: it runs in the first component only",
-                    "add --het-group=0,1,… with all components",
-                )
-            )
-        if hetjob and re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step):
-            found.append(
-                Finding(
-                    "error",
-                    name,
-                    f"`{line}` writes to a path with %j, which differs between components",
-                    "use a path without %j, %J and %A",
-                )
-            )
-    if hetjob:
-        for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE):
-            if not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE):
-                found.append(
-                    Finding(
-                        "error",
-                        name,
-                        "a component has no partition: it lands in the default one",
-                        "give every component -p and -C",
-                    )
-                )
-        if re.search(r"--dependency[= ]\S*singleton", text):
-            found.append(
-                Finding(
-                    "error",
-                    name,
-                    "singleton makes a heterogeneous job wait for itself",
-                    "use --dependency=afterany:LEADER",
-                )
-            )
-    return found
-
-
-def _group(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    groups: dict[str, list[str]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return list(groups.items())
+        wrong += [
+            (
+                not re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step),
+                f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others running",
+                "add --kill-on-bad-exit=1",
+            ),
+            (
+                hetjob and "--het-group" not in step,
+                f"`{line}` has no --het-group: it runs in the first component only",
+                "add --het-group=0,1,… with all components",
+            ),
+            (
+                hetjob and bool(re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step)),
+                f"`{line}` writes to a path with %j, which differs between components",
+                "use a path without %j, %J and %A",
+            ),
+        ]
+    wrong += [
+        (
+            hetjob and not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE),
+            "a component has no partition: it lands in the default one",
+            "give every component -p and -C",
+        )
+        for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE)
+    ]
+    singleton = hetjob and bool(re.search(r"--dependency[= ]\S*singleton", text))
+    wrong.append((singleton, "singleton makes a heterogeneous job wait for itself", "use --dependency=afterany:LEADER"))
+    return [Finding("error", name, what, hint) for applies, what, hint in wrong if applies]
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

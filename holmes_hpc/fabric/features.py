@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -42,18 +42,21 @@ class Meaning:
 
     @property
     def text(self) -> str:
-        said = [str(self.nic)] if self.nic else []
-        said += [f"{self.rate:g} Gb/s a node"] if self.rate else []
-        said += [f"{self.port:g} Gb/s a port"] if self.port else []
-        said += [f"Ethernet {self.ethernet:g} Gb/s"] if self.ethernet else []
-        said += [f"fabric {self.fabric}"] if self.fabric else []
-        said += [f"GPU {self.gpu}"] if self.gpu else []
-        said += [f"{self.ranks} CPU ranks"] if self.ranks else []
-        said += [f"sockets over {self.names.ethernet}"] if self.names.ethernet else []
-        said += [f"HCA {', '.join(self.names.hca)}"] if self.names.hca else []
-        said += [f"storage {', '.join(self.names.storage)}"] if self.names.storage else []
-        said += [self.unsupported] if self.unsupported else []
-        return ", ".join(said) or "nothing about NICs"
+        names = self.names
+        parts = (
+            (self.nic, f"{self.nic}"),
+            (self.rate, f"{self.rate or 0:g} Gb/s a node"),
+            (self.port, f"{self.port or 0:g} Gb/s a port"),
+            (self.ethernet, f"Ethernet {self.ethernet or 0:g} Gb/s"),
+            (self.fabric, f"fabric {self.fabric}"),
+            (self.gpu, f"GPU {self.gpu}"),
+            (self.ranks, f"{self.ranks} CPU ranks"),
+            (names.ethernet, f"sockets over {names.ethernet}"),
+            (names.hca, f"HCA {', '.join(names.hca)}"),
+            (names.storage, f"storage {', '.join(names.storage)}"),
+            (self.unsupported, self.unsupported),
+        )
+        return ", ".join(str(text) for value, text in parts if value) or "nothing about NICs"
 
 
 @dataclass(frozen=True)
@@ -265,10 +268,15 @@ def _load(path: Path) -> tuple[str, dict[str, Any]]:
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise SiteError("not a vocabulary", where=str(path), hint=hint)
-    for key in data:
-        if key not in _SECTIONS:
-            raise SiteError(f"unknown key {key!r}", where=str(path), hint=nearest(str(key), _SECTIONS))
+    _refuse_unknown("key {!r}", data, _SECTIONS, str(path))
     return path.name, data
+
+
+def _refuse_unknown(what: str, words: Iterable[Any], known: Sequence[str], where: str) -> None:
+    """Raise SiteError for the first of `words` that is not `known`; `what` is a format of it."""
+    for word in words:
+        if word not in known:
+            raise SiteError(f"unknown {what.format(word)}", where=where, hint=nearest(str(word), known))
 
 
 def _list(value: Any, where: str) -> list[Any]:
@@ -313,21 +321,10 @@ def _rules(entries: Any, where: str) -> list[Rule]:
         here = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
             raise SiteError(f"{entry!r} has no match", where=here, hint="write {match: 'REGEX', nic: ib}")
-        for key in entry:
-            if key not in _RULE_KEYS:
-                raise SiteError(f"unknown key {key!r}", where=here, hint=nearest(str(key), _RULE_KEYS))
+        _refuse_unknown("key {!r}", entry, _RULE_KEYS, here)
         pattern = _compile(entry["match"], here)
-        for group in pattern.groupindex:
-            if group not in _GROUPS:
-                raise SiteError(
-                    f"unknown group {group!r} in {entry['match']!r}", where=here, hint=nearest(group, _GROUPS)
-                )
-        if "nic" in entry and entry["nic"] not in [n.value for n in NicType]:
-            raise SiteError(
-                f"unknown NIC type {entry['nic']!r}",
-                where=here,
-                hint=nearest(str(entry["nic"]), [n.value for n in NicType]),
-            )
+        _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{here}: {entry['match']}")
+        _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], here)
         try:
             NicNames(entry.get("interface"), _words(entry.get("hca")), _words(entry.get("storage")))
         except SiteError as e:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.nodes import SiteNode
+from holmes_hpc.fabric.nodes import SiteNode, grouped
 from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicNames, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition
@@ -60,10 +60,7 @@ class _Work:
 
     def lines(self) -> tuple[str, ...]:
         """One line for each text, with all nodes it is about."""
-        about: dict[str, list[str]] = {}
-        for text, node in self.said:
-            about.setdefault(text, []).append(node)
-        return tuple(f"{compress(names)}: {text}" for text, names in about.items())
+        return tuple(f"{compress(names)}: {text}" for text, names in grouped(self.said))
 
     def leave(self, nodes: Sequence[SiteNode], why: str) -> None:
         self.left_out.update((n.name, why) for n in nodes)
@@ -99,11 +96,7 @@ def group(
     open_ = {p.name: p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)}
     fit = _fit(nodes, open_, work)
     groups = _labelled(fit, open_, work) + _unlabelled(fit, open_, work)
-    fabrics = []
-    for g in groups:
-        fabric = _fabric(g, nodes, vocabulary, work)
-        if fabric is not None:
-            fabrics.append(fabric)
+    fabrics = [fabric for g in groups if (fabric := _fabric(g, nodes, vocabulary, work)) is not None]
     for why, members in _by(lambda n: work.left_out[n.name], [n for n in nodes if n.name in work.left_out]):
         work.say(members, f"left out: {why}")
     return Grouping(tuple(fabrics), work.lines(), work.left_out)
@@ -226,7 +219,7 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: 
             "label the nodes with `holmes label`",
         )
         return None
-    for line, members in _by_lines(usable):
+    for line, members in grouped((line, n) for n in usable for line in (*n.reading.said, *n.reading.problems)):
         work.say(members, line)
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))
@@ -324,19 +317,8 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
     return None
 
 
-def _by_lines(nodes: list[SiteNode]) -> list[tuple[str, list[SiteNode]]]:
-    lines: dict[str, list[SiteNode]] = {}
-    for n in nodes:
-        for line in (*n.reading.said, *n.reading.problems):
-            lines.setdefault(line, []).append(n)
-    return list(lines.items())
-
-
 def _by(key: Callable[[SiteNode], K], nodes: Sequence[SiteNode]) -> list[tuple[K, list[SiteNode]]]:
-    groups: dict[K, list[SiteNode]] = {}
-    for n in nodes:
-        groups.setdefault(key(n), []).append(n)
-    return list(groups.items())
+    return grouped((key(n), n) for n in nodes)
 
 
 def _and(values: Iterable[float]) -> str:

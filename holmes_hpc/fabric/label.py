@@ -12,6 +12,7 @@ from holmes_hpc.fabric.features import Vocabulary, read_features
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, candidates
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
@@ -158,10 +159,7 @@ def changes(
 
 
 def _alike(pairs: Iterable[tuple[str, _What]]) -> list[tuple[str, _What]]:
-    groups: dict[_What, list[str]] = {}
-    for node, what in pairs:
-        groups.setdefault(what, []).append(node)
-    return [(compress(nodes), what) for what, nodes in groups.items()]
+    return [(compress(nodes), what) for what, nodes in grouped((what, node) for node, what in pairs)]
 
 
 def slurm_conf_lines(wanted: Iterable[Change]) -> list[str]:
@@ -187,12 +185,8 @@ def update_commands(wanted: Iterable[Change]) -> list[list[str]]:
 
 def difference_lines(wanted: Iterable[Change]) -> list[str]:
     """``ib[1-4]: + nic_ib  - nic_roce`` for the nodes that change."""
-    lines = []
     pairs = ((c.node, (*(f"+ {f}" for f in c.added), *(f"- {f}" for f in c.removed))) for c in wanted)
-    for nodes, signs in _alike(pairs):
-        if signs:
-            lines.append(f"{nodes}: {'  '.join(signs)}")
-    return lines
+    return [f"{nodes}: {'  '.join(signs)}" for nodes, signs in _alike(pairs) if signs]
 
 
 def apply(wanted: Iterable[Change]) -> list[list[str]]:

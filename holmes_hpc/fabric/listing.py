@@ -12,7 +12,7 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nics import NodeNics
-from holmes_hpc.fabric.nodes import SiteNode, read_nodes
+from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
 
@@ -79,20 +79,23 @@ class Listing:
         ]
 
     def _node_rows(self) -> list[list[Any]]:
-        rows: dict[tuple[Any, ...], list[str]] = {}
-        for n in self.nodes:
-            key = (
-                "+".join(n.states).lower(),
-                str(n.reading.nic or "?"),
-                _gpus(n),
-                n.cpus,
-                round(n.memory_mib / 1024),
-                self.fabric_of(n.name),
-                " ".join(n.features),
-                "; ".join(self.remarks(n)),
+        rows = [
+            (
+                (
+                    "+".join(n.states).lower(),
+                    str(n.reading.nic or "?"),
+                    _gpus(n),
+                    n.cpus,
+                    round(n.memory_mib / 1024),
+                    self.fabric_of(n.name),
+                    " ".join(n.features),
+                    "; ".join(self.remarks(n)),
+                ),
+                n.name,
             )
-            rows.setdefault(key, []).append(n.name)
-        return [[compress(names), *key] for key, names in rows.items()]
+            for n in self.nodes
+        ]
+        return [[compress(names), *row] for row, names in grouped(rows)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""

@@ -19,6 +19,7 @@ from holmes_hpc.fabric.label import Change, changes, differences, features_of
 from holmes_hpc.fabric.nccl import narrowed, refusals
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.software import software
 from holmes_hpc.slurm.commands import partial_output
@@ -111,11 +112,8 @@ def ask_nodes(
     up = {p.name for p in read_partitions() if p.up}
     facts: list[Facts] = []
     silent: list[Finding] = []
-    by_partition: dict[str | None, list[Node]] = {}
-    for n in nodes:
-        if n.usable and n.partitions:
-            by_partition.setdefault(next((p for p in n.partitions if p in up), None), []).append(n)
-    for partition, members in by_partition.items():
+    usable = [n for n in nodes if n.usable and n.partitions]
+    for partition, members in grouped((next((p for p in n.partitions if p in up), None), n) for n in usable):
         if partition is None:
             silent.append(_silent("info", members, "in closed partitions only, so not asked"))
             continue

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Node
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,11 @@ def understood(node: Node, vocabulary: str | None = None) -> SiteNode:
 def read_nodes(vocabulary: str | None = None) -> list[SiteNode]:
     """All nodes of this Slurm, usable or not, in its order."""
     return [understood(node, vocabulary) for node in scontrol.read_nodes()]
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
+    """Return the values of each key; keys in the order of their first appearance."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return list(groups.items())

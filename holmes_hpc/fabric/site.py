@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError, nearest
-from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
 from holmes_hpc.schema import check, key, make
 from holmes_hpc.slurm.hostlist import expand
 
@@ -145,6 +145,11 @@ class Fabric:
         return common if own is None else own.over(common)
 
     @property
+    def nccl_network(self) -> str:
+        """What NCCL calls the network of its RDMA (of its Ethernet, where it has none)."""
+        return self.nccl_net or NCCL_NETWORKS[self.nic]
+
+    @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
@@ -214,6 +219,37 @@ class Site:
     def link(self, one: str, other: str) -> FabricLink | None:
         """What is said of the network between two fabrics."""
         return next((link for link in self.links if frozenset(link.between) == {one, other}), None)
+
+    def rate_gbps(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
+        """Return the nominal rate from one node of `sender` (locally: one GPU) to a node of `receiver`.
+
+        `transport`: ``local``, ``rdma`` or ``tcp``. `receiver`: None is the same fabric. Efficiencies come on top.
+        """
+        link = self._link_used(transport, sender, receiver)
+        if link is not None and link.gbps is not None:
+            return link.gbps
+        return {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps, "rdma": sender.data_gbps}[transport]
+
+    def delay_s(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
+        """Return the one-way delay beyond the latency of the fabrics' own networks, as :meth:`rate_gbps` has them."""
+        link = self._link_used(transport, sender, receiver)
+        return link.delay_ms / 1e3 if link is not None else 0.0
+
+    def _link_used(self, transport: str, sender: Fabric, receiver: Fabric | None) -> FabricLink | None:
+        if receiver is None or transport != "tcp":
+            return None
+        return self.link(sender.name, receiver.name)
+
+    def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
+        """Return what NCCL calls the network of a transport over `nic` (in `fabric`, if RDMA); None inside a node."""
+        if fabric is not None:
+            return self.fabric(fabric).nccl_network
+        return NCCL_NETWORKS[nic] if nic is not None else None
+
+    def slowest_gbps(self, transport: str, ring: Sequence[str]) -> float:
+        """Return the lowest :meth:`rate_gbps` on a ring of nodes: `ring` names the fabric of each, in order."""
+        fabrics = [self.fabric(name) for name in ring]
+        return min(self.rate_gbps(transport, *hop) for hop in zip(fabrics, [*fabrics[1:], fabrics[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, accepted back by :meth:`from_dict`."""

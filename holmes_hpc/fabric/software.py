@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holmes_hpc import __version__
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.slurm.hostlist import compress
 
 NEEDED = ("torch", "megatron-core")
@@ -65,10 +66,8 @@ def check_software(
     for name in dict.fromkeys(name for has in nodes.values() for name in has):
         usual = here.get(name) or Counter(has[name] for has in nodes.values() if name in has).most_common(1)[0][0]
         where = "this machine has" if name in here else "others have"
-        other: dict[str, list[str]] = {}
-        for node, has in nodes.items():
-            if has.get(name, usual if name in NEEDED else "none") != usual:
-                other.setdefault(has.get(name, "none"), []).append(node)
+        absent = usual if name in NEEDED else "none"
+        other = grouped((has.get(name, "none"), n) for n, has in nodes.items() if has.get(name, absent) != usual)
         found += [
             Finding(
                 "warning",
@@ -76,6 +75,6 @@ def check_software(
                 f"{name} {value}, where {where} {usual}",
                 "use one environment, on a file system that all of them see (docs/install.md)",
             )
-            for value, members in other.items()
+            for value, members in other
         ]
     return found

@@ -40,6 +40,15 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.run_path = self.path / "run.yaml"
+        self.plan_path = self.path / "plan.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.result_path = self.path / "result.json"
+        self.logs = self.path / "logs"
+        self.trace = self.path / "trace"
+        self.checkpoints = self.path / "checkpoints"
+        self.nics = self.path / "nics"
+        self.exits = self.path / "exits"
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -47,42 +56,6 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    @property
-    def run_path(self) -> Path:
-        return self.path / "run.yaml"
-
-    @property
-    def plan_path(self) -> Path:
-        return self.path / "plan.yaml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def result_path(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def nics(self) -> Path:
-        return self.path / "nics"
-
-    @property
-    def exits(self) -> Path:
-        return self.path / "exits"
 
     def log_path(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.txt"

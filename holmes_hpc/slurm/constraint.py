@@ -2,65 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _TOKEN = re.compile(r"\s*([&|()!]|[\w.:+@/-]+)")
+_PYTHON = {"&": "and", "|": "or", "!": "not", "(": "(", ")": ")"}
 Test = Callable[[frozenset[str]], bool]
 
 
 def matcher(constraint: str | None) -> Test | None:
-    """A constraint of features, ``&``, ``|``, ``!`` and round brackets as a test of a node's features; None for what
-    has counts or square brackets, which only Slurm can judge."""
+    """Return a test of a node's features for a constraint of features, ``&``, ``|``, ``!`` and round brackets.
+
+    None for what has counts or square brackets, which only Slurm can judge, and for what it would refuse.
+    """
     text = (constraint or "").strip()
     if not text:
         return lambda features: True
-    if re.search(r"[\[\]*,]", text):
-        return None
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != re.sub(r"\s", "", text):
         return None
-
-    def either(at: int) -> tuple[Test, int]:
-        left, at = both(at)
-        while at < len(tokens) and tokens[at] == "|":
-            first = left
-            second, at = both(at + 1)
-            left = _or(first, second)
-        return left, at
-
-    def both(at: int) -> tuple[Test, int]:
-        left, at = one(at)
-        while at < len(tokens) and tokens[at] == "&":
-            first = left
-            second, at = one(at + 1)
-            left = _and(first, second)
-        return left, at
-
-    def one(at: int) -> tuple[Test, int]:
-        token = tokens[at]
-        if token == "!":
-            inner, at = one(at + 1)
-            return (lambda features: not inner(features)), at
-        if token == "(":
-            inner, at = either(at + 1)
-            if tokens[at] != ")":
-                raise ValueError(text)
-            return inner, at + 1
-        if token in "&|)":
-            raise ValueError(text)
-        return (lambda features: token in features), at + 1
-
+    # Python's grammar has these operators with the same precedence; each feature is a name in it
+    names = {f"f{number}": token for number, token in enumerate(tokens) if token not in _PYTHON}
+    words = [_PYTHON.get(token, f"f{number}") for number, token in enumerate(tokens)]
     try:
-        test, end = either(0)
-    except (IndexError, ValueError):
+        return _test(ast.parse(" ".join(words), mode="eval").body, names)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
-    return test if end == len(tokens) else None
 
 
-def _or(a: Test, b: Test) -> Test:
-    return lambda features: a(features) or b(features)
-
-
-def _and(a: Test, b: Test) -> Test:
-    return lambda features: a(features) and b(features)
+def _test(tree: ast.expr, names: Mapping[str, str]) -> Test:
+    """Return the test that a tree of and, or, not and `names` of features stands for. ValueError for anything else."""
+    if isinstance(tree, ast.BoolOp):
+        parts, judge = [_test(value, names) for value in tree.values], all if isinstance(tree.op, ast.And) else any
+        return lambda features: judge(part(features) for part in parts)
+    if isinstance(tree, ast.UnaryOp):
+        inner = _test(tree.operand, names)
+        return lambda features: not inner(features)
+    if isinstance(tree, ast.Name):
+        feature = names[tree.id]
+        return lambda features: feature in features
+    raise ValueError(ast.dump(tree))

@@ -86,38 +86,34 @@ def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
 def parse_scontrol(text: str) -> list[Row]:
     rows = []
     for line in text.splitlines():
-        job = re.search(r"\bJobId=(\d+)", line)
-        state = re.search(r"\bJobState=(\S+)", line)
-        if job is None or state is None:
+        job, state = _value(r"\bJobId=(\d+)", line), _value(r"\bJobState=(\S+)", line)
+        if not job or not state:
             continue
-        leader, offset = re.search(r"\bHetJobId=(\d+)", line), re.search(r"\bHetJobOffset=(\d+)", line)
-        name = re.search(r"\bJobName=(.*?)(?:\s+HetJobIdSet=\S*)?\s+UserId=", line)
-        exit_code = re.search(r"\bExitCode=(\d+):(\d+)", line)
-        reason, restarts = re.search(r"\bReason=(.*?)\s+Dependency=", line), re.search(r"\bRestarts=(\d+)", line)
-        nodes, submitted = re.search(r"\sNodeList=(\S+)", line), re.search(r"\bSubmitTime=(\S+)", line)
-        start, command = re.search(r"\bStartTime=(\S+)", line), re.search(r"\bCommand=(.*?)\s+WorkDir=", line)
         array = re.search(r"\bArrayJobId=(\d+) ArrayTaskId=(\S+)", line)
-        own = (
-            _identities(f"{array.group(1)}_[{array.group(2)}]")
-            if array
-            else [(leader.group(1) if leader else job.group(1), int(offset.group(1)) if offset else 0)]
-        )
+        leader, offset = _value(r"\bHetJobId=(\d+)", line) or job, int(_value(r"\bHetJobOffset=(\d+)", line) or 0)
+        exit_code = re.search(r"\bExitCode=(\d+):(\d+)", line)
         rows += [
             Row(
                 *identity,
-                _word(state.group(1)),
-                name.group(1) if name else "",
-                _number(submitted.group(1)) if submitted else None,
-                _none(nodes.group(1)) if nodes else "",
-                _none(reason.group(1)) if reason else "",
-                int(exit_code.group(1)) or int(exit_code.group(2)) if exit_code else None,
-                int(restarts.group(1)) if restarts else 0,
-                _number(start.group(1)) if start else None,
-                _token(command.group(1)) if command else "",
+                state=_word(state),
+                name=_value(r"\bJobName=(.*?)(?:\s+HetJobIdSet=\S*)?\s+UserId=", line),
+                submitted=_number(_value(r"\bSubmitTime=(\S+)", line)),
+                nodes=_none(_value(r"\sNodeList=(\S+)", line)),
+                reason=_none(_value(r"\bReason=(.*?)\s+Dependency=", line)),
+                exit_code=int(exit_code[1]) or int(exit_code[2]) if exit_code else None,
+                restarts=int(_value(r"\bRestarts=(\d+)", line) or 0),
+                start=_number(_value(r"\bStartTime=(\S+)", line)),
+                token=_token(_value(r"\bCommand=(.*?)\s+WorkDir=", line)),
             )
-            for identity in own
+            for identity in (_identities(f"{array[1]}_[{array[2]}]") if array else [(leader, offset)])
         ]
     return rows
+
+
+def _value(pattern: str, line: str) -> str:
+    """Return the group of `pattern` in `line`, empty where it is not there."""
+    match = re.search(pattern, line)
+    return match[1] if match else ""
 
 
 def _token(command: str) -> str:

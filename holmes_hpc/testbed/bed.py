@@ -8,27 +8,20 @@ already runs, never meet.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import secrets
-import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from ipaddress import ip_network
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
-from holmes_hpc.ports import free_port
-from holmes_hpc.testbed import build, daemons, installed, network, packages, processes, topology, userland
-from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, run, system_env
+from holmes_hpc.testbed import allocation, build, daemons, installed, network, packages, processes, topology, userland
+from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, system_env
 from holmes_hpc.testbed.daemons import Bed
 from holmes_hpc.testbed.network import Wiring
-from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
+from holmes_hpc.testbed.record import FILE, Record, empty, locked, state_dir
 from holmes_hpc.testbed.slurmconf import CLUSTER, MUNGE, Places
 from holmes_hpc.testbed.topology import Topology
 
@@ -103,7 +96,7 @@ def up(
     text = topology.find(wanted).read_text(encoding="utf-8")
     shape = topology.read(topology.find(wanted))
     directory = state_dir()
-    with _terminable(), locked(directory, create=True) as made:
+    with processes.terminable(), locked(directory, create=True) as made:
         record = Record.read(directory)
         if record is not None and record.ready:
             if asked not in (None, (record.release, record.slurm)) or (wanted is not None and record.topology != text):
@@ -143,23 +136,6 @@ def _prefix(slurm: str | Path | None, source: str | Path | None, progress: Calla
     return str(Path(given).absolute()) if given else ""
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """A SIGTERM undoes like an interrupt does, where this thread may say so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _build(
     directory: Path, shape: Topology, text: str, release: str, prefix: str, made: bool, progress: Callable[[str], None]
 ) -> None:
@@ -171,7 +147,7 @@ def _build(
     packages.install({**packages.NODES, **needed}, progress)
     progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
     with network.one_at_a_time():  # the next testbed sees this one's names and subnet
-        record = _new_record(directory, shape, text, release, made).changed(slurm=prefix, auth=auth)
+        record = allocation.new_record(directory, shape, text, release, made).changed(slurm=prefix, auth=auth)
         record.write(directory)
         bed = _bed(directory, record)
         network.make(bed.wiring)
@@ -187,55 +163,14 @@ def _build(
     record.changed(ready=True).write(directory)
 
 
-def _new_record(directory: Path, shape: Topology, text: str, release: str, made: bool) -> Record:
-    taken = network.names_in_use()
-    start = int(hashlib.sha256(str(directory).encode()).hexdigest()[:4], 16)
-    prefixes = (f"hb{(start + step) % 65536:04x}" for step in range(65536))
-    prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in taken))
-    subnet = network.free_subnet(prefix)
-    wiring = Wiring(shape, prefix, subnet)
-    return Record(
-        prefix=prefix,
-        subnet=subnet,
-        ports=_free_ports(subnet),
-        password=secrets.token_hex(16),
-        release=release,
-        topology=text,
-        namespaces=wiring.namespaces,
-        made_directory=made,
-        run_netns=network.run_netns_state(),
-    )
-
-
-def _free_ports(subnet: str) -> dict[str, int]:
-    """A port for each daemon, below the ephemeral range; testbeds have unlike subnets and so look in unlike places."""
-    start = ip_network(subnet).network_address.packed[1] * 40
-    ports = iter([*range(20001 + start, 32001), *range(20000, 20001 + start)])
-    found = {}
-    for name in ("slurmctld", "slurmdbd", "slurmd", "database"):
-        port = free_port(ports, "0.0.0.0")
-        if port is None:
-            raise TestbedError(
-                "no TCP port between 20000 and 32000 is free", where="testbed", hint="end what listens on so many"
-            )
-        found[name] = port
-    return found
-
-
 def _start_servers(bed: Bed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
     """Start those of the servers, in the order in which they need each other."""
-    makers = {
-        "munged": daemons.munged,
-        "mariadbd": daemons.mariadbd,
-        "slurmdbd": daemons.slurmdbd,
-        "slurmctld": daemons.slurmctld,
-    }
     for program in bed.servers:
         if program not in programs:
             continue
         if program == "slurmctld":
             _register_cluster(bed)
-        daemons.start([makers[program](bed)], bed, READY_S, progress)
+        daemons.start([daemons.MAKERS[program](bed)], bed, READY_S, progress)
 
 
 def _register_cluster(bed: Bed) -> None:
@@ -457,22 +392,7 @@ def _undo(directory: Path, record: Record, keep_directory: bool = False) -> None
     processes.end_all(directory, _inodes(record.namespaces))
     daemons.reap()
     network.remove(record.namespaces, record.prefix, record.run_netns)
-    _unmount_below(directory)
-    for path in directory.iterdir():
-        if path.name == FILE:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    empty(directory)
     (directory / FILE).unlink()
     if record.made_directory and not keep_directory:
         directory.rmdir()
-
-
-def _unmount_below(directory: Path) -> None:
-    """Nothing of the machine may be mounted where files are about to be deleted (`up` itself mounts nothing there)."""
-    for line in reversed(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()):
-        point = line.split()[4]
-        if point.startswith(f"{directory}/"):
-            run(["umount", "--lazy", point])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from holmes_hpc.errors import TestbedError
 
@@ -68,6 +68,36 @@ def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
+
+
+def last_error(
+    argv: Sequence[str], env: Mapping[str, str], show: Callable[[str], None], kill: bool = False
+) -> str | None:
+    """Run a long command and `show` each line that it prints; return None if it succeeded, else its last error.
+
+    `kill`: end the command when this process is interrupted, where it leaves nothing half done.
+    """
+    error = ""
+    with subprocess.Popen(
+        list(argv),
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in map(str.strip, process.stdout):
+                if line.startswith("E:") or (line and not error.startswith("E:")):
+                    error = line
+                show(line)
+        except BaseException:
+            if kill:
+                process.kill()
+            raise
+    return None if process.returncode == 0 else error
 
 
 def is_root() -> bool:

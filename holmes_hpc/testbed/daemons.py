@@ -214,23 +214,20 @@ def mariadbd(bed: Bed) -> Daemon:
     return Daemon("mariadbd", argv, lambda: _listens("127.0.0.1", bed.ports["database"]))
 
 
+def slurm_server(bed: Bed, *argv: str) -> Daemon:
+    """slurmdbd or slurmctld, `argv[0]`, which listen at the machine's address on the management network."""
+    name = argv[0]
+    covered = _covered(bed, name, name, [*argv])
+    entered = covered if bed.auth == slurmconf.MUNGE else ["unshare", "--mount", *covered]
+    return Daemon(name, tuple(entered), lambda: _listens(bed.wiring.gateway, bed.ports[name]))
+
+
 def slurmdbd(bed: Bed) -> Daemon:
-    return Daemon(
-        "slurmdbd", _server(bed, ["slurmdbd", "-D"]), lambda: _listens(bed.wiring.gateway, bed.ports["slurmdbd"])
-    )
+    return slurm_server(bed, "slurmdbd", "-D")
 
 
 def slurmctld(bed: Bed) -> Daemon:
-    return Daemon(
-        "slurmctld",
-        _server(bed, ["slurmctld", "-D", "-f", str(bed.places.slurm_conf)]),
-        lambda: _listens(bed.wiring.gateway, bed.ports["slurmctld"]),
-    )
-
-
-def _server(bed: Bed, argv: Sequence[str]) -> tuple[str, ...]:
-    covered = _covered(bed, argv[0], argv[0], argv)
-    return tuple(covered if bed.auth == slurmconf.MUNGE else ["unshare", "--mount", *covered])
+    return slurm_server(bed, "slurmctld", "-D", "-f", str(bed.places.slurm_conf))
 
 
 def slurmd(bed: Bed, node: str) -> Daemon:
@@ -239,6 +236,7 @@ def slurmd(bed: Bed, node: str) -> Daemon:
     return Daemon(f"slurmd.{node}", tuple(argv), lambda: True, entered=True)
 
 
+MAKERS = {"munged": munged, "mariadbd": mariadbd, "slurmdbd": slurmdbd, "slurmctld": slurmctld}
 _CHILDREN: list[subprocess.Popen[bytes]] = []  # they outlive this program, unless it takes the testbed down itself
 
 
@@ -274,8 +272,7 @@ def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float, progress: Calla
     deadline = began + timeout_s
     for daemon, process in started:
         while not daemon.answers():
-            if process.poll() is not None:
-                raise _silent(daemon, places, f"ended with exit code {process.returncode}")
+            _refuse_ended(daemon, process, places)
             if time.monotonic() > deadline:
                 raise _silent(daemon, places, f"no answer within {timeout_s:g} s")
             if (now := time.monotonic()) - told > TELL_S:
@@ -285,10 +282,14 @@ def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float, progress: Calla
 
     def watch() -> None:
         for daemon, process in started:
-            if process.poll() is not None:
-                raise _silent(daemon, places, f"ended with exit code {process.returncode}")
+            _refuse_ended(daemon, process, places)
 
     return watch
+
+
+def _refuse_ended(daemon: Daemon, process: subprocess.Popen[bytes], places: Places) -> None:
+    if process.poll() is not None:
+        raise _silent(daemon, places, f"ended with exit code {process.returncode}")
 
 
 def _silent(daemon: Daemon, places: Places, what: str) -> TestbedError:

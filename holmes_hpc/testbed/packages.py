@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed.commands import present, succeeds, system_env
+from holmes_hpc.testbed.commands import last_error, present, succeeds, system_env
 
 # program -> packages that bring it, the first that apt knows is taken
 NODES = {
@@ -115,24 +114,12 @@ def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
     ]
     env = system_env({"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"})
     env.update({key: value for key, value in os.environ.items() if key.lower().endswith("_proxy")})
-    error = ""
-    with subprocess.Popen(
-        argv,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            line = line.strip()
-            if line.startswith(("Setting up ", "Need to get ")):
-                progress(line)
-            if line.startswith("E:") or (line and not error.startswith("E:")):
-                error = line
-    return None if process.returncode == 0 else error
+
+    def show(line: str) -> None:
+        if line.startswith(("Setting up ", "Need to get ")):
+            progress(line)
+
+    return last_error(argv, env, show)
 
 
 @contextlib.contextmanager

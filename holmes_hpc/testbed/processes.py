@@ -11,8 +11,9 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,3 +113,20 @@ def _kill_until_none(look: Callable[[], list[Found]], where: str, timeout_s: flo
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """A SIGTERM undoes like an interrupt does, where this thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

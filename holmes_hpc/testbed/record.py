@@ -6,12 +6,14 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.testbed.commands import run
 
 DEFAULT_DIRECTORY = Path("/var/lib/holmes-testbed")
 FILE = "testbed.json"
@@ -134,3 +136,21 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
             made = False
         finally:
             os.close(handle)
+
+
+def empty(directory: Path) -> None:
+    """Remove all that lies in `directory` but its record."""
+    _unmount_below(directory)
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != FILE:
+            path.unlink()
+
+
+def _unmount_below(directory: Path) -> None:
+    """Nothing of the machine may be mounted where files are about to be deleted (`up` itself mounts nothing there)."""
+    for line in reversed(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()):
+        point = line.split()[4]
+        if point.startswith(f"{directory}/"):
+            run(["umount", "--lazy", point])

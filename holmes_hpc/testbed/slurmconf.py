@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_hpc.testbed.network import Wiring
@@ -13,63 +12,25 @@ CLUSTER = "holmes"
 MUNGE, SLURM = "munge", "slurm"  # by what Slurm's daemons trust each other: AuthType, a testbed's `auth`
 
 
-@dataclass(frozen=True)
 class Places:
     """Where each file of a testbed lies, below its state directory."""
 
-    root: Path
-
-    @property
-    def etc(self) -> Path:
-        return self.root / "etc"
-
-    @property
-    def slurm_conf(self) -> Path:
-        return self.etc / "slurm.conf"
-
-    @property
-    def hosts(self) -> Path:
-        return self.etc / "hosts"
-
-    @property
-    def munge_key(self) -> Path:
-        return self.etc / "munge.key"
-
-    @property
-    def slurm_key(self) -> Path:
-        return self.etc / "slurm.key"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def munge_socket(self) -> Path:
-        return self.run / "munge.socket"
+    def __init__(self, root: Path) -> None:
+        self.root, self.etc, self.run = root, root / "etc", root / "run"
+        self.slurm_conf = self.etc / "slurm.conf"
+        self.hosts = self.etc / "hosts"
+        self.munge_key = self.etc / "munge.key"
+        self.slurm_key = self.etc / "slurm.key"
+        self.munge_socket = self.run / "munge.socket"
+        self.database_socket = self.run / "mariadb.socket"
+        self.log = root / "log"
+        self.database = root / "database"
+        self.spool = root / "spool"
+        self.save = root / "save"
 
     def sack(self, daemon: str) -> Path:
-        """Where a daemon lays the socket by which commands ask it for auth/slurm's credentials."""
+        """Return where a daemon lays the socket by which commands ask it for auth/slurm's credentials."""
         return self.root / "sack" / daemon
-
-    @property
-    def database_socket(self) -> Path:
-        return self.run / "mariadb.socket"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log"
-
-    @property
-    def database(self) -> Path:
-        return self.root / "database"
-
-    @property
-    def spool(self) -> Path:
-        return self.root / "spool"
-
-    @property
-    def save(self) -> Path:
-        return self.root / "save"
 
 
 def machine() -> str:

@@ -8,13 +8,12 @@ under the same paths. The mounts go with the process, so nothing is left in the 
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed.commands import present, system_env
+from holmes_hpc.testbed.commands import last_error, present, system_env
 
 NATIVE = "bookworm"  # the machine's own Slurm, whatever its release is
 RELEASES = (NATIVE, "trixie")
@@ -90,29 +89,18 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
         str(root),
     ]
     progress(f"fetching Debian {release} (half a gigabyte, a minute or two)")
-    said, told = "", time.monotonic()
-    with subprocess.Popen(
-        argv,
-        env=system_env(mark),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                said = line.strip() if line.startswith("E:") or not said.startswith("E:") else said
-                if time.monotonic() - told > 5:
-                    told = time.monotonic()
-                    progress(line.strip().removeprefix("I: "))
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
+    told = time.monotonic()
+
+    def show(line: str) -> None:
+        nonlocal told
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            progress(line.removeprefix("I: "))
+
+    error = last_error(argv, system_env(mark), show, kill=True)
+    if error is not None:
         raise TestbedError(
-            f"debootstrap failed: {said}",
+            f"debootstrap failed: {error}",
             where=f"testbed --release {release}",
             hint="see that the Debian mirror can be reached",
         )

@@ -14,7 +14,7 @@ import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, FabricLink, Site
+from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import UNMEASURED
 from holmes_hpc.planning.cost.kernels import kind, kinds
@@ -282,25 +282,17 @@ class Layout:
         )
 
     def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:
-        fabric, between = self.fabric(component), self._between(transport, component, peer)
-        gbps = {"local": fabric.gpu.intra_node_gbps, "tcp": fabric.ethernet_gbps}.get(transport.kind, fabric.rdma_gbps)
-        if between is not None and between.gbps is not None:
-            gbps = between.gbps
-        assert gbps is not None
+        fabric = self.fabric(component)
+        gbps = self.site.rate_gbps(transport.kind, fabric, self.fabric(peer) if peer else None)
         return gbps * 1e9 / 8 * self.costs.link(transport, fabric, collective).efficiency
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
     ) -> float:
         """Seconds before a message's first byte."""
-        between = self._between(transport, component, peer)
-        own = self.costs.link(transport, self.fabric(component), collective).latency_s
-        return own + between.delay_ms / 1e3 if between is not None else own
-
-    def _between(self, transport: Transport, component: Component, peer: Component | None) -> FabricLink | None:
-        if peer is None or transport.kind != "tcp" or not self.site.links:
-            return None
-        return self.site.link(component.fabric, peer.fabric)
+        fabric = self.fabric(component)
+        delay_s = self.site.delay_s(transport.kind, fabric, self.fabric(peer) if peer else None)
+        return self.costs.link(transport, fabric, collective).latency_s + delay_s
 
     @property
     def linked(self) -> tuple[tuple[Component, Component], ...]:

@@ -9,13 +9,13 @@ import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.offers import Offer
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport, TransportRule
+from holmes_hpc.planning.spec.transport import LOCAL, TCP, TransportRule
 
 MOST_CHUNKS = 8
 
@@ -53,7 +53,7 @@ class OneSize:
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
         fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
         self.networks = {
-            what: np.array([_gbps(f, t, costs, what) for f, t in fabrics])
+            what: np.array([site.rate_gbps(t.kind, f) * costs.link(t, f, what).efficiency for f, t in fabrics])
             for what in ("", "reduce_scatter", "all_gather")
         }
         self.latency = np.array([costs.link(t, f).latency_s for f, t in fabrics])
@@ -157,25 +157,15 @@ class OneSize:
         return reduce, gather
 
 
-def _gbps(fabric: Fabric, transport: Transport, costs: Costs, collective: str) -> float:
-    """What a node can send of payload to others of its fabric, in Gb/s."""
-    return fabric.data_gbps * costs.link(transport, fabric, collective).efficiency
-
-
 def _between(site: Site, usable: list[Offer], costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gb/s of payload that a node sends over its Ethernet, (F,); what it sends to each other fabric, and the seconds
     before a message's first byte, (F, F)."""
-    links = [costs.link(TCP, o.fabric) for o in usable]
+    fabrics = [o.fabric for o in usable]
+    links = [costs.link(TCP, f) for f in fabrics]
     share = np.array([link.efficiency for link in links])
-    ethernet = np.array([o.fabric.ethernet_gbps for o in usable]) * share
-    rate = np.repeat(ethernet[:, None], len(usable), axis=1)
-    delay = np.repeat(np.array([[link.latency_s] for link in links]), len(usable), axis=1)
-    at = {o.fabric.name: f for f, o in enumerate(usable)}
-    for link in site.links:
-        a, b = (at.get(name) for name in link.between)
-        if a is not None and b is not None:
-            for here, there in ((a, b), (b, a)):
-                delay[here, there] += link.delay_ms / 1e3
-                if link.gbps is not None:
-                    rate[here, there] = link.gbps * share[here]
-    return ethernet, rate, delay
+    ethernet = np.array([site.rate_gbps("tcp", f) for f in fabrics]) * share
+    rate = np.array([[site.rate_gbps("tcp", a, b) for b in fabrics] for a in fabrics]) * share[:, None]
+    delay = [
+        [link.latency_s + site.delay_s("tcp", a, b) for b in fabrics] for a, link in zip(fabrics, links, strict=True)
+    ]
+    return ethernet, rate, np.array(delay)

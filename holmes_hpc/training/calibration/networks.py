@@ -63,12 +63,8 @@ def link_name(transport: Transport) -> str:
 
 
 def rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> float:
-    """Nominal bytes a second of one node (locally: of one rank), of the slowest of `ranks`."""
-    fabrics = {plan.site.fabric(plan.places[r].fabric) for r in ranks}
-    gbps = {"local": lambda f: f.gpu.intra_node_gbps, "tcp": lambda f: f.ethernet_gbps, "rdma": lambda f: f.rdma_gbps}[
-        transport.kind
-    ]
-    return float(min(gbps(f) for f in fabrics)) * 1e9 / 8
+    """Return the nominal bytes per second of one node (locally: of one rank), the slowest in a ring of `ranks`."""
+    return plan.site.slowest_gbps(transport.kind, [plan.places[r].fabric for r in ranks]) * 1e9 / 8
 
 
 @dataclass(frozen=True)
@@ -281,7 +277,7 @@ def between(found: Fitted, known: Calibration, site: Site) -> tuple[FabricLink, 
             continue
         ends = [site.fabric(f) for f in fabrics]
         own = [known.link(f, "ethernet") or link for f in ends]
-        gbps = min(f.ethernet_gbps for f in ends) * link.efficiency / min(o.efficiency for o in own)
+        gbps = site.slowest_gbps("tcp", fabrics) * link.efficiency / min(o.efficiency for o in own)
         delay_ms = max(0.0, link.latency_s - statistics.mean(o.latency_s for o in own)) * 1e3
         made.append(FabricLink(fabrics, float(f"{gbps:.4g}"), round(delay_ms, 3)))
     return tuple(made)

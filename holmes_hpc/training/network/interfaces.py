@@ -17,13 +17,12 @@ from typing import Any
 from holmes_hpc.errors import HolmesError, NetworkError, SiteError
 from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.finding import Finding, raise_errors
-from holmes_hpc.fabric.nic_types import NCCL_NETWORKS
 from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.training.network import link_check
-from holmes_hpc.training.network.link_diagnosis import CommunicationGroup
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 
 LOOPBACK = "lo"
 # Groups that carry the model's own traffic: their links are measured at start.
@@ -91,7 +90,6 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
     """This node's interfaces and environment. Raises NetworkError when one that the plan needs is missing, down or
     without an address. With `cuda`, RDMA ports need no kernel interface: NCCL speaks to them directly."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
-    network = fabric.nccl_net or NCCL_NETWORKS[fabric.nic]
     notes: list[str] = []
     interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
     if one_host:
@@ -121,7 +119,7 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
         environment,
         one_host=False,
         defaults=defaults,
-        network=network,
+        network=fabric.nccl_network,
         notes=tuple(notes),
     )
 
@@ -149,15 +147,9 @@ def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
     groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED]
     here = plan.places[rank]
     senders = {r for g in groups for r in g.ranks if plan.places[r] == here}
-    peers = {plan.places[r].fabric for g in groups if senders & set(g.ranks) for r in g.ranks}
+    peers = {plan.places[r] for g in groups if senders & set(g.ranks) for r in g.ranks} - {here}
     fabric = plan.site.fabric(here.fabric)
-    links = [plan.site.link(here.fabric, peer) for peer in peers if peer != here.fabric]
-    rates = [link.gbps if link is not None and link.gbps is not None else fabric.ethernet_gbps for link in links]
-    if any(
-        len({plan.places[r] for r in g.ranks if plan.places[r].fabric == here.fabric}) > 1 and senders & set(g.ranks)
-        for g in groups
-    ):
-        rates.append(fabric.ethernet_gbps)  # to the fabric's other nodes
+    rates = [plan.site.rate_gbps("tcp", fabric, plan.site.fabric(name)) for name in {peer.fabric for peer in peers}]
     return max(rates, default=fabric.ethernet_gbps), len(senders)
 
 
@@ -214,6 +206,22 @@ def communication_groups(plan: Plan, nodes: Sequence[NodeTransports]) -> list[Co
     ]
 
 
+def endpoints(plan: Plan, node: NodeTransports) -> dict[str, Endpoint]:
+    """Return the NICs of `node` with the rates that the plan's site declares, by transport kind."""
+    site = plan.site
+    fabric = site.fabric(node.fabric)
+    return {
+        kind: Endpoint(
+            interface,
+            address,
+            gbps=site.rate_gbps(kind, fabric),
+            gbps_to={f.name: site.rate_gbps(kind, fabric, f) for f in site.fabrics if site.link(fabric.name, f.name)},
+        )
+        for kind, (interface, address, _) in node.interfaces.items()
+        if kind != "local"
+    }
+
+
 def check_links(
     plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any, token: str
 ) -> list[Finding]:
@@ -225,19 +233,15 @@ def check_links(
     if not first_on_node:
         link_check.await_links(store)
         return []
-    fabric = plan.site.fabric(own.fabric)
-    rates = {"tcp": fabric.ethernet_gbps, "rdma": fabric.rdma_gbps or fabric.ethernet_gbps}
-    nics = {k: (i, a, rates[k]) for k, (i, a, _) in own.interfaces.items() if k in rates}
-    ranks = [r for r, n in enumerate(nodes) if n.node == own.node]
     return link_check.prove_links(
         store,
         own.node,
         list(dict.fromkeys(n.node for n in nodes)),
-        own.fabric,
-        ranks,
-        nics,
-        communication_groups(plan, nodes),
-        token,
+        fabric=own.fabric,
+        ranks=[r for r, n in enumerate(nodes) if n.node == own.node],
+        nics=endpoints(plan, own),
+        groups=communication_groups(plan, nodes),
+        token=token,
     )
 
 

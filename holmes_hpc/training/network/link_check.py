@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -88,25 +88,22 @@ def prove_links(
     nodes: Sequence[str],
     fabric: str,
     ranks: Sequence[int],
-    nics: Mapping[str, tuple[str, str, float]],
+    nics: Mapping[str, Endpoint],
     groups: Sequence[CommunicationGroup],
     token: str,
     limits: Limits | None = None,
 ) -> list[Finding]:
     """One rank of each node calls this at the same time. Returns warnings; raises NetworkError on an error.
 
-    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> (interface, IPv4 address, declared Gb/s) of this node;
+    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> this node's NIC, not listening yet;
     `groups`: the groups of all ranks; `token`: any text that only this run knows. The outcome is the same on all nodes,
     and is left in the store for :func:`await_links`.
     """
     limits = limits or Limits()
     try:
-        with LinkServer(node, token, {k: (i, a) for k, (i, a, _) in nics.items()}) as server:
+        with LinkServer(node, token, {k: (nic.interface, nic.address) for k, nic in nics.items()}) as server:
             info = NodeInformation(
-                node,
-                fabric,
-                tuple(ranks),
-                {k: Endpoint(i, a, server.ports[k], gbps) for k, (i, a, gbps) in nics.items()},
+                node, fabric, tuple(ranks), {k: replace(nic, port=server.ports[k]) for k, nic in nics.items()}
             )
             found = _Check(store, info, nodes, groups, token, limits).run()
     except NetworkError as e:

@@ -20,12 +20,14 @@ _NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A node's NIC for one transport: `port` is where its link server listens, `gbps` its declared rate."""
+    """A node's NIC for one transport. `port`: where its link server listens; `gbps`: its declared rate; `gbps_to`: the
+    declared rate to nodes of a fabric, where it differs."""
 
     interface: str
     address: str
-    port: int
-    gbps: float
+    port: int = 0
+    gbps: float = 0.0
+    gbps_to: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -119,8 +121,10 @@ def rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup
 
 
 def declared(infos: Mapping[str, NodeInformation], link: NodeLink) -> float:
-    """What a link should carry, in Gb/s: the slower of its two NICs, as far as a sample can prove it."""
-    return min(infos[link.sender].nics[link.kind].gbps, infos[link.receiver].nics[link.kind].gbps, PROVABLE_GBPS)
+    """Return what a link should carry, in Gb/s: the slower of its two ends, as far as a sample can prove it."""
+    one, other = infos[link.sender], infos[link.receiver]
+    ends = ((one.nics[link.kind], other.fabric), (other.nics[link.kind], one.fabric))
+    return min(PROVABLE_GBPS, *(nic.gbps_to.get(fabric, nic.gbps) for nic, fabric in ends))
 
 
 def grade(measured_gbps: float | None, declared_gbps: float) -> str:

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric import nccl
-from holmes_hpc.fabric.nic_types import NCCL_NETWORKS
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.planning.spec.transport import Transport
@@ -46,20 +45,12 @@ def register() -> None:
         dist.Backend.register_backend(GLOO, _create_gloo, extended_api=True, devices=["cpu"])
 
 
-def network_name(transport: Transport, site: Site | None = None) -> str | None:
-    """What NCCL calls the network of `transport`; None inside a node. `site`: whose fabrics may name another."""
-    if transport.nic is None:
-        return None
-    own = site.fabric(transport.fabric).nccl_net if site is not None and transport.fabric is not None else None
-    return own or NCCL_NETWORKS[transport.nic]
-
-
-def nccl_options(transport: Transport, site: Site | None = None, urgent: bool = False) -> Any:
+def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
     """Fresh NCCL options (torch writes into them, so never shared) with the communicator's network. `urgent`: its
     kernels go before those of other streams, for a whole stage waits for them."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = urgent
-    name = network_name(transport, site)
+    name = site.nccl_network(transport.nic, transport.fabric)
     if name is not None:
         options.config.net_name = name
     return options
@@ -157,7 +148,7 @@ class Groups:
                     "kind": kind,
                     "ranks": list(ranks),
                     "transport": str(transport),
-                    "interface": interface or network_name(transport, self.plan.site),
+                    "interface": interface or self.plan.site.nccl_network(transport.nic, transport.fabric),
                 }
             )
 

@@ -73,10 +73,10 @@ def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, f
         group = groups.get(load.label)
         if group is None:
             continue
-        fabric = plan.site.fabric(plan.places[group.ranks[0]].fabric)
-        wired = load.kind == "ethernet"
-        gbps = fabric.ethernet_gbps if wired else fabric.rdma_gbps or fabric.ethernet_gbps
-        seconds = 8 * load.bytes * factors.get("ethernet" if wired else fabric.name, 1.0) / (gbps * 1e9)
+        ring = [plan.places[rank].fabric for rank in group.ranks]
+        gbps = plan.site.slowest_gbps(group.transport.kind, ring)
+        factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
+        seconds = 8 * load.bytes * factor / (gbps * 1e9)
         for stage in group.stages:
             expected[stage] = max(expected[stage], seconds)
     for ranks in stages:

@@ -52,8 +52,11 @@ class Memory:
 NODES = ["n1", "n2", "n3", "n4"]
 
 
-def nics(index: int, rdma: float = 1e-5, tcp: float = 1e-5) -> dict[str, tuple[str, str, float]]:
-    return {"rdma": ("lo", f"127.0.2.{index + 1}", rdma), "tcp": ("lo", f"127.0.1.{index + 1}", tcp)}
+def nics(index: int, rdma: float = 1e-5, tcp: float = 1e-5) -> dict[str, Endpoint]:
+    return {
+        "rdma": Endpoint("lo", f"127.0.2.{index + 1}", gbps=rdma),
+        "tcp": Endpoint("lo", f"127.0.1.{index + 1}", gbps=tcp),
+    }
 
 
 def groups() -> list[CommunicationGroup]:
@@ -99,8 +102,8 @@ def test_a_node_whose_server_knows_another_run_is_not_taken_for_a_peer() -> None
 
 
 def test_one_address_on_two_nodes() -> None:
-    def double(i: int) -> dict[str, tuple[str, str, float]]:
-        return {**nics(i), "tcp": ("lo", "127.0.1.9", 1)}
+    def double(i: int) -> dict[str, Endpoint]:
+        return {**nics(i), "tcp": Endpoint("lo", "127.0.1.9", gbps=1)}
 
     results = run(double)
     assert "all have the address 127.0.1.9" in str(results[0]) and len({str(r) for r in results}) == 1
@@ -123,7 +126,7 @@ def test_an_address_that_is_not_ours_is_one_line() -> None:
 
 
 def test_a_node_that_cannot_take_part_tells_the_others_at_once() -> None:
-    results = run(lambda i: nics(i) if i else {**nics(i), "rdma": ("ib9", "127.0.2.1", 1)})
+    results = run(lambda i: nics(i) if i else {**nics(i), "rdma": Endpoint("ib9", "127.0.2.1", gbps=1)})
     assert len({str(r) for r in results}) == 1 and "node n1: cannot listen on ib9" in str(results[0])
 
 

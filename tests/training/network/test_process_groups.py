@@ -19,13 +19,13 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import NicType
+from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options, network_name
+from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options
 
 NAMES = [
     (TCP, "Socket"),
@@ -35,6 +35,12 @@ NAMES = [
     (Transport("rdma", NicType.SLINGSHOT, "d"), "AWS Libfabric"),
     (Transport("rdma", NicType.OMNIPATH, "e"), "PSM2"),
 ]
+SITE = Site(
+    "five",
+    tuple(
+        replace(two_clusters().fabrics[0], name=t.fabric, nic=t.nic) for t, _ in NAMES if t.fabric is not None and t.nic
+    ),
+)
 
 
 def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,17 +50,17 @@ def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     for transport, name in [*NAMES, (LOCAL, None)]:
-        one, two = nccl_options(transport), nccl_options(transport)
+        one, two = nccl_options(transport, SITE), nccl_options(transport, SITE)
         assert one.config.net_name == two.config.net_name == name and one is not two and one.config is not two.config
-        assert not one.is_high_priority_stream and nccl_options(transport, urgent=True).is_high_priority_stream
+        assert not one.is_high_priority_stream and nccl_options(transport, SITE, urgent=True).is_high_priority_stream
 
 
 def test_a_fabric_may_name_another_network_of_nccl() -> None:
     site = two_clusters()
     ib, roce = site.fabrics
     own = replace(site, fabrics=(replace(ib, nccl_net="IBext_v11"), roce))
-    names = [network_name(Transport("rdma", f.nic, f.name), own) for f in own.fabrics]
-    assert names == ["IBext_v11", "IB"] and network_name(TCP, own) == "Socket" and network_name(LOCAL, own) is None
+    assert [own.nccl_network(f.nic, f.name) for f in own.fabrics] == ["IBext_v11", "IB"]
+    assert own.nccl_network(TCP.nic) == "Socket" and own.nccl_network(LOCAL.nic) is None
 
 
 def test_edges_have_streams_of_high_priority_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +78,9 @@ def test_edges_have_streams_of_high_priority_and_others_not(monkeypatch: pytest.
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="not shown here: this torch has no ProcessGroupNCCL")
 @pytest.mark.parametrize(("transport", "name"), NAMES)
 def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
-    one, two = nccl_options(transport), nccl_options(transport)
+    one, two = nccl_options(transport, SITE), nccl_options(transport, SITE)
     assert one.config.net_name == name and one is not two
-    assert nccl_options(transport, urgent=True).is_high_priority_stream and not one.is_high_priority_stream
+    assert nccl_options(transport, SITE, urgent=True).is_high_priority_stream and not one.is_high_priority_stream
     two.config.net_name = "other"
     assert one.config.net_name == name
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import plans
 import pytest
 
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.fabric.site import FabricLink
+from holmes_hpc.training.network.interfaces import NodeTransports, endpoints
+from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, slow
 from holmes_hpc.training.network.slow_links import LEAST_S, WINDOW, SlowLinks, of_plan
 
 QUICK, SLOW = [0.1, 0.4, 0.05, 0.05], [2.0, 2.3, 0.05, 0.05]  # of ranks 0,1 (stage 0) and 2,3 (stage 1)
@@ -60,3 +64,24 @@ def test_of_a_plan() -> None:
     assert links._names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
     ib, roce = links._expected_s
     assert roce > ib > 0 and roce / ib == pytest.approx(0.4 / 0.25, rel=0.5)
+
+
+@pytest.mark.parametrize(("gbps", "levels"), [(0.38, []), (0.15, ["warning"]), (0.03, ["error"])])
+def test_the_start_up_check_goes_by_the_sites_link_between_two_fabrics(gbps: float, levels: list[str]) -> None:
+    site = plans.site()
+    site = replace(
+        site,
+        fabrics=tuple(replace(f, ethernet_gbps=25.0) for f in site.fabrics),
+        links=(FabricLink(("ib-a", "roce-a"), gbps=0.4),),
+    )
+    plan = plans.plan("ib-a", "roce-a", site=site)
+    infos = []
+    for rank, fabric in enumerate(("ib-a", "ib-a", "roce-a", "roce-a")):
+        own = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}", 24)}, {}, False)
+        infos.append(NodeInformation(own.node, fabric, (rank,), endpoints(plan, own)))
+    infos = [NodeInformation.from_dict(info.to_dict()) for info in infos]
+    crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")
+    assert [f.level for f in slow(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels
+    assert [f.level for f in slow(infos, [LinkReport("n0", measured=((inside, 0.38),))])] == ["error"]
+    assert site.slowest_gbps("tcp", ["ib-a", "roce-a", "eth-a"]) == 0.4
+    assert site.slowest_gbps("tcp", ["ib-a", "eth-a"]) == site.slowest_gbps("tcp", ["ib-a", "ib-a"]) == 25.0
