@@ -88,7 +88,7 @@ def check(made: Any, where: str, error: type[HolmesError] = ConfigError, dotted:
     its keys are named as they are given (``train.steps``)."""
     for name, declared in keys(type(made)).items():
         value = getattr(made, name)
-        if isinstance(value, list) and tuple in _kinds(declared.type):
+        if isinstance(value, list) and tuple in kinds(declared.type):
             value = tuple(value)
             object.__setattr__(made, name, value)
         if not _fits(value, type(made), name):
@@ -260,5 +260,6 @@ def _kind(member: Any) -> Any:
     return dict if isinstance(origin, type) and issubclass(origin, Mapping) else origin
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def kinds(annotation: Any) -> list[Any]:
+    """Return the kinds of a key's values but for null: int, float, bool, str, tuple, dict or a dataclass."""
     return [_kind(m) for m in _members(annotation)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from holmes_hpc import __version__, console
-from holmes_hpc.cli import data, known, models, planning, predict, runs, site, sweep, testbed
+from holmes_hpc.cli import data, known, models, planning, predict, runs, site, sweep, testbed, watch
 from holmes_hpc.cli.app import app
 from holmes_hpc.commit import git_commit
 from holmes_hpc.errors import HolmesError
@@ -22,7 +22,7 @@ __all__ = ["app", "main"]
 # each module hung its verbs on `app`; these have verbs of their own
 for _name, _module in (("testbed", testbed), ("data", data), ("sweep", sweep)):
     app.add_typer(_module.group, name=_name)
-_ = (known, models, planning, predict, runs, site)
+_ = (known, models, planning, predict, runs, site, watch)
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers bring along
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def planned(
-    overrides: list[str] | None, site: str | None = None, *, earliest: bool = False, **values: Any
+    overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
 ) -> tuple[Plan, Configuration]:
     """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
@@ -33,11 +33,12 @@ def planned(
     from holmes_hpc.planning.request import check_site, make_plan
     from holmes_hpc.planning.search.explore import Clock
 
-    config = configuration(overrides, site, **values)
+    config = configuration(overrides)
+    config = replace(config, plan_file=plan_file or config.plan_file)
     if earliest:
         check_choice(config)
     if config.plan_file:
-        check_overrides(overrides or [])
+        check_overrides(overrides)
         given = make_plan(config)
         config = replace(config, model=given.model, batch=given.batch)
     config = config.with_data()
