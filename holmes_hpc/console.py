@@ -245,6 +245,23 @@ def as_json(document: Any) -> None:
     sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
 
 
+def outcome(result: Any, json: bool) -> None:
+    """Print what a command made: one JSON document, or its text."""
+    if json:
+        as_json(result.to_dict())
+    else:
+        text(str(result))
+
+
+def output(json: bool, document: Any, *tables: Sequence[Any]) -> None:
+    """Print one JSON document, or tables: the arguments of :func:`table`."""
+    if json:
+        as_json(document)
+        return
+    for arguments in tables:
+        table(*arguments)
+
+
 def seconds(value: float) -> str:
     """A duration for people, with four digits: 1.234 s, 45.6 ms, 19.06 us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

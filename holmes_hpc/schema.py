@@ -96,6 +96,13 @@ def check(made: Any, where: str, error: type[HolmesError] = ConfigError, dotted:
             raise error(f"{what} is {_shown(value)}", where="" if dotted else where, hint=allowed(declared, value))
 
 
+def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
+    """Raise `error` for the first of `cases` (whether it is wrong, what is wrong, what to do) that is wrong."""
+    for is_wrong, what, hint in cases:
+        if is_wrong:
+            raise error(what, where=where, hint=hint)
+
+
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
     """An unknown key. One that says GB/s, such as rdma_GBps, is told with its number: with the key put right alone the
     rate would be an eighth."""

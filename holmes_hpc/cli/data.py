@@ -54,7 +54,4 @@ def data_prepare(
             force=force,
         )
     )
-    if json:
-        console.as_json(made.to_dict())
-    else:
-        console.text(str(made))
+    console.outcome(made, json)

@@ -95,7 +95,15 @@ def predict(
         words = [plan_path, *words]
         plan_path = None
     words = overrides_of(flags, words)
-    software = _Software(attention, fused_norm, grad_dtype, sharding, gpu, recompute_parts, recompute_layers)
+    software = _Software(
+        attention=attention,
+        fused_norm=fused_norm,
+        grad_dtype=grad_dtype,
+        sharding=sharding,
+        gpu=gpu,
+        recompute_parts=recompute_parts,
+        recompute_layers=recompute_layers,
+    )
     config = _configuration(words, plan_path)
     if config.plan_file:
         _refuse_layout([*flags, *software.of_layout], words)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,9 +27,10 @@ from holmes_hpc.cli.app import (
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
-
-if TYPE_CHECKING:
-    from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.find import find_run, runs_root
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
+from holmes_hpc.training.checkpoint import checkpoint_directory
 
 
 @app.command()
@@ -79,8 +80,6 @@ def submit(
         console.as_json({"run": str(run.path), "job_id": job.id})
     else:
         console.text(f"job {job.id}: {run.path}")
-        from holmes_hpc.records.find import runs_root
-
         called = run.path.name if run.path == (runs_root() / run.path.name).absolute() else run.path
         console.note(f"next: `holmes status {called}`, `holmes logs {called} -f`")
 
@@ -130,13 +129,11 @@ def resume(
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
     from holmes_hpc.config.learning_rate import moved
-    from holmes_hpc.records.find import find_run
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.follow import follow
     from holmes_hpc.submission.lifecycle.resume import continuation
     from holmes_hpc.submission.lifecycle.starting import starting
     from holmes_hpc.submission.lifecycle.status import run_status
-    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
     with starting(record.path, "`holmes resume`"):
@@ -197,8 +194,6 @@ def remove(
     json: Json = False,
 ) -> None:
     """Remove runs with all that they recorded, checkpoints too, after a question. Example: holmes rm my-run"""
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
     from holmes_hpc.submission.lifecycle.status import run_statuses
     from holmes_hpc.submission.sweeps.status_table import is_sweep
 
@@ -236,7 +231,6 @@ def report(
     json: Json = False,
 ) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
-    from holmes_hpc.records.find import find_run
 
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
@@ -270,7 +264,6 @@ def _simulated(plan_path: Path) -> list[dict[str, Any]]:
     from holmes_hpc.planning.cost.predict import timeline
     from holmes_hpc.planning.request import costs
     from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.records.run import RunDirectory
 
     try:
         plan = Plan.read(plan_path)

@@ -21,11 +21,7 @@ def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
 
     with console.waiting("asking Slurm"):
         listing = report.listing(NodeSettings(vocabulary=vocabulary))
-    if json:
-        console.as_json(listing.to_dict())
-        return
-    for title, columns, rows, caption in listing.tables():
-        console.table(title, columns, rows, caption)
+    console.output(json, listing.to_dict(), *listing.tables())
 
 
 @app.command()
@@ -52,11 +48,9 @@ def probe(
     if check:
         with console.waiting("asking Slurm"):
             findings = node_facts.check_here(nics, vocabulary, node)
-    if json:
-        console.as_json({**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]})
-    else:
-        for title, columns, rows, caption in report.probe_tables(nics):
-            console.table(title, columns, rows, caption)
+    document = {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}
+    console.output(json, document, *report.probe_tables(nics))
+    if not json:
         console.text(f"features: {','.join(label.features_of(nics))}")
         if check:
             console.table(*report.findings_table("Compared with Slurm", findings))

@@ -14,6 +14,7 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
@@ -119,7 +120,6 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
 def _make_room(record: RunDirectory) -> None:
     """Take away a run that ended, or was never submitted, without having made a step: its name may be used again. Its
     directory stays, with the lock of who starts it."""
-    from holmes_hpc.slurm.job_states import NOT_SUBMITTED
     from holmes_hpc.submission.lifecycle.run_states import is_end
     from holmes_hpc.submission.lifecycle.starting import others
     from holmes_hpc.submission.lifecycle.status import run_status

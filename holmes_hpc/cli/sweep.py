@@ -23,10 +23,7 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
         sweep.live(directory)
         return
     rows = sweep.sweep_status(directory)
-    if json:
-        console.as_json([r.to_dict() for r in rows])
-    else:
-        console.table(directory, *sweep.sweep_rows(rows))
+    console.output(json, [r.to_dict() for r in rows], (directory, *sweep.sweep_rows(rows)))
 
 
 @group.command("collect")

@@ -12,6 +12,11 @@ from holmes_hpc import console
 from holmes_hpc.cli.app import Json, Run, app
 from holmes_hpc.cli.sweep import sweep_status
 from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
+from holmes_hpc.records.logs import follow_logs, tail
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import UNKNOWN
+from holmes_hpc.training.checkpoint import checkpoint_directory
 
 RECENT_S = 86400.0  # failures of this last period are reported in full
 
@@ -24,13 +29,9 @@ def status(
 
     Example: holmes status 20260101-120000-gpt_tiny
     """
-    from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
-    from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.outcome import quoted
     from holmes_hpc.submission.lifecycle.status import run_statuses
     from holmes_hpc.submission.sweeps.status_table import is_sweep
-    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     sweeps = [name for name in runs or [] if is_sweep(name)]
     if sweeps:
@@ -91,8 +92,6 @@ def logs(
     json: Json = False,
 ) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.records.logs import follow_logs, tail
     from holmes_hpc.submission.lifecycle.status import ended, log_paths
 
     record = find_run(run)
@@ -119,10 +118,7 @@ def logs(
 @app.command()
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.slurm.job_states import UNKNOWN
     from holmes_hpc.submission.lifecycle.status import cancel_run, is_local
-    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
     here = is_local(record.read_run())
