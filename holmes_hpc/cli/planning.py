@@ -25,15 +25,20 @@ from holmes_hpc.cli.app import (
     with_keys,
 )
 from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.model import Batch
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning import request
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
+from holmes_hpc.planning.cost.corrections import NONE, Corrections
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
+from holmes_hpc.planning.narrative import explain, throughput
+from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.files import read_yaml, write_whole
 
 if TYPE_CHECKING:
-    from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.config.model import Batch
-    from holmes_hpc.planning.cost.calibration import MeasuredFabric
-    from holmes_hpc.planning.cost.corrections import Corrections
-    from holmes_hpc.planning.cost.costs import Costs
-    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.submission.earliest import PlannedStart
 
 # A short run, unless overrides say otherwise.
@@ -68,10 +73,6 @@ def plan(
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
-    from holmes_hpc.planning.cost.corrections import NONE
-    from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import make_plan
-    from holmes_hpc.planning.search.explore import Clock
 
     words = overrides_of(flags, overrides)
     config = configuration(words)
@@ -85,13 +86,17 @@ def plan(
         raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
     default_model = None if config.plan_file or any(w.startswith("model=") for w in words) else config.model.name
     corrections = _learned(config, learn) if learn is not None else NONE
-    known = None if config.plan_file else replace(costs_of(config), corrections=corrections)
+    known = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
     ends = earliest_ends(config, clock, known) if earliest else []
-    chosen = ends[0].plan if ends else make_plan(config, None if config.plan_file else asked_site(config), clock, known)
+    chosen = (
+        ends[0].plan
+        if ends
+        else request.make_plan(config, None if config.plan_file else asked_site(config), clock, known)
+    )
     if output:
         chosen.write(output)
-    costs = replace(costs_of(config, chosen), corrections=corrections)
+    costs = replace(request.costs(config, chosen), corrections=corrections)
     if default_model:
         console.note(_NO_MODEL.format(default_model))
     if json:
@@ -112,15 +117,12 @@ _NO_MODEL = "no model is given: this plans {}; model=NAME plans another (`holmes
 
 def _batch(config: Configuration) -> Batch:
     """Return the batch of the plan file, else the configuration's."""
-    from holmes_hpc.planning.spec.plan import Plan
 
     return Plan.read(config.plan_file).batch if config.plan_file else config.batch
 
 
 def _document(chosen: Plan, costs: Costs, steps: int | None, ends: Sequence[PlannedStart]) -> dict[str, Any]:
     """Return what `holmes plan --json` writes."""
-    from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-    from holmes_hpc.planning.narrative import throughput
 
     slowest = stage_transfer_cost(chosen, costs)
     return {
@@ -132,7 +134,6 @@ def _document(chosen: Plan, costs: Costs, steps: int | None, ends: Sequence[Plan
 
 
 def _explain(chosen: Plan, costs: Costs, steps: int | None) -> None:
-    from holmes_hpc.planning.narrative import explain
 
     for line in explain(chosen, costs, steps, console.width()):
         console.text(line)
@@ -151,15 +152,12 @@ def calibrate(
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc.planning.cost.calibration import Calibration
-    from holmes_hpc.planning.request import for_calibration, make_plan
-    from holmes_hpc.records.files import read_yaml, write_whole
     from holmes_hpc.submission.lifecycle.follow import follow
 
     check_output(output)
     words = overrides_of(flags, overrides)
-    config = for_calibration(configuration([*CALIBRATION, *words])).with_data()
-    chosen = make_plan(config)
+    config = request.for_calibration(configuration([*CALIBRATION, *words])).with_data()
+    chosen = request.make_plan(config)
     record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
     if code := follow(record, job, show=console.note if json else console.text):
@@ -223,10 +221,9 @@ def _compare(measured_s: float, predicted_s: float, rest_s: float) -> None:
 
 def _learned(config: Configuration, runs: str) -> Corrections:
     """The corrections that the runs below a directory ask for; says which runs say nothing, and what stays unknown."""
-    from holmes_hpc.planning.request import learned
 
     with console.waiting("learning from runs"):
-        found, others = learned(config, runs)
+        found, others = request.learned(config, runs)
     if others:
         console.note(f"{len(others)} runs say nothing, the first: {others[0]}")
     if found.hidden:

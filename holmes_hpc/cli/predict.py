@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,16 +24,21 @@ from holmes_hpc.cli.app import (
     takes,
     with_keys,
 )
+from holmes_hpc.config.composition import composed, is_fixed_by_plan
+from holmes_hpc.config.configuration import Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, yes_or_no
+from holmes_hpc.config.models import gpt
+from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning import request
+from holmes_hpc.planning.cost import predict as simulation
+from holmes_hpc.planning.cost.costs import BYTES, Costs
+from holmes_hpc.planning.narrative import counted_less, duration, throughput, where_stages_lie
+from holmes_hpc.planning.schedule.orders import in_question
+from holmes_hpc.planning.spec.parts import Predicted
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.metrics import PART_NAMES
-
-if TYPE_CHECKING:
-    from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.fabric.site import Site
-    from holmes_hpc.planning.cost.costs import Costs
-    from holmes_hpc.planning.spec.parts import Predicted
-    from holmes_hpc.planning.spec.plan import Plan
 
 
 def _fused_norm(text: str) -> bool:
@@ -85,9 +90,6 @@ def predict(
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
-    from holmes_hpc.planning.cost.predict import chrome_trace, timeline
-    from holmes_hpc.planning.cost.predict import predict as predict_plan
-    from holmes_hpc.planning.narrative import throughput
 
     check_output(trace)
     words = overrides or []
@@ -110,12 +112,14 @@ def predict(
         plan, costs = _of_plan(config, software)
     else:
         plan, costs = _of_layout(config, software, words)
-    predicted = predict_plan(plan, costs)
+    predicted = simulation.predict(plan, costs)
     steps = asked_steps(config, words, flags, tokens, plan.batch)
     plan = replace(plan, predicted=predicted)
     rates = throughput(plan, steps)
     if trace is not None:
-        Path(trace).write_text(json_text.dumps(chrome_trace(timeline(plan, costs))), encoding="utf-8")
+        Path(trace).write_text(
+            json_text.dumps(simulation.chrome_trace(simulation.timeline(plan, costs))), encoding="utf-8"
+        )
         console.note(f"written: {trace}")
     if json:
         placement = {"strategy": plan.strategy, "components": plan.layout}
@@ -152,14 +156,13 @@ class _Software:
 
     def on(self, site: Site) -> Site:
         """Return `site` with these GPUs and this software."""
-        from holmes_hpc.planning.request import with_gpu, with_software
 
-        return with_software(with_gpu(site, self.gpu) if self.gpu else site, self.attention, self.fused_norm)
+        return request.with_software(
+            request.with_gpu(site, self.gpu) if self.gpu else site, self.attention, self.fused_norm
+        )
 
     def costs(self, config: Configuration, recompute: str, plan: Plan | None = None) -> Costs:
         """Return what computing and sending cost. Raise ConfigError for parts of a recomputation that is not done."""
-        from holmes_hpc.planning.cost.costs import BYTES
-        from holmes_hpc.planning.request import costs
 
         parts = self.recompute_parts and tuple(self.recompute_parts.split(","))
         fields: dict[str, Any] = {"sharding": "full"} if self.sharding == "full" else {}
@@ -169,14 +172,12 @@ class _Software:
                     f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it is of --recompute {kind}"
                 )
             fields |= {} if value is None else {f"recompute_{name}": value}
-        return costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
+        return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
 
 
 def _configuration(words: Sequence[str], plan_path: str | None) -> Configuration:
     """Return the configuration of `words`, with the plan or the site of the prediction. A model without a name has
     the sizes that are given."""
-    from holmes_hpc.config.composition import composed
-    from holmes_hpc.config.configuration import from_dict
 
     data = composed(words)
     plan_file, site = plan_path or data["plan_file"], data["site_file"]
@@ -196,7 +197,6 @@ def _configuration(words: Sequence[str], plan_path: str | None) -> Configuration
 
 def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Return the groups model and batch of a GPT of the given sizes."""
-    from holmes_hpc.config.models import gpt
 
     sizes, batch = ({k: v for k, v in data[group].items() if f"{group}.{k}" in keys} for group in ("model", "batch"))
     if "batch" in keys:
@@ -214,7 +214,6 @@ def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 def _refuse_layout(names: Sequence[str], words: Sequence[str]) -> None:
     """Raise ConfigError for an option or an override that the plan has fixed."""
-    from holmes_hpc.config.composition import is_fixed_by_plan
 
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
     for word in [*fixed, *filter(is_fixed_by_plan, words)]:
@@ -223,7 +222,6 @@ def _refuse_layout(names: Sequence[str], words: Sequence[str]) -> None:
 
 def _of_plan(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
     """Return the plan of PLAN and what it costs."""
-    from holmes_hpc.planning.spec.plan import Plan
 
     plan = Plan.read(config.plan_file or "")
     plan = replace(plan, site=software.on(plan.site))
@@ -232,7 +230,6 @@ def _of_plan(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
 
 def _of_layout(config: Configuration, software: _Software, words: Sequence[str]) -> tuple[Plan, Costs]:
     """Return the plan of the given layout and what it costs."""
-    from holmes_hpc.planning.request import site
 
     plan, length = config.plan, config.batch.sequence_length
     tp = plan.tp or 1
@@ -250,7 +247,7 @@ def _of_layout(config: Configuration, software: _Software, words: Sequence[str])
         ),
     )
     costs = software.costs(config, plan.recompute)
-    return _chosen_layout(config, software.on(site(config)), costs), costs
+    return _chosen_layout(config, software.on(request.site(config)), costs), costs
 
 
 def _is_sharded(distributed: bool, sharding: str | None, words: Sequence[str]) -> bool:
@@ -269,15 +266,12 @@ def _is_sharded(distributed: bool, sharding: str | None, words: Sequence[str]) -
 def _chosen_layout(config: Configuration, site: Site, costs: Costs) -> Plan:
     """Return the plan of the given layout. Of schedules and recomputations that are not given, those with the shortest
     step of the ones that fit are taken, the plainer of equals."""
-    from holmes_hpc.config.plan_options import RECOMPUTE
-    from holmes_hpc.planning.request import given_layout
-    from holmes_hpc.planning.schedule.orders import in_question
 
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = in_question(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the plainer first
     candidates = [
-        given_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
+        request.given_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
         for schedule in schedules
     ]
@@ -291,7 +285,6 @@ def _step_time(plan: Plan) -> float:
 
 def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, Any], steps: int | None) -> None:
     """Print the prediction as a table."""
-    from holmes_hpc.planning.narrative import counted_less, duration, where_stages_lie
 
     interval = predicted.interval_s
     console.table(

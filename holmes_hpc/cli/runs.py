@@ -25,11 +25,24 @@ from holmes_hpc.cli.app import (
     with_keys,
 )
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
+from holmes_hpc.config.configuration import recorded
+from holmes_hpc.config.learning_rate import moved
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
+from holmes_hpc.planning.cost.predict import timeline
+from holmes_hpc.planning.narrative import where_stages_lie
+from holmes_hpc.planning.request import costs
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
+from holmes_hpc.submission.executor.submit import Unsure
+from holmes_hpc.submission.lifecycle import follow, status
+from holmes_hpc.submission.lifecycle.new_run import new_run_path
+from holmes_hpc.submission.lifecycle.resume import continuation
+from holmes_hpc.submission.lifecycle.starting import starting
+from holmes_hpc.submission.sweeps.status_table import is_sweep
+from holmes_hpc.submission.templates import script_for
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
 
@@ -61,9 +74,6 @@ def submit(
     tokens = config.train.steps * chosen.batch.global_size * chosen.batch.sequence_length
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
-        from holmes_hpc.submission.lifecycle.new_run import new_run_path
-        from holmes_hpc.submission.templates import script_for
-
         check_output(template)
         run_dir = str(new_run_path(config, chosen))
         script = script_for(chosen, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)
@@ -90,15 +100,12 @@ def run(
     *, overrides: Overrides = None, flags: Mapping[str, Any], earliest: Earliest = False, json: Json = False
 ) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
-    from holmes_hpc.planning.narrative import where_stages_lie
-    from holmes_hpc.submission.lifecycle.follow import follow
-
     words = overrides_of(flags, overrides)
     chosen, config = planned(words, earliest=earliest)
     console.note(f"plan {chosen.id}: {chosen.spread}, {where_stages_lie(chosen)}")
     record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
-    code = follow(record, job, show=console.note if json else console.text)
+    code = follow.follow(record, job, show=console.note if json else console.text)
     if json:
         console.as_json(
             {"run": str(record.path), "job_id": job.id, "exit_code": code, "result": record.read_result() or {}}
@@ -128,16 +135,10 @@ def resume(
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
-    from holmes_hpc.config.learning_rate import moved
-    from holmes_hpc.submission.executor.submit import Unsure
-    from holmes_hpc.submission.lifecycle.follow import follow
-    from holmes_hpc.submission.lifecycle.resume import continuation
-    from holmes_hpc.submission.lifecycle.starting import starting
-    from holmes_hpc.submission.lifecycle.status import run_status
 
     record = find_run(run)
     with starting(record.path, "`holmes resume`"):
-        state = run_status(record).state
+        state = status.run_status(record).state
         to_go_on = continuation(record, state, overrides or [], plan_path)
         chosen, before = to_go_on.plan, record.read_run()
         if to_go_on.missing:
@@ -178,7 +179,7 @@ def resume(
             raise
     console.note(f"job {job.id}: {record.path}")
     steps = len(record.metrics_bytes())
-    code = follow(record, job)
+    code = follow.follow(record, job)
     if code == 1 and overrides and not plan_path and len(record.metrics_bytes()) == steps:
         record.update_run(config=before["config"], overrides=before["overrides"])
         console.note("it made no step: the run's record has its configuration of before")
@@ -194,14 +195,12 @@ def remove(
     json: Json = False,
 ) -> None:
     """Remove runs with all that they recorded, checkpoints too, after a question. Example: holmes rm my-run"""
-    from holmes_hpc.submission.lifecycle.status import run_statuses
-    from holmes_hpc.submission.sweeps.status_table import is_sweep
 
     for name in runs:
         if is_sweep(name):
             raise ConfigError("a sweep is not removed as a whole", where=name, hint=f"name its runs: {name}/0 …")
     with console.waiting("asking Slurm"):
-        found = run_statuses([find_run(name) for name in runs])
+        found = status.run_statuses([find_run(name) for name in runs])
     for one in found:
         if not one.ended and one.state not in (NOT_SUBMITTED.lower(), UNKNOWN.lower(), "unreadable"):
             raise ConfigError(f"it is {one.state}", where=one.path, hint="wait for its end, or `holmes cancel` it")
@@ -260,10 +259,6 @@ def report(
 
 def _simulated(plan_path: Path) -> list[dict[str, Any]]:
     """The timeline that a run's plan should have had, to show beside the measured one; none if it cannot be told."""
-    from holmes_hpc.config.configuration import recorded
-    from holmes_hpc.planning.cost.predict import timeline
-    from holmes_hpc.planning.request import costs
-    from holmes_hpc.planning.spec.plan import Plan
 
     try:
         plan = Plan.read(plan_path)

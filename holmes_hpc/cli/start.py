@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
+from holmes_hpc.config.composition import check_overrides
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.fabric.software import NEEDED, software
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.request import check_site, make_plan, site
+from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED
 
 if TYPE_CHECKING:
-    from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.planning.cost.costs import Costs
-    from holmes_hpc.planning.search.explore import Clock
-    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.submission.earliest import PlannedStart
     from holmes_hpc.submission.lifecycle.status import Job
 
@@ -30,9 +33,6 @@ def planned(
 ) -> tuple[Plan, Configuration]:
     """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
-    from holmes_hpc.config.composition import check_overrides
-    from holmes_hpc.planning.request import check_site, make_plan
-    from holmes_hpc.planning.search.explore import Clock
 
     config = configuration(overrides)
     config = replace(config, plan_file=plan_file or config.plan_file)
@@ -82,7 +82,6 @@ def look_at_files(config: Configuration) -> None:
 
 def lacking() -> str | None:
     """The packages that ranks need and this Python lacks, in words; None where it has them all."""
-    from holmes_hpc.fabric.software import NEEDED, software
 
     has = software()
     return " and ".join(name for name in NEEDED if name not in has) or None
@@ -170,7 +169,6 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
     """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together;
     `known`: costs in place of the configuration's.
     ConfigError where Slurm cannot be asked; SubmissionError when none of them can run."""
-    from holmes_hpc.planning.request import make_plan, site
     from holmes_hpc.submission.earliest import earliest as order
     from holmes_hpc.submission.earliest import plans_to_try
 

@@ -15,7 +15,11 @@ from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
 from holmes_hpc.records.logs import follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.job_states import UNKNOWN
+from holmes_hpc.submission.lifecycle.outcome import quoted
+from holmes_hpc.submission.lifecycle.status import cancel_run, ended, is_local, log_paths, run_statuses
+from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
 RECENT_S = 86400.0  # failures of this last period are reported in full
@@ -29,10 +33,6 @@ def status(
 
     Example: holmes status 20260101-120000-gpt_tiny
     """
-    from holmes_hpc.submission.lifecycle.outcome import quoted
-    from holmes_hpc.submission.lifecycle.status import run_statuses
-    from holmes_hpc.submission.sweeps.status_table import is_sweep
-
     sweeps = [name for name in runs or [] if is_sweep(name)]
     if sweeps:
         if runs != sweeps[:1]:
@@ -92,8 +92,6 @@ def logs(
     json: Json = False,
 ) -> None:
     """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
-    from holmes_hpc.submission.lifecycle.status import ended, log_paths
-
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
     if rank is not None and not paths[0].exists():
@@ -118,8 +116,6 @@ def logs(
 @app.command()
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job, all its components. Example: holmes cancel my-run"""
-    from holmes_hpc.submission.lifecycle.status import cancel_run, is_local
-
     record = find_run(run)
     here = is_local(record.read_run())
     with console.waiting("waiting for its ranks to save and end" if here else "asking Slurm"):
@@ -146,9 +142,7 @@ def cancel(run: Run, json: Json = False) -> None:
 
 def _kill_wait() -> str:
     """How long Slurm leaves a cancelled job, in words; nothing where it does not say."""
-    from holmes_hpc.slurm.scontrol import read_config
-
     with contextlib.suppress(HolmesError):
-        if said := read_config().get("KillWait"):
+        if said := scontrol.read_config().get("KillWait"):
             return f" ({said} here)"
     return ""
