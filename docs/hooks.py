@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _commands() -> str:
     import typer
 
-    from holmes_hpc.cli import app
+    from holmes_hpc.cli import load
 
     def section(command: Any, path: str) -> list[str]:
         context = command.make_context(path, [], resilient_parsing=True)
@@ -29,7 +29,7 @@ def _commands() -> str:
         context.info_name = path
         return [f"## {path}\n\n```text\n{command.get_help(context).strip()}\n```\n"]
 
-    return "\n".join(section(typer.main.get_command(app), "holmes"))
+    return "\n".join(section(typer.main.get_command(load()), "holmes"))
 
 
 def on_post_build(config: Any, **_: Any) -> None:

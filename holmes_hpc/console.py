@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.cells import cell_len
@@ -234,6 +235,23 @@ def as_json(document: Any) -> None:
     plain = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
     written = json.dumps(document, indent=1, ensure_ascii=plain, default=str)
     sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
+
+
+def outcome(result: Any, json: bool) -> None:
+    """Print what a command made, a dataclass: one JSON document, or its text."""
+    if json:
+        as_json(asdict(result))
+    else:
+        text(str(result))
+
+
+def output(json: bool, document: Any, *tables: Sequence[Any]) -> None:
+    """Print one JSON document, or tables: the arguments of :func:`table`."""
+    if json:
+        as_json(document)
+        return
+    for arguments in tables:
+        table(*arguments)
 
 
 def seconds(value: float) -> str:

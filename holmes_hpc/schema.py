@@ -88,12 +88,19 @@ def check(made: Any, where: str, error: type[HolmesError] = ConfigError, dotted:
     its keys are named as they are given (``train.steps``)."""
     for name, declared in keys(type(made)).items():
         value = getattr(made, name)
-        if isinstance(value, list) and tuple in _kinds(declared.type):
+        if isinstance(value, list) and tuple in kinds(declared.type):
             value = tuple(value)
             object.__setattr__(made, name, value)
         if not _fits(value, type(made), name):
             what = f"{where}.{name}" if dotted else name
             raise error(f"{what} is {_shown(value)}", where="" if dotted else where, hint=allowed(declared, value))
+
+
+def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
+    """Raise `error` for the first of `cases` (whether it is wrong, what is wrong, what to do) that is wrong."""
+    for is_wrong, what, hint in cases:
+        if is_wrong:
+            raise error(what, where=where, hint=hint)
 
 
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
@@ -260,5 +267,6 @@ def _kind(member: Any) -> Any:
     return dict if isinstance(origin, type) and issubclass(origin, Mapping) else origin
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def kinds(annotation: Any) -> list[Any]:
+    """Return the kinds of a key's values but for null: int, float, bool, str, tuple, dict or a dataclass."""
     return [_kind(m) for m in _members(annotation)]

@@ -21,8 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from holmes_hpc import console
-from holmes_hpc.config.by_hydra import explained, resolve, with_folders
+from holmes_hpc.config.composition import explained, resolve, with_folders
 from holmes_hpc.config.configuration import Configuration, LauncherConfig
+from holmes_hpc.config.flags import quoted
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.rank import rank_and_size, run_rank
@@ -93,7 +94,7 @@ def main() -> None:
     words = [a for a in sys.argv[1:] if "=" in a]
     run_dir = next((a.split("=", 1)[1] for a in words if a.startswith("run_dir=")), None)
     if run_dir and not any(a.startswith("hydra.run.dir=") for a in words):
-        sys.argv.append("hydra.run.dir=" + _quoted(run_dir))
+        sys.argv.append("hydra.run.dir=" + quoted(run_dir))
     if rank > 0:  # only rank 0 writes Hydra's own files
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, where ours become one line
@@ -109,13 +110,6 @@ def main() -> None:
 def _end(error: HolmesError) -> NoReturn:
     console.problem(error)
     sys.exit(error.exit_code)
-
-
-def _quoted(value: str) -> str:
-    """A string as Hydra's override grammar takes it back unchanged."""
-    if value[:1] in "'\"":
-        return value
-    return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 if __name__ == "__main__":

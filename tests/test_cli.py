@@ -311,7 +311,7 @@ def test_unknown_runs_are_named(holmes):
 def test_unknown_verbs_and_options(holmes):
     refused(holmes("pln"), "pln")
     refused(holmes("plan", "--sight", "x"), "--sight")
-    refused(holmes("plan", "--model", "gpt_3_6b"), "--model", "model=…")
+    refused(holmes("plan", "--partition", "exact"), "--partition", "plan.partition=…")
     refused(holmes("plan", "--lr", "1"), "--lr", "train.lr=…")
     refused(holmes("plan", "llama2_7b"), "'model=llama2_7b'")
     refused(holmes("export", "a-run"), "--safetensors")
@@ -622,6 +622,60 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
     for option, value in (("--gpu", "h100"), ("--transport", "single"), ("--pp", "4"), ("--layers-per-stage", "16,16")):
         refused(holmes("predict", str(path), option, value), "a PLAN has its own", option)
+
+
+def test_plan_and_predict_take_options_and_keys_alike(holmes, site):
+    """Every option sets the key that it names, in both commands."""
+    options = ["--model", "gpt_3_6b", "--global-batch", "64", "--micro-batch", "2", "--tp", "2", "--pp", "2"]
+    options += ["--nodes", "ib-a=1,roce-a=1", "--layers-per-stage", "16,14", "--no-distributed-optimizer"]
+    options += ["--recompute", "full", "--overlap-grad-reduce", "no", "--dtype", "fp16", "--vocab", "60000"]
+    keys = ["model=gpt_3_6b", "batch.global_size=64", "batch.micro_size=2", "plan.tp=2", "plan.pp=2"]
+    keys += ["plan.nodes={ib-a: 1, roce-a: 1}", "plan.layers_per_stage=[16,14]", "plan.distributed_optimizer=false"]
+    keys += ["plan.recompute=full", "train.overlap_grad_reduce=false", "train.dtype=fp16", "model.vocab=60000"]
+    for verb, more in (("plan", []), ("predict", ["--dp", "4"])):
+        results = [
+            json.loads(holmes(verb, f"site_file={site}", "--json", *more, *words)[1]) for words in (options, keys)
+        ]
+        mixed = holmes(verb, "--site", str(site), "--json", *more, *options, *keys)  # the same twice
+        assert results[0] == results[1] == json.loads(mixed[1]), verb
+        assert "gpt_tiny" not in mixed[2]
+
+
+@pytest.mark.parametrize("verb", ["plan", "predict"])
+def test_two_spellings_with_different_values_are_refused(holmes, site, verb):
+    for option, value, key in (
+        ("--tp", "2", "plan.tp=4"),
+        ("--nodes", "ib-a=2", "plan.nodes={ib-a: 3}"),
+        ("--nodes", "ib-a=2", "+plan.nodes.roce-a=2"),
+        ("--model", "gpt_7_5b", "model=gpt_3_6b"),
+        ("--site", str(site), "site_file=other.yaml"),
+    ):
+        words = [option, value, *([] if option == "--site" else ["--site", str(site)])]
+        refused(holmes(verb, key, *words), option, key, "differ")
+    refused(holmes(verb, "--site", str(site), "--nodes", "ib-a"), "--nodes", "FABRIC=NODES")
+    refused(holmes(verb, "--site", str(site), "--model", "gpt_3_6b", "tp=2"), "did you mean 'plan.tp'?")
+    refused(holmes(verb, "--site", str(site), "--model", "gpt_3_6"), "did you mean 'gpt_3_6b'?")
+
+
+def test_what_a_plan_has_fixed_is_not_predicted_otherwise(holmes, site, tmp_path):
+    path = tmp_path / "plan.yaml"
+    assert holmes("plan", "model=gpt_3_6b", "--site", str(site), "-o", str(path))[0] == 0
+    for key in ("plan.tp=2", "batch.global_size=8", "model=gpt_tiny"):
+        refused(holmes("predict", str(path), key), "a PLAN has its own", key)
+    by_key, by_name = (
+        holmes("predict", word, "train.steps=5", "--json")[1] for word in (f"plan_file={path}", str(path))
+    )
+    assert by_key == by_name and json.loads(by_key)["throughput"]["steps"] == 5
+    refused(holmes("predict", str(path), "plan_file=other.yaml"), "plan_file is other.yaml")
+    given = ("predict", "--site", str(site), "--model", "gpt_3_6b", "--dp", "8", "--nodes", "ib-a=1")
+    refused(holmes(*given, "--sharding", "none", "--distributed-optimizer"), "--sharding none")
+
+
+def test_a_plan_without_a_model_says_which_it_plans(holmes, site):
+    code, out, err = holmes("plan", "--site", str(site), "--nodes", "ib-a=1")
+    assert code == 0 and "this plans gpt_tiny" in err and out.startswith("no model is given: this plans gpt_tiny")
+    code, out, err = holmes("plan", "--site", str(site), "--nodes", "ib-a=1", "--json")
+    assert json.loads(out)["model"]["name"] == "gpt_tiny" and err.count("gpt_tiny") == 1
 
 
 def test_the_planner_counts_the_type_that_training_uses(holmes, site):

@@ -75,9 +75,9 @@ def test_titles_say_where_a_block_runs():
 
 
 def test_verbs_and_options_on_the_pages_exist():
-    from holmes_hpc.cli import app
+    from holmes_hpc.cli import load
 
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(load())
     for page in PAGES:
         shown = [line for _, text in blocks(page, "sh") for line in text.splitlines()]
         for line in [*shown, *re.findall(r"`(holmes [^`]+)`", text_of(page).replace("\n", " "))]:

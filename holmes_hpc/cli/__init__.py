@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -10,19 +11,35 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from holmes_hpc import __version__, console
-from holmes_hpc.cli import data, known, models, planning, predict, runs, site, sweep, testbed
 from holmes_hpc.cli.app import app
 from holmes_hpc.commit import git_commit
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.records.trust import careful_umask
 
-__all__ = ["app", "main"]
+__all__ = ["load", "main"]
 
-# each module hung its verbs on `app`; these have verbs of their own
-for _name, _module in (("testbed", testbed), ("data", data), ("sweep", sweep)):
-    app.add_typer(_module.group, name=_name)
-_ = (known, models, planning, predict, runs, site)
+# module -> the commands that it adds to `app` when it is imported; others would only slow a command down
+MODULES = {
+    "data": ("data",),
+    "known": ("models", "batches"),
+    "models": ("import", "export", "generate"),
+    "planning": ("plan", "calibrate"),
+    "predict": ("predict",),
+    "runs": ("submit", "run", "resume", "rm", "report"),
+    "site": ("nodes", "probe", "label", "doctor"),
+    "sweep": ("sweep",),
+    "testbed": ("testbed",),
+    "watch": ("status", "logs", "cancel"),
+}
+
+
+def load(command: str = "") -> typer.Typer:
+    """Return the application with a command; with all of them where none, or an unknown one, is named."""
+    for name in [module for module, commands in MODULES.items() if command in commands] or MODULES:
+        importlib.import_module(f"holmes_hpc.cli.{name}")
+    return app
+
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers bring along
 
@@ -33,7 +50,7 @@ def main() -> None:
     careful_umask()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of packages that it can do without
     try:
-        code = app(standalone_mode=False)
+        code = load(sys.argv[1] if sys.argv[1:] else "")(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # click would have it be a failure

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from holmes_hpc import console
+from holmes_hpc.config.flags import FLAGS, Flag
 from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,18 +21,61 @@ if TYPE_CHECKING:
     from holmes_hpc.config.model import Batch
     from holmes_hpc.fabric.site import Site
 
+T = TypeVar("T")
+
 
 def with_keys(*groups: str) -> type[TyperCommand]:
-    """A verb whose ``--help`` ends with the keys of these groups of the configuration, looked up only then."""
+    """Return a command whose ``--help`` ends with the keys of these groups that it has no options for."""
 
-    class Verb(TyperCommand):
+    class Command(TyperCommand):
         def format_epilog(self, ctx: Any, formatter: Any) -> None:
             from holmes_hpc.config.document import help_text
 
-            self.epilog = help_text(*groups)
+            own = {FLAGS[name].key for param in self.params for name in param.opts if name in FLAGS}
+            self.epilog = help_text(*groups, without=own)
             super().format_epilog(ctx, formatter)
 
-    return Verb
+    return Command
+
+
+def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Let a command take these options of config/flags.py, all of them where none is named. The command gets those
+    that were given as `flags`: name -> value."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        flags = {name.strip("-").replace("-", "_"): FLAGS[name] for name in names or FLAGS}
+        hints = get_type_hints(function, include_extras=True)
+        own = [
+            p.replace(annotation=hints[name])
+            for name, p in inspect.signature(function).parameters.items()
+            if name != "flags"
+        ]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
+            for name, flag in flags.items()
+        ]
+
+        @functools.wraps(function)
+        def command(**values: Any) -> T:
+            given = {name: value for name in flags if (value := values.pop(name)) is not None}
+            return function(**values, flags={flags[name].name: value for name, value in given.items()})
+
+        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+        return command
+
+    return decorate
+
+
+def _annotation(flag: Flag) -> Any:
+    """Return the type and the typer option of a flag."""
+    names = f"{flag.name}/--no-{flag.name.strip('-')}" if flag.is_switch else flag.name
+    if flag.is_switch or flag.type in (int, float, str):
+        return Annotated[flag.type | None, typer.Option(names, help=flag.help, show_default=False)]
+    metavar = {bool: "yes|no", tuple: "N,N,…", dict: "FABRIC=N,…"}[flag.type]
+    return Annotated[
+        str | None, typer.Option(names, help=flag.help, metavar=metavar, parser=flag.value, show_default=False)
+    ]
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -43,23 +89,25 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Configuration overrides, KEY=VALUE.", show_default=False)]
-SiteFile = Annotated[str | None, typer.Option("--site", help="A site file, instead of asking Slurm.")]
 Earliest = Annotated[
     bool,
     typer.Option(
         "--earliest", help="Of plans for parts of the site, the one that ends first: Slurm says when each could start."
     ),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Steps to train, as train.steps=N.")]
 Tokens = Annotated[
     str | None, typer.Option("--tokens", metavar="T", help="How long that many tokens take: 2e12, 300B.")
 ]
 Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/, or the leader's job id.")]
 
 
-def with_steps(overrides: list[str] | None, steps: int | None) -> list[str]:
-    """The overrides, and what --steps says."""
-    return [*(overrides or []), *([] if steps is None else [f"train.steps={steps}"])]
+def asked_steps(
+    config: Configuration, overrides: Sequence[str], flags: Mapping[str, Any], tokens: str | None, batch: Batch
+) -> int | None:
+    """Return the steps that --tokens, --steps or train.steps ask for; None where none of them is given."""
+    if tokens is not None:
+        return steps_for(tokens, batch, flags.get("--steps"))
+    return config.train.steps if any(word.startswith("train.steps=") for word in overrides) else None
 
 
 def steps_for(tokens: str, batch: Batch, steps: int | None) -> int:
@@ -82,12 +130,23 @@ def check_output(file: str | None) -> None:
         raise ConfigError("not a file in a directory that exists", where=file, hint="give another FILE")
 
 
-def configuration(overrides: list[str] | None, site: str | None = None, **values: Any) -> Configuration:
-    """The composed configuration; `site`: of --site; `values`: other keys that belong to no group."""
+def overrides_of(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> list[str]:
+    """Return the options and the overrides of a command as overrides."""
+    from holmes_hpc.config.composition import with_flags
+
+    return with_flags(flags, overrides)
+
+
+def is_file_argument(word: str) -> bool:
+    """Tell whether the first argument of a command names a file, not KEY=VALUE."""
+    return "=" not in word or Path(word).exists()
+
+
+def configuration(overrides: Sequence[str] | None) -> Configuration:
+    """Compose and check the configuration of `overrides`."""
     from holmes_hpc.config.composition import load
 
-    made = replace(load(overrides or []), **values)
-    return replace(made, site_file=site) if site else made
+    return load(overrides or [])
 
 
 def asked_site(config: Configuration) -> Site:

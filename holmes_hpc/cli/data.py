@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json
+from holmes_hpc.cli.app import Json, app
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.extras import need
 
 group = typer.Typer(no_args_is_help=True, help="Data sets.")
+app.add_typer(group, name="data")
 
 
 @group.command("prepare")
@@ -55,7 +55,4 @@ def data_prepare(
             force=force,
         )
     )
-    if json:
-        console.as_json(asdict(made))
-    else:
-        console.text(str(made))
+    console.outcome(made, json)

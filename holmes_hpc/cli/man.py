@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from holmes_hpc import __version__
-from holmes_hpc.cli import app
+from holmes_hpc.cli import load
 from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.schema import allowed, keys
 
@@ -25,7 +25,7 @@ _FILES = (("runs/", "run directories; $HOLMES_RUNS names another place"),)
 
 def page() -> str:
     """The whole page, for man(7)'s macros."""
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(load())
     lines = [
         f'.TH HOLMES 1 "" "holmes_hpc {__version__}"',
         ".SH NAME",

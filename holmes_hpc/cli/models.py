@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +11,11 @@ from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
 from holmes_hpc.extras import need
 from holmes_hpc.records.find import find_run
+from holmes_hpc.training.checkpoint import checkpoint_directory
 
 
 def _check(run: str) -> None:
     """Refuse a name of nothing, or a run without a checkpoint, before torch is imported, which takes long."""
-    from holmes_hpc.training.checkpoint import checkpoint_directory
-
     if not (Path(run) / checkpoint_directory.DESCRIPTION).is_file():
         checkpoint_directory.newest(find_run(run).checkpoints)
 
@@ -36,10 +34,7 @@ def import_weights(
         from holmes_hpc.training.checkpoint.hugging_face_folder import import_folder
 
         made = import_folder(Path(folder), Path(output))
-    if json:
-        console.as_json(asdict(made))
-    else:
-        console.text(str(made))
+    console.outcome(made, json)
 
 
 @app.command()
@@ -59,10 +54,7 @@ def export(
         from holmes_hpc.training.checkpoint.export import export as export_weights
 
         made = export_weights(choose(run), safetensors)
-    if json:
-        console.as_json(asdict(made))
-    else:
-        console.text(str(made))
+    console.outcome(made, json)
 
 
 @app.command()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,23 +14,32 @@ from holmes_hpc.cli.app import (
     Earliest,
     Json,
     Overrides,
-    SiteFile,
-    Steps,
     Tokens,
     app,
     asked_site,
+    asked_steps,
     check_output,
     configuration,
-    steps_for,
+    overrides_of,
+    takes,
     with_keys,
-    with_steps,
 )
 from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.model import Batch
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning import request
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
+from holmes_hpc.planning.cost.corrections import NONE, Corrections
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
+from holmes_hpc.planning.narrative import explain, throughput
+from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.files import read_yaml, write_whole
 
 if TYPE_CHECKING:
-    from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.planning.cost.corrections import Corrections
+    from holmes_hpc.submission.earliest import PlannedStart
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = (
@@ -42,12 +52,13 @@ CALIBRATION = (
 
 
 @app.command(cls=with_keys("plan", "batch"))
+@takes()
 def plan(
+    *,
     overrides: Overrides = None,
-    site: SiteFile = None,
+    flags: Mapping[str, Any],
     output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
     earliest: Earliest = False,
-    steps: Steps = None,
     seconds: Annotated[
         float | None,
         typer.Option(metavar="S", help="Search that long at most; the plan says how much better one could still be."),
@@ -62,61 +73,78 @@ def plan(
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
-    from holmes_hpc.planning.cost.corrections import NONE
-    from holmes_hpc.planning.narrative import explain, throughput
-    from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import make_plan
-    from holmes_hpc.planning.search.explore import Clock
-    from holmes_hpc.planning.spec.plan import Plan
 
-    config = configuration(with_steps(overrides, steps), site)
+    words = overrides_of(flags, overrides)
+    config = configuration(words)
     if earliest:
         check_choice(config)
-    if tokens is not None:
-        batch = Plan.read(config.plan_file).batch if config.plan_file else config.batch
-        config = config.with_train(steps=steps_for(tokens, batch, steps))
-    asked = config.train.steps if tokens is not None or any("train.steps=" in o for o in overrides or []) else steps
+    asked = asked_steps(config, words, flags, tokens, config.batch if tokens is None else _batch(config))
+    if asked is not None:
+        config = config.with_train(steps=asked)
     check_output(output)
     if learn is not None and config.plan_file:
         raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
+    default_model = None if config.plan_file or any(w.startswith("model=") for w in words) else config.model.name
     corrections = _learned(config, learn) if learn is not None else NONE
-    known = None if config.plan_file else replace(costs_of(config), corrections=corrections)
+    known = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
     ends = earliest_ends(config, clock, known) if earliest else []
-    if ends:
-        chosen = ends[0].plan
-    else:
-        on = None if config.plan_file else asked_site(config)
-        chosen = make_plan(config, on, clock, known)
+    chosen = (
+        ends[0].plan
+        if ends
+        else request.make_plan(config, None if config.plan_file else asked_site(config), clock, known)
+    )
     if output:
         chosen.write(output)
-    costs = replace(costs_of(config, chosen), corrections=corrections)
+    costs = replace(request.costs(config, chosen), corrections=corrections)
+    if default_model:
+        console.note(_NO_MODEL.format(default_model))
     if json:
-        from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-
-        slowest = stage_transfer_cost(chosen, costs)
-        console.as_json(
-            {
-                **chosen.to_dict(),
-                "hop": slowest.to_dict() if slowest else None,
-                "throughput": throughput(chosen, asked),
-                **({"earliest": [c.to_dict() for c in ends]} if ends else {}),
-            }
-        )
+        console.as_json(_document(chosen, costs, asked, ends))
         return
+    if default_model:
+        console.text(_NO_MODEL.format(default_model))
     if ends:
         show_ends(ends, config.train.steps)
         console.text()
-    for line in explain(chosen, costs, asked, console.width()):
-        console.text(line)
+    _explain(chosen, costs, asked)
     if output:
         console.note(f"written: {output}")
 
 
+_NO_MODEL = "no model is given: this plans {}; model=NAME plans another (`holmes models`)"
+
+
+def _batch(config: Configuration) -> Batch:
+    """Return the batch of the plan file, else the configuration's."""
+
+    return Plan.read(config.plan_file).batch if config.plan_file else config.batch
+
+
+def _document(chosen: Plan, costs: Costs, steps: int | None, ends: Sequence[PlannedStart]) -> dict[str, Any]:
+    """Return what `holmes plan --json` writes."""
+
+    slowest = stage_transfer_cost(chosen, costs)
+    return {
+        **chosen.to_dict(),
+        "hop": slowest.to_dict() if slowest else None,
+        "throughput": throughput(chosen, steps),
+        **({"earliest": [end.to_dict() for end in ends]} if ends else {}),
+    }
+
+
+def _explain(chosen: Plan, costs: Costs, steps: int | None) -> None:
+
+    for line in explain(chosen, costs, steps, console.width()):
+        console.text(line)
+
+
 @app.command()
+@takes("--site")
 def calibrate(
+    *,
     overrides: Overrides = None,
-    site: SiteFile = None,
+    flags: Mapping[str, Any],
     output: Annotated[str, typer.Option("-o", "--output", help="Write what was measured here.")] = "calibration.yaml",
     json: Json = False,
 ) -> None:
@@ -124,81 +152,78 @@ def calibrate(
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc.planning.cost.calibration import Calibration
-    from holmes_hpc.planning.request import for_calibration, make_plan
-    from holmes_hpc.records.files import read_yaml, write_whole
     from holmes_hpc.submission.lifecycle.follow import follow
 
     check_output(output)
-    config = for_calibration(configuration([*CALIBRATION, *(overrides or [])], site)).with_data()
-    chosen = make_plan(config)
-    record, job = start(chosen, config, overrides)
+    words = overrides_of(flags, overrides)
+    config = request.for_calibration(configuration([*CALIBRATION, *words])).with_data()
+    chosen = request.make_plan(config)
+    record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
     if code := follow(record, job, show=console.note if json else console.text):
         raise typer.Exit(code)
-    made = read_yaml(record.path / "calibration.yaml")
+    measured = read_yaml(record.path / "calibration.yaml")
     write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))
     if json:
-        console.as_json({"run": str(record.path), "file": output, "calibration": made})
+        console.as_json({"run": str(record.path), "file": output, "calibration": measured})
         return
-    steps, found = record.read_run()["calibration"], Calibration.from_dict(made)
-    for on in found.fabrics:
-        console.table(
-            f"{chosen.model.name} on {on.fabric}: {on.gpu} ({on.device}), {found.dtype}, TP {chosen.parallel.tp}",
-            ("measured", "forward or latency", "backward or efficiency"),
-            [
-                *(
-                    (
-                        f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
-                        f"{p.forward_s * 1e3:.4g} ms",
-                        f"{p.backward_s * 1e3:.4g} ms",
-                    )
-                    for p in on.parts
-                ),
-                *(
-                    (name, f"{link.latency_s * 1e6:.4g} us", f"{link.efficiency:.3g}")
-                    for name, link in on.links.items()
-                ),
-                *(
-                    [("optimizer, a million parameters", f"{on.optimizer_s * 1e9:.4g} ms", "")]
-                    if on.optimizer_s is not None
-                    else []
-                ),
-                ("rest of a pass", f"{(on.pass_s or 0.0) * 1e3:.4g} ms", ""),
-            ],
-            caption="efficiency: payload's share of the rate that the site gives",
+    calibration = Calibration.from_dict(measured)
+    for fabric in calibration.fabrics:
+        title = f"{chosen.model.name} on {fabric.fabric}: {fabric.gpu} ({fabric.device}), {calibration.dtype}, TP "
+        _show_fabric(fabric, f"{title}{chosen.parallel.tp}")
+    if calibration.between:
+        links = [(" - ".join(x.between), f"{x.gbps:g} Gb/s", f"{x.delay_ms:g} ms") for x in calibration.between]
+        console.table("between fabrics", ("fabrics", "rate", "delay"), links)
+    steps = record.read_run()["calibration"]
+    _compare(steps["step_time_s"], steps["predicted_step_time_s"], calibration.step_s or 0.0)
+    console.note(f"written: {output}")
+
+
+def _show_fabric(fabric: MeasuredFabric, title: str) -> None:
+    """Print what was measured on a fabric."""
+    rows = [
+        (
+            f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
+            f"{p.forward_s * 1e3:.4g} ms",
+            f"{p.backward_s * 1e3:.4g} ms",
         )
-        above = [f"{name} {link.efficiency:.3g}" for name, link in on.links.items() if link.efficiency > 1]
-        if above:
-            console.note(
-                f"{on.fabric}: {', '.join(above)} times the rate that the site gives: a network is faster than"
-                " it is said to be (correct the site's figure), or its ranks share a node and never leave it"
-            )
-    if found.between:
-        console.table(
-            "between fabrics",
-            ("fabrics", "rate", "delay"),
-            [(" - ".join(link.between), f"{link.gbps:g} Gb/s", f"{link.delay_ms:g} ms") for link in found.between],
-        )
-    took, would = steps["step_time_s"], steps["predicted_step_time_s"]
-    console.text(
-        f"Its own steps took {took:.4g} s; from these figures they would take {would:.4g} s,"
-        f" {(found.step_s or 0.0) * 1e3:.4g} ms of it in no part."
+        for p in fabric.parts
+    ]
+    rows += [(name, f"{x.latency_s * 1e6:.4g} us", f"{x.efficiency:.3g}") for name, x in fabric.links.items()]
+    if fabric.optimizer_s is not None:
+        rows.append(("optimizer, a million parameters", f"{fabric.optimizer_s * 1e9:.4g} ms", ""))
+    console.table(
+        title,
+        ("measured", "forward or latency", "backward or efficiency"),
+        [*rows, ("rest of a pass", f"{(fabric.pass_s or 0.0) * 1e3:.4g} ms", "")],
+        caption="efficiency: payload's share of the rate that the site gives",
     )
-    if not 0.8 < would / took < 1.25:
+    above = [f"{name} {link.efficiency:.3g}" for name, link in fabric.links.items() if link.efficiency > 1]
+    if above:
+        console.note(
+            f"{fabric.fabric}: {', '.join(above)} times the rate that the site gives: a network is faster than"
+            " it is said to be (correct the site's figure), or its ranks share a node and never leave it"
+        )
+
+
+def _compare(measured_s: float, predicted_s: float, rest_s: float) -> None:
+    """Print the measured step time beside the one that the calibration predicts."""
+    console.text(
+        f"Its own steps took {measured_s:.4g} s; from these figures they would take {predicted_s:.4g} s,"
+        f" {rest_s * 1e3:.4g} ms of it in no part."
+    )
+    if not 0.8 < predicted_s / measured_s < 1.25:
         console.note(
             "these are far apart: the nodes had other work while one of the two was measured, or steps wait"
             " for what no part has; calibrate again on idle nodes"
         )
-    console.note(f"written: {output}")
 
 
 def _learned(config: Configuration, runs: str) -> Corrections:
     """The corrections that the runs below a directory ask for; says which runs say nothing, and what stays unknown."""
-    from holmes_hpc.planning.request import learned
 
     with console.waiting("learning from runs"):
-        found, others = learned(config, runs)
+        found, others = request.learned(config, runs)
     if others:
         console.note(f"{len(others)} runs say nothing, the first: {others[0]}")
     if found.hidden:

@@ -1,93 +1,68 @@
-"""`holmes predict`: what a given layout, or a plan, would take."""
+"""`holmes predict`: the step time, throughput and memory of a given layout, or of a plan."""
 
 from __future__ import annotations
 
 import json as json_text
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, SiteFile, Steps, Tokens, app, check_output, configuration, steps_for
-from holmes_hpc.config.plan_options import RECOMPUTE, SCHEDULES, STRATEGIES
+from holmes_hpc.cli.app import (
+    Json,
+    Overrides,
+    Tokens,
+    app,
+    asked_steps,
+    check_output,
+    is_file_argument,
+    overrides_of,
+    takes,
+    with_keys,
+)
+from holmes_hpc.config.composition import composed, is_fixed_by_plan
+from holmes_hpc.config.configuration import Configuration, from_dict
+from holmes_hpc.config.flags import FLAGS, yes_or_no
+from holmes_hpc.config.models import gpt
+from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning import request
+from holmes_hpc.planning.cost import predict as simulation
+from holmes_hpc.planning.cost.costs import BYTES, Costs
+from holmes_hpc.planning.narrative import counted_less, duration, throughput, where_stages_lie
+from holmes_hpc.planning.schedule.kinds import in_question
+from holmes_hpc.planning.spec.parts import Predicted
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.metrics import PART_NAMES
 
-if TYPE_CHECKING:
-    from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.config.model import Batch, ModelSpec
-    from holmes_hpc.fabric.site import Site
-    from holmes_hpc.planning.cost.costs import Costs
-    from holmes_hpc.planning.spec.plan import Plan
 
-Overlap = Annotated[str, typer.Option(metavar="yes|no", help="Whether that goes on beside computing.")]
+def _fused_norm(text: str) -> bool:
+    return yes_or_no(text, "--fused-norm")
 
 
-# What may be told beside a PLAN: what it does not hold itself, or what differs where it is to run.
-BESIDE_A_PLAN = (
-    "plan_path",
-    "site",  # refused with words of its own
-    "attention",
-    "fused_norm",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "recompute_parts",
-    "recompute_layers",
-    "dtype",
-    "grad_dtype",
-    "calibration",
-    "pace_layer_ms",
-    "steps",
-    "tokens",
-    "trace",
-    "json",
-)
-
-
-@app.command()
+@app.command(cls=with_keys("plan"))
+@takes()
 def predict(
-    ctx: typer.Context,
+    *,
     plan_path: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PLAN]", show_default=False, help="A file of `holmes plan -o`, whose layout is not told anew."
+            metavar="PLAN", show_default=False, help="A file of `holmes plan -o`, whose layout is not given again."
         ),
     ] = None,
-    site: SiteFile = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [the model's own]")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences of a step. [the model's own]")] = None,
-    layers_per_stage: Annotated[str | None, typer.Option(help="26,22; without: as equal as can be.")] = None,
-    virtual_stages: Annotated[int, typer.Option(help="Model chunks one pipeline rank holds.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective or full; auto: as `plan` would choose")] = "auto",
+    overrides: Overrides = None,
+    flags: Mapping[str, Any],
     recompute_parts: Annotated[
         str | None, typer.Option(help="What selective recomputation computes again: scores,norms,ffn. [scores]")
     ] = None,
     recompute_layers: Annotated[
         int | None, typer.Option(help="Layers of each stage that full recomputation computes again. [all]")
     ] = None,
-    schedule: Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}; auto: as `plan` would choose")] = "auto",
-    sequence_parallel: Annotated[
-        bool | None, typer.Option(show_default=False, help="Activations split over the TP ranks. [as `plan`: with TP]")
-    ] = None,
-    distributed_optimizer: Annotated[bool, typer.Option(help="Optimizer states shared out over DP.")] = True,
-    strategy: Annotated[
-        str, typer.Option(help=f"{', '.join(STRATEGIES)}; auto: a pipeline across fabrics where that can be")
-    ] = "auto",
-    transport: Annotated[str, typer.Option(help="holmes, or single: plain Megatron-LM")] = "holmes",
-    model: Annotated[str | None, typer.Option(help="A named model.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Of a model without a name, or instead of its own.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Width, likewise.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, likewise.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Token ids, likewise. [51200 without a name]")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. [the model's own]")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Ranks on a node. [all its GPUs]")] = None,
-    nodes: Annotated[str | None, typer.Option(help="A part of the site: ib-a=4,roce-a=4")] = None,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -95,15 +70,10 @@ def predict(
             " says, or flash]"
         ),
     ] = None,
-    fused_norm: Annotated[str | None, typer.Option(metavar="yes|no", help="[as the site says, or yes]")] = None,
-    overlap_grad_reduce: Overlap = "yes",
-    overlap_param_gather: Overlap = "yes",
-    dtype: Annotated[str | None, typer.Option(help="Of weights: fp32, bf16, fp16. [bf16 on GPUs]")] = None,
+    fused_norm: Annotated[
+        str | None, typer.Option(metavar="yes|no", parser=_fused_norm, help="[as the site says, or yes]")
+    ] = None,
     grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Instead of the model's.")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Width of the FFN, instead of the model's.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Width of a head, instead of hidden / heads.")] = None,
     sharding: Annotated[
         str | None,
         typer.Option(
@@ -111,240 +81,233 @@ def predict(
         ),
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
-    calibration: Annotated[str | None, typer.Option(help="A file of `holmes calibrate`, or a layer profile.")] = None,
-    pace_layer_ms: Annotated[float | None, typer.Option(help="Paced compute; a PLAN knows its own.")] = None,
-    steps: Steps = None,
     tokens: Tokens = None,
     trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
     json: Json = False,
 ) -> None:
-    """Step time, throughput and memory of one given layout.
+    """Step time, throughput and memory of one given layout. What is not given is 1 (TP, PP, DP, model chunks), the
+    model's own (batch), as equal as can be (layers), or as `plan` would choose it.
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
-    from holmes_hpc.config.plan_options import PlanOptions
-    from holmes_hpc.planning.cost.predict import chrome_trace, timeline
-    from holmes_hpc.planning.cost.predict import predict as predict_plan
-    from holmes_hpc.planning.narrative import counted_less, duration, throughput, where_stages_lie
-    from holmes_hpc.planning.request import costs as costs_of
-    from holmes_hpc.planning.request import site as site_of
-    from holmes_hpc.planning.request import with_gpu, with_software
-    from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.schema import make
 
     check_output(trace)
-    config = configuration([], site, calibration=calibration).with_train(
-        pace_layer_ms=pace_layer_ms,
-        overlap_grad_reduce=_yes(overlap_grad_reduce, "--overlap-grad-reduce"),
-        overlap_param_gather=_yes(overlap_param_gather, "--overlap-param-gather"),
-        **({"dtype": dtype} if dtype else {}),
-        **({} if steps is None else {"steps": steps}),
+    words = overrides or []
+    if plan_path is not None and not is_file_argument(plan_path):
+        words = [plan_path, *words]
+        plan_path = None
+    words = overrides_of(flags, words)
+    software = _Software(
+        attention=attention,
+        fused_norm=fused_norm,
+        grad_dtype=grad_dtype,
+        sharding=sharding,
+        gpu=gpu,
+        recompute_parts=recompute_parts,
+        recompute_layers=recompute_layers,
     )
-    if plan_path is not None:
-        for name in ctx.params:
-            source = ctx.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE" and name not in BESIDE_A_PLAN:
+    config = _configuration(words, plan_path)
+    if config.plan_file:
+        _refuse_layout([*flags, *software.of_layout], words)
+        plan, costs = _of_plan(config, software)
+    else:
+        plan, costs = _of_layout(config, software, words)
+    predicted = simulation.predict(plan, costs)
+    steps = asked_steps(config, words, flags, tokens, plan.batch)
+    plan = replace(plan, predicted=predicted)
+    rates = throughput(plan, steps)
+    if trace is not None:
+        Path(trace).write_text(
+            json_text.dumps(simulation.chrome_trace(simulation.timeline(plan, costs))), encoding="utf-8"
+        )
+        console.note(f"written: {trace}")
+    if json:
+        placement = {"strategy": plan.strategy, "components": plan.layout}
+        console.as_json({**asdict(predicted), "throughput": rates, **placement})
+    else:
+        _show(plan, predicted, costs, rates, steps)
+
+
+@dataclass(frozen=True)
+class _Software:
+    """What the training program does, as the command line says; None: as the site says, or its default."""
+
+    attention: str | None
+    fused_norm: Any
+    grad_dtype: str | None
+    sharding: str | None
+    gpu: str | None
+    recompute_parts: str | None
+    recompute_layers: int | None
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (
+            ("--grad-dtype", self.grad_dtype, ("fp32", "bf16", "fp16")),
+            ("--sharding", self.sharding, ("none", "optimizer", "full")),
+        ):
+            if value is not None and value not in known:
+                what = "dtype" if flag == "--grad-dtype" else "sharding"
+                raise ConfigError(f"unknown {what} {value!r}", where=flag, hint=f"use {', '.join(known)}")
+
+    @property
+    def of_layout(self) -> list[str]:
+        """The given options that a plan has fixed."""
+        return [name for name, value in (("--gpu", self.gpu), ("--sharding", self.sharding)) if value is not None]
+
+    def on(self, site: Site) -> Site:
+        """Return `site` with these GPUs and this software."""
+
+        return request.with_software(
+            request.with_gpu(site, self.gpu) if self.gpu else site, self.attention, self.fused_norm
+        )
+
+    def costs(self, config: Configuration, recompute: str, plan: Plan | None = None) -> Costs:
+        """Return what computing and sending cost. Raise ConfigError for parts of a recomputation that is not done."""
+
+        parts = self.recompute_parts and tuple(self.recompute_parts.split(","))
+        fields: dict[str, Any] = {"sharding": "full"} if self.sharding == "full" else {}
+        for name, value, kind in (("parts", parts, "selective"), ("layers", self.recompute_layers, "full")):
+            if value is not None and recompute != kind:
                 raise ConfigError(
-                    "a PLAN has its own",
-                    where=f"--{name.replace('_', '-')}",
-                    hint="leave it out, or give --site FILE with a layout",
+                    f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it is of --recompute {kind}"
                 )
-    if (plan_path is None) == (site is None):
+            fields |= {} if value is None else {f"recompute_{name}": value}
+        return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
+
+
+def _configuration(words: Sequence[str], plan_path: str | None) -> Configuration:
+    """Return the configuration of `words`, with the plan or the site of the prediction. A model without a name has
+    the sizes that are given."""
+
+    data = composed(words)
+    plan_file, site = plan_path or data["plan_file"], data["site_file"]
+    if data["plan_file"] not in (None, plan_file):
+        raise ConfigError(f"PLAN is {plan_path}, plan_file is {data['plan_file']}", hint="leave one of them out")
+    if (plan_file is None) == (site is None):
         raise ConfigError(
             "a PLAN and --site: a plan has its own site" if site else "neither a PLAN nor --site",
             where="predict",
             hint="give one of them: a PLAN, or --site FILE with a layout",
         )
-    said: dict[str, Any] = {"sharding": "full"} if sharding == "full" else {}
-    software = attention, None if fused_norm is None else _yes(fused_norm, "--fused-norm")
-    gradients = _bytes(grad_dtype)
-    if plan_path is not None:
-        given = Plan.read(plan_path)
-        given = replace(given, site=with_software(given.site, *software))
-        said |= _recomputed(given.recompute, recompute_parts, recompute_layers)
-        costs = costs_of(config, given, said, gradients)
-    else:
-        if sharding is not None:
-            distributed_optimizer = _sharded(sharding)
-        said |= _recomputed(recompute, recompute_parts, recompute_layers)
-        batch = _batch(model, global_batch, micro_batch, sequence)
-        config = replace(
-            config,
-            batch=batch,
-            model=_model(
-                model,
-                batch.sequence_length,
-                layers=layers,
-                hidden=hidden,
-                heads=heads,
-                vocab=vocab,
-                ffn=ffn,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                dropout=dropout,
-            ),
-            plan=make(
-                PlanOptions,
-                {
-                    "strategy": strategy,
-                    "tp": tp,
-                    "pp": pp,
-                    "dp": dp,
-                    "virtual_stages": virtual_stages,
-                    "recompute": recompute,
-                    "schedule": schedule,
-                    "sequence_parallel": tp > 1 and batch.sequence_length % tp == 0
-                    if sequence_parallel is None
-                    else sequence_parallel,
-                    "distributed_optimizer": distributed_optimizer,
-                    "transport": transport,
-                    "gpus_per_node": gpus_per_node,
-                    "nodes": _nodes(nodes),
-                    "layers_per_stage": _numbers(layers_per_stage),
-                },
-                "plan",
-            ),
-        )
-        costs = costs_of(config, None, said, gradients)
-        on = site_of(config)
-        given = _chosen_layout(config, with_software(with_gpu(on, gpu) if gpu else on, *software), costs)
-    predicted = predict_plan(given, costs)
-    asked = steps if tokens is None else steps_for(tokens, given.batch, steps)
-    rates = throughput(replace(given, predicted=predicted), asked)
-    if trace is not None:
-        Path(trace).write_text(json_text.dumps(chrome_trace(timeline(given, costs))), encoding="utf-8")
-        console.note(f"written: {trace}")
-    if json:
-        from dataclasses import asdict
-
-        where = {"strategy": given.strategy, "components": given.layout}
-        console.as_json({**asdict(predicted), "throughput": rates, **where})
-        return
-    console.table(
-        f"{given.model.name}, {given.batch.global_size} sequences of {given.batch.sequence_length} tokens a "
-        f"step in micro-batches of {given.batch.micro_size}: {given.parallel}, schedule "
-        f"{given.schedule.kind}, recompute {given.recompute}",
-        ("figure", "predicted"),
-        [
-            ("lies on", f"{given.spread}: {where_stages_lie(given)}"),
-            ("step time", console.seconds(predicted.step_time_s)),
-            *_interval(predicted.interval_s),
-            ("samples/s", f"{predicted.samples_per_s:.4g}"),
-            ("tokens a step", f"{rates['tokens_per_step']:,}"),
-            ("tokens/s", f"{rates['tokens_per_s']:,.0f}"),
-            *([(f"{asked:,} steps, {rates['tokens']:.3g} tokens", duration(rates["days"]))] if asked else []),
-            ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
-            ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
-            *(
-                (f"peak memory, stage {i}", f"{size / 2**30:.3g} GiB")
-                for i, size in enumerate(predicted.memory_bytes_per_gpu)
-            ),
-            *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
-            *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
-        ],
-        caption="; ".join((*given.assumptions, *counted_less(given, costs))),
-    )
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    if plan_file is None and "model" not in keys:
+        data |= _by_sizes(data, keys)
+    return from_dict({**data, "plan_file": plan_file})
 
 
-def _interval(found: tuple[float, float] | None) -> list[tuple[str, str]]:
-    return [("nine of ten like runs", f"{found[0]:.4g} to {found[1]:.4g} s")] if found else []
+def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the groups model and batch of a GPT of the given sizes."""
 
-
-def _model(name: str | None, sequence: int, **said: float | None) -> ModelSpec:
-    """A named model, with what is said of it instead, or a GPT of the given sizes."""
-    from holmes_hpc.config.composition import load
-    from holmes_hpc.config.models import gpt
-
-    given: dict[str, Any] = {k: v for k, v in said.items() if v is not None}
-    if name is not None:
-        made = load([f"model={name}"]).model
-        return replace(made, **given, max_positions=max(sequence, made.max_positions))
-    missing = [f"--{k}" for k in ("layers", "hidden", "heads") if k not in given]
-    if missing:
-        raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
-    return gpt(**{"name": "gpt", "vocab": 51200, "positions": sequence, "tied": True, **given})
-
-
-def _batch(model: str | None, global_batch: int | None, micro_batch: int | None, sequence: int | None) -> Batch:
-    """The batch of --global-batch, --micro-batch and --sequence; what is not given, a named model brings."""
-    from holmes_hpc.config.composition import load
-    from holmes_hpc.config.model import Batch
-
-    if model is not None:
-        said = {"global_size": global_batch, "micro_size": micro_batch, "sequence_length": sequence}
-        return load([f"model={model}", *(f"batch.{k}={v}" for k, v in said.items() if v is not None)]).batch
-    if global_batch is None or sequence is None:
+    sizes, batch = ({k: v for k, v in data[group].items() if f"{group}.{k}" in keys} for group in ("model", "batch"))
+    if "batch" in keys:
+        batch = data["batch"]
+    if not {"global_size", "sequence_length"} <= batch.keys():
         raise ConfigError(
             "no batch is known for a model without a name", where="predict", hint="give --global-batch and --sequence"
         )
-    return Batch(global_batch, micro_batch or 1, sequence)
+    missing = [f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes]
+    if missing:
+        raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
+    model = gpt(**{"name": "gpt", "vocab": 51200, "positions": batch["sequence_length"], "tied": True, **sizes})
+    return {"model": asdict(model), "batch": {"micro_size": 1, **batch}}
 
 
-def _chosen_layout(config: Configuration, on: Site, costs: Costs) -> Plan:
-    """The layout that --tp, --pp, --dp, … give, with the schedule and the recomputation that `plan` would choose where
-    they are not given: of those that fit the shortest step, the plainer of equals."""
-    from holmes_hpc.planning.request import given_layout
-    from holmes_hpc.planning.schedule.kinds import in_question
+def _refuse_layout(names: Sequence[str], words: Sequence[str]) -> None:
+    """Raise ConfigError for an option or an override that the plan has fixed."""
+
+    fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
+    for word in [*fixed, *filter(is_fixed_by_plan, words)]:
+        raise ConfigError("a PLAN has its own", where=word, hint="leave it out, or give --site FILE with a layout")
+
+
+def _of_plan(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
+    """Return the plan of PLAN and what it costs."""
+
+    plan = Plan.read(config.plan_file or "")
+    plan = replace(plan, site=software.on(plan.site))
+    return plan, software.costs(config, plan.recompute, plan)
+
+
+def _of_layout(config: Configuration, software: _Software, words: Sequence[str]) -> tuple[Plan, Costs]:
+    """Return the plan of the given layout and what it costs."""
+
+    plan, length = config.plan, config.batch.sequence_length
+    tp = plan.tp or 1
+    config = replace(
+        config,
+        model=replace(config.model, max_positions=max(length, config.model.max_positions)),
+        plan=replace(
+            plan,
+            tp=tp,
+            pp=plan.pp or 1,
+            dp=plan.dp or 1,
+            virtual_stages=plan.virtual_stages or 1,
+            sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,
+            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.sharding, words),
+        ),
+    )
+    costs = software.costs(config, plan.recompute)
+    return _chosen_layout(config, software.on(request.site(config)), costs), costs
+
+
+def _is_sharded(distributed: bool, sharding: str | None, words: Sequence[str]) -> bool:
+    """Tell whether the optimizer is sharded. Raise ConfigError where --sharding and the key contradict each other."""
+    if sharding is None:
+        return distributed
+    if any(w.startswith("plan.distributed_optimizer=") for w in words) and distributed == (sharding == "none"):
+        raise ConfigError(
+            f"--sharding {sharding} with plan.distributed_optimizer={str(distributed).lower()}",
+            where="predict",
+            hint="leave one of them out",
+        )
+    return sharding != "none"
+
+
+def _chosen_layout(config: Configuration, site: Site, costs: Costs) -> Plan:
+    """Return the plan of the given layout. Of schedules and recomputations that are not given, those with the shortest
+    step of the ones that fit are taken, the plainer of equals."""
 
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = in_question(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the plainer first
-    made = [
-        given_layout(replace(config, plan=replace(plan, recompute=again, schedule=schedule)), on, costs)
-        for again in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
+    candidates = [
+        request.given_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
+        for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
         for schedule in schedules
     ]
-    fit = [p for p in made if not any(a.startswith("it does not fit") for a in p.assumptions)]
-    return min(fit, key=_step_time) if fit else made[-1]
+    fitting = [p for p in candidates if not any(a.startswith("it does not fit") for a in p.assumptions)]
+    return min(fitting, key=_step_time) if fitting else candidates[-1]
 
 
 def _step_time(plan: Plan) -> float:
     return plan.predicted.step_time_s if plan.predicted else math.inf
 
 
-def _yes(text: str, where: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
-    return text == "yes"
+def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, Any], steps: int | None) -> None:
+    """Print the prediction as a table."""
 
-
-def _recomputed(recompute: str, parts: str | None, layers: int | None) -> dict[str, Any]:
-    """Fields of Software for what is computed again; refused where there is no such recomputation."""
-    said: dict[str, Any] = {}
-    for name, value, kind in (("parts", parts and tuple(parts.split(",")), "selective"), ("layers", layers, "full")):
-        if value is not None:
-            if recompute != kind:
-                raise ConfigError(
-                    f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it is of --recompute {kind}"
-                )
-            said[f"recompute_{name}"] = value
-    return said
-
-
-def _bytes(dtype: str | None) -> int | None:
-    """Bytes of a gradient's element."""
-    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    if dtype is not None and dtype not in sizes:
-        raise ConfigError(f"unknown dtype {dtype!r}", where="--grad-dtype", hint="use fp32, bf16 or fp16")
-    return sizes[dtype] if dtype else None
-
-
-def _sharded(sharding: str) -> bool:
-    """Whether the optimizer is shared out under --sharding."""
-    if sharding not in ("none", "optimizer", "full"):
-        raise ConfigError(f"unknown sharding {sharding!r}", where="--sharding", hint="use none, optimizer or full")
-    return sharding != "none"
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    try:
-        return [int(n) for n in text.split(",")] if text else None
-    except ValueError as e:
-        raise ConfigError(f"{text!r} is not whole numbers", where="--layers-per-stage", hint="write 26,22") from e
-
-
-def _nodes(text: str | None) -> dict[str, int] | None:
-    try:
-        return {k: int(v) for k, v in (part.split("=") for part in text.split(","))} if text else None
-    except ValueError as e:
-        raise ConfigError(f"{text!r} is not FABRIC=NODES,…", where="--nodes", hint="write ib-a=4,roce-a=4") from e
+    interval = predicted.interval_s
+    console.table(
+        f"{plan.model.name}, {plan.batch.global_size} sequences of {plan.batch.sequence_length} tokens a "
+        f"step in micro-batches of {plan.batch.micro_size}: {plan.parallel}, schedule "
+        f"{plan.schedule.kind}, recompute {plan.recompute}",
+        ("figure", "predicted"),
+        [
+            ("lies on", f"{plan.spread}: {where_stages_lie(plan)}"),
+            ("step time", console.seconds(predicted.step_time_s)),
+            *([("nine of ten like runs", f"{interval[0]:.4g} to {interval[1]:.4g} s")] if interval else []),
+            ("samples/s", f"{predicted.samples_per_s:.4g}"),
+            ("tokens a step", f"{rates['tokens_per_step']:,}"),
+            ("tokens/s", f"{rates['tokens_per_s']:,.0f}"),
+            *([(f"{steps:,} steps, {rates['tokens']:.3g} tokens", duration(rates["days"]))] if steps else []),
+            ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
+            ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
+            *(
+                (f"peak memory, stage {i}", f"{b / 2**30:.3g} GiB")
+                for i, b in enumerate(predicted.memory_bytes_per_gpu)
+            ),
+            *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
+            *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
+        ],
+        caption="; ".join((*plan.assumptions, *counted_less(plan, costs))),
+    )

@@ -1,37 +1,60 @@
-"""Verbs about runs: submit, run, status, logs, cancel, report."""
+"""Commands that start, continue, remove and report runs: submit, run, resume, rm, report."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, SiteFile, Steps, app, check_output, with_keys, with_steps
+from holmes_hpc.cli.app import (
+    Earliest,
+    Json,
+    Overrides,
+    Run,
+    app,
+    check_output,
+    is_file_argument,
+    overrides_of,
+    takes,
+    with_keys,
+)
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
-from holmes_hpc.cli.sweep import sweep_status
+from holmes_hpc.config.configuration import recorded
+from holmes_hpc.config.learning_rate import moved
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
-
-if TYPE_CHECKING:
-    from holmes_hpc.records.run import RunDirectory
-
-RECENT_S = 86400.0  # a failure is told of in full for a day
+from holmes_hpc.planning.cost.predict import timeline
+from holmes_hpc.planning.narrative import where_stages_lie
+from holmes_hpc.planning.request import costs
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.records.find import find_run, runs_root
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
+from holmes_hpc.submission.executor.submit import Unsure
+from holmes_hpc.submission.lifecycle import follow, status
+from holmes_hpc.submission.lifecycle.new_run import new_run_path
+from holmes_hpc.submission.lifecycle.resume import continuation
+from holmes_hpc.submission.lifecycle.starting import starting
+from holmes_hpc.submission.sweeps.status_table import is_sweep
+from holmes_hpc.submission.templates import script_for
+from holmes_hpc.training.checkpoint import checkpoint_directory
 
 
 @app.command()
+@takes("--site")
 def submit(
+    *,
     plan_path: Annotated[
         str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    site: SiteFile = None,
+    flags: Mapping[str, Any],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a batch script that sbatch can run as it is; submit nothing.")
     ] = False,
@@ -41,19 +64,16 @@ def submit(
     json: Json = False,
 ) -> None:
     """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
-    if plan_path is None or ("=" in plan_path and not Path(plan_path).exists()):
+    if plan_path is None or not is_file_argument(plan_path):
         raise ConfigError(
             "no plan",
             where="submit",
             hint="make one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both",
         )
-    chosen, config = planned(overrides, site, plan_file=plan_path)
+    chosen, config = planned(overrides_of(flags, overrides), plan_file=plan_path)
     tokens = config.train.steps * chosen.batch.global_size * chosen.batch.sequence_length
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
-        from holmes_hpc.submission.lifecycle.new_run import new_run_path
-        from holmes_hpc.submission.templates import script_for
-
         check_output(template)
         run_dir = str(new_run_path(config, chosen))
         script = script_for(chosen, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)
@@ -70,30 +90,22 @@ def submit(
         console.as_json({"run": str(run.path), "job_id": job.id})
     else:
         console.text(f"job {job.id}: {run.path}")
-        from holmes_hpc.records.find import runs_root
-
         called = run.path.name if run.path == (runs_root() / run.path.name).absolute() else run.path
         console.note(f"next: `holmes status {called}`, `holmes logs {called} -f`")
 
 
 @app.command(cls=with_keys("train", "data", "slurm"))
+@takes("--site", "--steps")
 def run(
-    overrides: Overrides = None,
-    site: SiteFile = None,
-    earliest: Earliest = False,
-    steps: Steps = None,
-    json: Json = False,
+    *, overrides: Overrides = None, flags: Mapping[str, Any], earliest: Earliest = False, json: Json = False
 ) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
-    from holmes_hpc.planning.narrative import where_stages_lie
-    from holmes_hpc.submission.lifecycle.follow import follow
-
-    overrides = with_steps(overrides, steps)
-    chosen, config = planned(overrides, site, earliest=earliest)
+    words = overrides_of(flags, overrides)
+    chosen, config = planned(words, earliest=earliest)
     console.note(f"plan {chosen.id}: {chosen.spread}, {where_stages_lie(chosen)}")
-    record, job = start(chosen, config, overrides)
+    record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
-    code = follow(record, job, show=console.note if json else console.text)
+    code = follow.follow(record, job, show=console.note if json else console.text)
     if json:
         console.as_json(
             {"run": str(record.path), "job_id": job.id, "exit_code": code, "result": record.read_result() or {}}
@@ -123,18 +135,10 @@ def resume(
 
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
-    from holmes_hpc.config.learning_rate import moved
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.submission.executor.submit import Unsure
-    from holmes_hpc.submission.lifecycle.follow import follow
-    from holmes_hpc.submission.lifecycle.resume import continuation
-    from holmes_hpc.submission.lifecycle.starting import starting
-    from holmes_hpc.submission.lifecycle.status import run_status
-    from holmes_hpc.training.checkpoint import checkpoint_directory
 
     record = find_run(run)
     with starting(record.path, "`holmes resume`"):
-        state = run_status(record).state
+        state = status.run_status(record).state
         to_go_on = continuation(record, state, overrides or [], plan_path)
         chosen, before = to_go_on.plan, record.read_run()
         if to_go_on.missing:
@@ -175,7 +179,7 @@ def resume(
             raise
     console.note(f"job {job.id}: {record.path}")
     steps = len(record.metrics_bytes())
-    code = follow(record, job)
+    code = follow.follow(record, job)
     if code == 1 and overrides and not plan_path and len(record.metrics_bytes()) == steps:
         record.update_run(config=before["config"], overrides=before["overrides"])
         console.note("it made no step: the run's record has its configuration of before")
@@ -191,16 +195,12 @@ def remove(
     json: Json = False,
 ) -> None:
     """Remove runs with all that they recorded, checkpoints too, after a question. Example: holmes rm my-run"""
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import run_statuses
-    from holmes_hpc.submission.sweeps.status_table import is_sweep
 
     for name in runs:
         if is_sweep(name):
             raise ConfigError("a sweep is not removed as a whole", where=name, hint=f"name its runs: {name}/0 …")
     with console.waiting("asking Slurm"):
-        found = run_statuses([find_run(name) for name in runs])
+        found = status.run_statuses([find_run(name) for name in runs])
     for one in found:
         if not one.ended and one.state not in (NOT_SUBMITTED.lower(), UNKNOWN.lower(), "unreadable"):
             raise ConfigError(f"it is {one.state}", where=one.path, hint="wait for its end, or `holmes cancel` it")
@@ -220,148 +220,6 @@ def remove(
 
 
 @app.command()
-def status(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None, json: Json = False
-) -> None:
-    """How runs stand: state, step, loss; of a failed one the rank, node and last lines of its log.
-
-    Example: holmes status 20260101-120000-gpt_tiny
-    """
-    from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
-    from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.outcome import quoted
-    from holmes_hpc.submission.lifecycle.status import run_statuses
-    from holmes_hpc.submission.sweeps.status_table import is_sweep
-    from holmes_hpc.training.checkpoint import checkpoint_directory
-
-    sweeps = [name for name in runs or [] if is_sweep(name)]
-    if sweeps:
-        if runs != sweeps[:1]:
-            raise ConfigError("a sweep beside others", where=sweeps[0], hint="give one sweep, or runs")
-        sweep_status(sweeps[0], json)
-        return
-    found = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
-    if not found and not json:
-        console.note(f"no runs in {runs_root()}; `holmes run` makes one")
-        return
-    with console.waiting("asking Slurm"):
-        all_of_them = run_statuses(found)
-    if json:
-        console.as_json([s.to_dict() for s in all_of_them])
-        return
-    console.table(
-        "",
-        ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"),
-        [
-            (
-                s.name,
-                time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))),
-                s.job_id,
-                f"{s.state} ({s.why})" if s.why else s.state,
-                f"{s.step}/{s.steps}" if s.step else "",
-                f"{s.loss:.4f}" if s.loss else "",
-                f"{s.step_time_s:.3f} s" if s.step_time_s else "",
-                s.attempt,
-            )
-            for s in all_of_them
-        ],
-    )
-    if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
-        console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
-    failed = [s for s in all_of_them if s.error]
-    if not runs:  # nobody asked about those of long ago
-        failed = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
-        if others := sum(s.error is not None for s in all_of_them) - len(failed):
-            console.note(f"why {others} earlier run{'s' * (others > 1)} failed: `holmes status RUN`")
-    for s in failed:
-        if s.error:
-            rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
-            console.text(f"\n{s.name}: {rank}{s.error}")
-            for line in quoted(s.log_tail, s.error, s.failed_rank):
-                console.text(line)
-            kept = checkpoint_directory.complete(RunDirectory(s.path).checkpoints) if s.ended else []
-            if kept:
-                console.text(f"go on with `holmes resume {s.name}`, after step {kept[0].step}")
-
-
-@app.command()
-def logs(
-    run: Run,
-    rank: Annotated[int | None, typer.Option(help="Only this rank's.")] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="How many of each log's last lines.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    json: Json = False,
-) -> None:
-    """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.records.logs import follow_logs, tail
-    from holmes_hpc.submission.lifecycle.status import ended, log_paths
-
-    record = find_run(run)
-    paths = [record.log_path(rank)] if rank is not None else log_paths(record)
-    if rank is not None and not paths[0].exists():
-        raise ConfigError(f"no log of rank {rank}", where=str(record.path), hint="`holmes logs RUN` shows all")
-    if not paths:
-        console.note("no log yet; `holmes status` tells what the run waits for")
-    if follow and json:
-        raise ConfigError("--follow and --json", where="logs", hint="leave one of them out")
-    if json:
-        console.as_json({"run": str(record.path), "logs": {path.name: list(tail(path, lines)) for path in paths}})
-        return
-    if follow:
-        for number, line in follow_logs(record, ended(record), None if rank is None else [rank]):
-            console.text(f"{number}: {line}")
-        return
-    for path in paths:
-        console.text(f"== {path.name}")
-        for line in tail(path, lines):
-            console.text(line)
-
-
-@app.command()
-def cancel(run: Run, json: Json = False) -> None:
-    """Cancel a run's job, all its components. Example: holmes cancel my-run"""
-    from holmes_hpc.records.find import find_run
-    from holmes_hpc.slurm.job_states import UNKNOWN
-    from holmes_hpc.submission.lifecycle.status import cancel_run, is_local
-    from holmes_hpc.training.checkpoint import checkpoint_directory
-
-    record = find_run(run)
-    here = is_local(record.read_run())
-    with console.waiting("waiting for its ranks to save and end" if here else "asking Slurm"):
-        before = cancel_run(record)
-    if before.state == UNKNOWN:
-        raise ConfigError(
-            "Slurm gives no answer, or knows no such job",
-            where=str(record.path),
-            hint="look with `scontrol ping` and `squeue --me`",
-        )
-    if json:
-        console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
-        return
-    console.text(f"{run}: was {before.state.lower()}" + (", nothing to cancel" if before.ended else ", cancelled"))
-    if before.state == "RUNNING" and record.read_run().get("config"):
-        kept = checkpoint_directory.complete(record.checkpoints)
-        made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
-        last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
-        if not here:
-            enough = f"if Slurm's KillWait{_kill_wait()} is long enough for both"
-            last = f"so far {last}; its ranks finish a step or two and save, {enough}"
-        console.note(last)
-
-
-def _kill_wait() -> str:
-    """How long Slurm leaves a cancelled job, in words; nothing where it does not say."""
-    from holmes_hpc.slurm.scontrol import read_config
-
-    with contextlib.suppress(HolmesError):
-        if said := read_config().get("KillWait"):
-            return f" ({said} here)"
-    return ""
-
-
-@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
     html: Annotated[str | None, typer.Option(help="Also write one self-contained page here.")] = None,
@@ -372,7 +230,6 @@ def report(
     json: Json = False,
 ) -> None:
     """Throughput, step time and bytes by NIC kind of one run; several side by side. Example: holmes report a b"""
-    from holmes_hpc.records.find import find_run
 
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
@@ -402,11 +259,6 @@ def report(
 
 def _simulated(plan_path: Path) -> list[dict[str, Any]]:
     """The timeline that a run's plan should have had, to show beside the measured one; none if it cannot be told."""
-    from holmes_hpc.config.configuration import recorded
-    from holmes_hpc.planning.cost.predict import timeline
-    from holmes_hpc.planning.request import costs
-    from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.records.run import RunDirectory
 
     try:
         plan = Plan.read(plan_path)

@@ -9,6 +9,13 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, Overrides, app, configuration
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric import doctor as doctors
+from holmes_hpc.fabric import label as labels
+from holmes_hpc.fabric import listing as report
+from holmes_hpc.fabric import node_facts
+from holmes_hpc.fabric.grouping import NodeSettings
+from holmes_hpc.fabric.probe import probe as probe_node
 
 Vocabulary = Annotated[str | None, typer.Option(help="The site's own file of node features.")]
 
@@ -16,16 +23,9 @@ Vocabulary = Annotated[str | None, typer.Option(help="The site's own file of nod
 @app.command()
 def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
     """Fabrics, partitions, NICs, GPUs and states, as Slurm tells them. Example: holmes nodes --json"""
-    from holmes_hpc.fabric import listing as report
-    from holmes_hpc.fabric.grouping import NodeSettings
-
     with console.waiting("asking Slurm"):
         listing = report.listing(NodeSettings(vocabulary=vocabulary))
-    if json:
-        console.as_json(listing.to_dict())
-        return
-    for title, columns, rows, caption in listing.tables():
-        console.table(title, columns, rows, caption)
+    console.output(json, listing.to_dict(), *listing.tables())
 
 
 @app.command()
@@ -40,11 +40,6 @@ def probe(
 
     Example: holmes probe --check
     """
-    from holmes_hpc.errors import SiteError
-    from holmes_hpc.fabric import label, node_facts
-    from holmes_hpc.fabric import listing as report
-    from holmes_hpc.fabric.probe import probe as probe_node
-
     if not Path(sysfs, "class").is_dir():
         raise SiteError("no sysfs tree", where=sysfs, hint="copy /sys/class and /sys/devices of a node")
     nics = probe_node(Path(sysfs))
@@ -52,12 +47,10 @@ def probe(
     if check:
         with console.waiting("asking Slurm"):
             findings = node_facts.check_here(nics, vocabulary, node)
-    if json:
-        console.as_json({**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]})
-    else:
-        for title, columns, rows, caption in report.probe_tables(nics):
-            console.table(title, columns, rows, caption)
-        console.text(f"features: {','.join(label.features_of(nics))}")
+    document = {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}
+    console.output(json, document, *report.probe_tables(nics))
+    if not json:
+        console.text(f"features: {','.join(labels.features_of(nics))}")
         if check:
             console.table(*report.findings_table("Compared with Slurm", findings))
     raise typer.Exit(int(any(f.level != "info" for f in findings)))
@@ -76,9 +69,6 @@ def label(
 
     Example: holmes label ib1 ib2 --fabric ib-a
     """
-    from holmes_hpc.fabric import label as labels
-    from holmes_hpc.fabric import node_facts
-
     if helper:
         console.text(labels.helper_script())
         return
@@ -120,8 +110,6 @@ def doctor(
 
     Example: holmes doctor --script my-job.sbatch
     """
-    from holmes_hpc.fabric import doctor as doctors
-    from holmes_hpc.fabric import listing as report
     from holmes_hpc.planning.request import node_settings
 
     found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]

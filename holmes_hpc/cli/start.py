@@ -6,38 +6,40 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import asked_site, configuration
+from holmes_hpc.config.composition import check_overrides
+from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.fabric.software import NEEDED, software
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.request import check_site, make_plan, site
+from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED
 
 if TYPE_CHECKING:
-    from holmes_hpc.config.configuration import Configuration
-    from holmes_hpc.planning.cost.costs import Costs
-    from holmes_hpc.planning.search.explore import Clock
-    from holmes_hpc.planning.spec.plan import Plan
     from holmes_hpc.submission.earliest import PlannedStart
     from holmes_hpc.submission.lifecycle.status import Job
 
 
 def planned(
-    overrides: list[str] | None, site: str | None = None, *, earliest: bool = False, **values: Any
+    overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
 ) -> tuple[Plan, Configuration]:
     """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
-    from holmes_hpc.config.composition import check_overrides
-    from holmes_hpc.planning.request import check_site, make_plan
-    from holmes_hpc.planning.search.explore import Clock
 
-    config = configuration(overrides, site, **values)
+    config = configuration(overrides)
+    config = replace(config, plan_file=plan_file or config.plan_file)
     if earliest:
         check_choice(config)
     if config.plan_file:
-        check_overrides(overrides or [])
+        check_overrides(overrides)
         given = make_plan(config)
         config = replace(config, model=given.model, batch=given.batch)
     config = config.with_data()
@@ -80,7 +82,6 @@ def look_at_files(config: Configuration) -> None:
 
 def lacking() -> str | None:
     """The packages that ranks need and this Python lacks, in words; None where it has them all."""
-    from holmes_hpc.fabric.software import NEEDED, software
 
     has = software()
     return " and ".join(name for name in NEEDED if name not in has) or None
@@ -118,7 +119,6 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
 def _make_room(record: RunDirectory) -> None:
     """Take away a run that ended, or was never submitted, without having made a step: its name may be used again. Its
     directory stays, with the lock of who starts it."""
-    from holmes_hpc.slurm.job_states import NOT_SUBMITTED
     from holmes_hpc.submission.lifecycle.run_states import is_end
     from holmes_hpc.submission.lifecycle.starting import others
     from holmes_hpc.submission.lifecycle.status import run_status
@@ -169,7 +169,6 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
     """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together;
     `known`: costs in place of the configuration's.
     ConfigError where Slurm cannot be asked; SubmissionError when none of them can run."""
-    from holmes_hpc.planning.request import make_plan, site
     from holmes_hpc.submission.earliest import earliest as order
     from holmes_hpc.submission.earliest import plans_to_try
 

@@ -8,33 +8,32 @@ from typing import Annotated
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json
+from holmes_hpc.cli.app import Json, app
+from holmes_hpc.submission.sweeps import status_table
+from holmes_hpc.submission.sweeps.jobs import cancel_sweep
+from holmes_hpc.submission.sweeps.manifest import read_manifest
 
 group = typer.Typer(no_args_is_help=True, help="Sweeps, detached ones too.")
+app.add_typer(group, name="sweep")
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's directory.")]
 
 
 @group.command("status")
 def sweep_status(directory: Directory, json: Json = False) -> None:
     """A live table on a terminal, else one table. Example: holmes sweep status runs/sweep-20260101-120000"""
-    from holmes_hpc.submission.sweeps import status_table as sweep
 
     if sys.stdout.isatty() and not json:
-        sweep.live(directory)
+        status_table.live(directory)
         return
-    rows = sweep.sweep_status(directory)
-    if json:
-        console.as_json([r.to_dict() for r in rows])
-    else:
-        console.table(directory, *sweep.sweep_rows(rows))
+    rows = status_table.sweep_status(directory)
+    console.output(json, [r.to_dict() for r in rows], (directory, *status_table.sweep_rows(rows)))
 
 
 @group.command("collect")
 def sweep_collect(directory: Directory, json: Json = False) -> None:
     """The results of a sweep's jobs. Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
-    from holmes_hpc.submission.sweeps import status_table as sweep
 
-    found = sweep.collect(directory)
+    found = status_table.collect(directory)
     if json:
         console.as_json(found)
         return
@@ -67,12 +66,9 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
 @group.command("cancel")
 def sweep_cancel(directory: Directory) -> None:
     """Cancel the jobs of a sweep that have not ended. Example: holmes sweep cancel runs/sweep-20260101-120000"""
-    from holmes_hpc.submission.sweeps import status_table as sweep
-    from holmes_hpc.submission.sweeps.jobs import cancel_sweep
-    from holmes_hpc.submission.sweeps.manifest import read_manifest
 
     manifest = read_manifest(directory)
-    alive = {row.num for row in sweep.sweep_status(directory) if not row.ended}
+    alive = {row.num for row in status_table.sweep_status(directory) if not row.ended}
     jobs = [job for job in manifest.jobs if job.num in alive]
     cancel_sweep(manifest, jobs)
     console.note(f"cancelled {len(jobs)} of {len(manifest.jobs)} jobs" if jobs else "all jobs have ended")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json
+from holmes_hpc.cli.app import Json, app
+from holmes_hpc.testbed import bed
 
 group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on this machine.")
+app.add_typer(group, name="testbed")
 
 
 @group.command("up")
@@ -22,8 +25,6 @@ def testbed_up(
     ] = None,
 ) -> None:
     """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
-    from holmes_hpc.testbed import bed
-
     with console.steps("looking at the testbed that is there") as say:
         bed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=say)
     console.note('up; your shell: eval "$(holmes testbed env)"')
@@ -32,8 +33,6 @@ def testbed_up(
 @group.command("status")
 def testbed_status(json: Json = False) -> None:
     """What is up: exit code 0, or 1 where something is not. Example: holmes testbed status --json"""
-    from holmes_hpc.testbed import bed
-
     found = bed.status()
     if json:
         console.as_json(found)
@@ -62,18 +61,12 @@ def testbed_status(json: Json = False) -> None:
 @group.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def testbed_exec(node: str, command: Annotated[list[str], typer.Argument(metavar="-- CMD...")]) -> None:
     """Run a command on a node. Example: holmes testbed exec ib1 -- ip addr"""
-    from holmes_hpc.testbed import bed
-
     raise typer.Exit(bed.exec_in(node, command).returncode)
 
 
 @group.command("env")
 def testbed_env() -> None:
     """Lines for a shell: eval "$(holmes testbed env)" """
-    import shlex
-
-    from holmes_hpc.testbed import bed
-
     for key, value in bed.env().items():
         print(f"export {key}={shlex.quote(value)}")
 
@@ -81,7 +74,5 @@ def testbed_env() -> None:
 @group.command("down")
 def testbed_down() -> None:
     """Remove all that `up` made. Example: holmes testbed down"""
-    from holmes_hpc.testbed import bed
-
     with console.steps("looking at the testbed that is there") as say:
         bed.down(progress=say)

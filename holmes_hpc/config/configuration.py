@@ -12,8 +12,7 @@ from holmes_hpc.config.models import FOR_TRYING
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import REQUIRED, check, key, keys, make
+from holmes_hpc.schema import REQUIRED, check, key, keys, make, refuse
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,16 @@ class Configuration:
 
     def __post_init__(self) -> None:
         check(self, "configuration")
-        if self.train.optimizer == "muon" and self.plan.distributed_optimizer:
-            raise ConfigError(
+        is_muon = self.train.optimizer == "muon"
+        refuse(
+            "train.optimizer",
+            (
+                is_muon and self.plan.distributed_optimizer,
                 "Megatron-Core's Muon cannot be shared out over data-parallel ranks",
-                where="train.optimizer",
-                hint="add plan.distributed_optimizer=false",
-            )
-        if self.train.optimizer == "muon" and self.train.dtype == "fp16":
-            raise ConfigError(
-                "Megatron-Core's Muon takes no fp16", where="train.optimizer", hint="use train.dtype=bf16"
-            )
+                "add plan.distributed_optimizer=false",
+            ),
+            (is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon takes no fp16", "use train.dtype=bf16"),
+        )
 
     @property
     def local(self) -> bool:
@@ -85,21 +84,22 @@ class Configuration:
     def with_data(self) -> Configuration:
         """A copy that says which tokens are trained on. Where nobody said, a model for trying takes random ones, with
         which nothing is learned; ConfigError for any other."""
-        if self.data.prefix and self.data.kind != "indexed":
-            raise ConfigError(
-                f"data.prefix is {self.data.prefix!r}, data.kind is {self.data.kind or 'not given'}",
-                hint="add data=indexed, or leave data.prefix out",
-            )
-        if self.data.kind is not None:
-            return self
-        if self.model.hidden > FOR_TRYING and not self.train.measure:
-            raise ConfigError(
-                f"no data are given for {self.model.name}",
-                where="data",
-                hint="give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
+        data, is_large = self.data, self.model.hidden > FOR_TRYING and not self.train.measure
+        refuse(
+            "",
+            (
+                data.prefix and data.kind != "indexed",
+                f"data.prefix is {data.prefix!r}, data.kind is {data.kind or 'not given'}",
+                "add data=indexed, or leave data.prefix out",
+            ),
+            (
+                data.kind is None and is_large,
+                f"data: no data are given for {self.model.name}",
+                "give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
                 "data=synthetic for random tokens, which measure speed and teach nothing",
-            )
-        return replace(self, data=replace(self.data, kind="synthetic"))
+            ),
+        )
+        return self if data.kind is not None else replace(self, data=replace(data, kind="synthetic"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as run.yaml records it; :func:`from_dict` takes it back."""

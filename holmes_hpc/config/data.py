@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import check, key, refuse
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check(self, "data", dotted=True)
-        if self.kind == "indexed" and not self.prefix:
-            raise ConfigError("data.prefix is not given", hint="give data.prefix=PREFIX of `holmes data prepare`")
-        if self.documents == "apart" and self.kind != "indexed":
-            raise ConfigError("data.documents is apart, and synthetic data have no documents", hint="leave it out")
+        refuse(
+            "",
+            (
+                self.kind == "indexed" and not self.prefix,
+                "data.prefix is not given",
+                "give data.prefix=PREFIX of `holmes data prepare`",
+            ),
+            (
+                self.documents == "apart" and self.kind != "indexed",
+                "data.documents is apart, and synthetic data have no documents",
+                "leave it out",
+            ),
+        )

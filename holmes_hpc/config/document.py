@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -84,20 +84,21 @@ def page() -> str:
     )
 
 
-def help_text(*groups: str, width: int = 78) -> str:
-    """The keys of some groups for the end of ``--help``: each with its help and what it may be."""
+def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> str:
+    """Return the keys of some groups for the end of ``--help``: each with its help and values. Leave out `without`."""
     lines = [f"Keys of {', '.join(groups)} (KEY=VALUE; docs/configuration.md has all):"]
     for group in groups:
         for k in keys(GROUPS[group]).values():
-            said = f"{group}.{k.name}: {k.says.help} [{allowed(k).removeprefix('use ')}]"
-            lines += textwrap.wrap(said, width, initial_indent="  ", subsequent_indent="      ")
+            if (key := f"{group}.{k.name}") not in without:
+                text = f"{key}: {k.says.help} [{allowed(k).removeprefix('use ')}]"
+                lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
     return "\b\n" + "\n".join(lines)  # click leaves the lines after \b as they are
 
 
 def _top() -> str:
     lines = [
         HEAD,
-        "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 plan.nodes.ib-a=2",
+        "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 'plan.nodes={ib-a: 2}'",
         "defaults:",
         "  - _self_",
         *(f"  - {group}: {option}" for group, option in DEFAULTS.items()),

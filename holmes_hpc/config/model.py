@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import check, key, refuse
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,15 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check(self, "rope_scaling", PlanError)
-        if self.low_frequency_turns >= self.high_frequency_turns:
-            raise PlanError(
+        refuse(
+            "rope_scaling",
+            (
+                self.low_frequency_turns >= self.high_frequency_turns,
                 f"low_frequency_turns is {self.low_frequency_turns}",
-                where="rope_scaling",
-                hint=f"use a number below high_frequency_turns, which is {self.high_frequency_turns}",
-            )
+                f"use a number below high_frequency_turns, which is {self.high_frequency_turns}",
+            ),
+            error=PlanError,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,29 +76,32 @@ class ModelSpec:
     def __post_init__(self) -> None:
         where = f"model {self.name}"
         check(self, where, PlanError)
-        if self.head_dim is None and self.hidden % self.heads:
-            raise PlanError(
+        of = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
+        refuse(
+            where,
+            (
+                self.head_dim is None and self.hidden % self.heads,
                 f"hidden {self.hidden} is not a multiple of {self.heads} heads",
-                where=where,
-                hint="choose heads that divide hidden, or give model.head_dim",
-            )
-        if self.heads % self.kv_heads:
-            raise PlanError(
+                "choose heads that divide hidden, or give model.head_dim",
+            ),
+            (
+                self.heads % self.kv_heads,
                 f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads",
-                where=where,
-                hint="choose kv_heads that divide heads",
-            )
-        if self.rope and self.head_width % 2:
-            of = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
-            raise PlanError(
+                "choose kv_heads that divide heads",
+            ),
+            (
+                self.rope and self.head_width % 2,
                 f"a head is {self.head_width} wide{of}, an odd number",
-                where=where,
-                hint="choose an even width of a head, as rotary embedding needs, or model.rope=false",
-            )
-        if self.rope_scaling is not None and not self.rope:
-            raise PlanError("rope_scaling of a model without rope", where=where, hint="leave model.rope_scaling out")
-        if self.gelu_tanh and self.swiglu:
-            raise PlanError("gelu_tanh of a model with swiglu", where=where, hint="leave model.gelu_tanh out")
+                "choose an even width of a head, as rotary embedding needs, or model.rope=false",
+            ),
+            (
+                self.rope_scaling is not None and not self.rope,
+                "rope_scaling of a model without rope",
+                "leave model.rope_scaling out",
+            ),
+            (self.gelu_tanh and self.swiglu, "gelu_tanh of a model with swiglu", "leave model.gelu_tanh out"),
+            error=PlanError,
+        )
 
     @property
     def head_width(self) -> int:
@@ -147,10 +153,13 @@ class Batch:
 
     def micro_batches(self, dp: int) -> int:
         """Micro-batches per pipeline and step."""
-        if self.global_size % (self.micro_size * dp):
-            raise PlanError(
+        refuse(
+            "batch",
+            (
+                self.global_size % (self.micro_size * dp),
                 f"global_size {self.global_size} is not a multiple of micro_size {self.micro_size} x DP {dp}",
-                where="batch",
-                hint=f"use a multiple of {self.micro_size * dp}",
-            )
+                f"use a multiple of {self.micro_size * dp}",
+            ),
+            error=PlanError,
+        )
         return self.global_size // (self.micro_size * dp)

@@ -8,97 +8,32 @@ from holmes_hpc.config.model import Batch, ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError, nearest
 
 
-def _paper(name: str, layers: int, hidden: int, heads: int, vocab: int) -> ModelSpec:
-    """A model of Yang et al. (arXiv 2312.03549). Megatron-LM gives a SwiGLU model of theirs ffn = 64 * floor(8h/3/64).
-
-    Untied here: a tied pair would be all-reduced between the first and the last fabric in every step.
-    """
-    return ModelSpec(name, layers, hidden, heads, vocab, ffn=8 * hidden // 3 // 64 * 64, kv_heads=heads)
-
-
-def _llama(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocab: int,
-    ffn: int,
-    kv_heads: int,
-    positions: int,
-    rope_base: float = 10000.0,
-    **more: Any,
+def _gated(
+    name: str, layers: int, hidden: int, heads: int, vocab: int, *, ffn: int = 0, kv_heads: int = 0, **more: Any
 ) -> ModelSpec:
-    """Touvron et al. 2023 (arXiv 2307.09288) and Grattafiori et al. 2024 (arXiv 2407.21783), as they published them.
-    Mistral's models (arXiv 2310.06825) without a sliding window are the same."""
-    return ModelSpec(
-        name,
-        layers,
-        hidden,
-        heads,
-        vocab,
-        ffn=ffn,
-        kv_heads=kv_heads,
-        max_positions=positions,
-        rope_base=rope_base,
-        **more,
-    )
+    """A model with rotary positions, a gated feed-forward part and RMSNorm; `more`: other keys. As published: Llama
+    (arXiv 2307.09288 and 2407.21783), Mistral without a sliding window (arXiv 2310.06825), Qwen2.5 (arXiv 2412.15115),
+    Qwen3 (arXiv 2505.09388), and the models of Yang et al. (arXiv 2312.03549), to which Megatron-LM gives
+    ffn = 64 * floor(8h/3/64). Those are untied: a tied pair is all-reduced between the first and last fabric in every
+    step."""
+    ffn, kv_heads = ffn or 8 * hidden // 3 // 64 * 64, kv_heads or heads
+    return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, **more)
 
 
-def _llama3_1(
-    name: str, layers: int, hidden: int, heads: int, ffn: int, factor: float = 8.0, tied: bool = False
-) -> ModelSpec:
-    """Llama 3.1 and 3.2: 128K positions by stretched frequencies."""
-    return _llama(
-        name, layers, hidden, heads, 128256, ffn, 8, 131072, 500000.0, tied=tied, rope_scaling=RopeScaling(factor)
-    )
-
-
-def _qwen2_5(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    ffn: int,
-    kv_heads: int,
-    norm_eps: float,
-    vocab: int = 152064,
-    positions: int = 131072,
-    tied: bool = False,
-) -> ModelSpec:
-    """Qwen2.5 (arXiv 2412.15115), the base models: biases of queries, keys and values."""
-    return ModelSpec(
-        name,
-        layers,
-        hidden,
-        heads,
-        vocab,
-        ffn=ffn,
-        kv_heads=kv_heads,
-        tied=tied,
-        max_positions=positions,
-        norm_eps=norm_eps,
-        rope_base=1000000.0,
-        qkv_bias=True,
-    )
-
-
-def _qwen3(name: str, layers: int, hidden: int, heads: int, ffn: int, tied: bool = False) -> ModelSpec:
-    """Qwen3 (arXiv 2505.09388): heads 128 wide whatever the hidden width, queries and keys normalised."""
-    return ModelSpec(
-        name,
-        layers,
-        hidden,
-        heads,
-        151936,
-        ffn=ffn,
-        kv_heads=8,
-        tied=tied,
-        max_positions=40960,
-        norm_eps=1e-6,
-        rope_base=1000000.0,
-        head_dim=128,
-        qk_norm=True,
-    )
+_LLAMA2: dict[str, Any] = {"vocab": 32000, "max_positions": 4096}
+_LLAMA3: dict[str, Any] = {"vocab": 128256, "kv_heads": 8, "max_positions": 8192, "rope_base": 500000.0}
+_LLAMA3_1: dict[str, Any] = {**_LLAMA3, "max_positions": 131072, "rope_scaling": RopeScaling(8.0)}
+_LLAMA3_2: dict[str, Any] = {**_LLAMA3_1, "rope_scaling": RopeScaling(32.0), "tied": True}
+_QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_base": 1000000.0}
+_QWEN2_5: dict[str, Any] = {**_QWEN, "vocab": 152064, "max_positions": 131072, "qkv_bias": True}
+_QWEN3: dict[str, Any] = {
+    **_QWEN,
+    "vocab": 151936,
+    "kv_heads": 8,
+    "max_positions": 40960,
+    "head_dim": 128,  # whatever the hidden width
+    "qk_norm": True,
+}
 
 
 def gpt(
@@ -114,33 +49,41 @@ MODELS: dict[str, ModelSpec] = {
     m.name: m
     for m in (
         # Bytes and an end-of-document token; a step takes a CPU seconds at most.
-        ModelSpec("gpt_tiny", 8, 256, 8, 257, ffn=640, kv_heads=8, max_positions=256),
-        gpt("gpt_small", 12, 768, 12, 50257, 1024, tied=True),
-        _paper("gpt_3_6b", 30, 3072, 32, 50304),
-        _paper("gpt_7_5b", 36, 4096, 32, 50304),
-        _paper("gpt_39b", 48, 8192, 64, 51200),
-        gpt("gpt3_175b", 96, 12288, 96, 51200, 2048, tied=False),
-        _llama("llama2_7b", 32, 4096, 32, 32000, 11008, 32, 4096),
-        _llama("llama2_70b", 80, 8192, 64, 32000, 28672, 8, 4096),
-        _llama("llama3_8b", 32, 4096, 32, 128256, 14336, 8, 8192, 500000.0),
-        _llama("llama3_70b", 80, 8192, 64, 128256, 28672, 8, 8192, 500000.0),
-        _llama3_1("llama3_1_8b", 32, 4096, 32, 14336),
-        _llama3_1("llama3_1_70b", 80, 8192, 64, 28672),
-        _llama3_1("llama3_1_405b", 126, 16384, 128, 53248),
-        _llama3_1("llama3_2_1b", 16, 2048, 32, 8192, 32.0, tied=True),
-        _llama3_1("llama3_2_3b", 28, 3072, 24, 8192, 32.0, tied=True),
-        _llama("mistral_7b", 32, 4096, 32, 32768, 14336, 8, 32768, 1000000.0),
-        _qwen2_5("qwen2_5_0_5b", 24, 896, 14, 4864, 2, 1e-6, 151936, 32768, tied=True),
-        _qwen2_5("qwen2_5_7b", 28, 3584, 28, 18944, 4, 1e-6),
-        _qwen2_5("qwen2_5_14b", 48, 5120, 40, 13824, 8, 1e-5),
-        _qwen2_5("qwen2_5_32b", 64, 5120, 40, 27648, 8, 1e-5),
-        _qwen2_5("qwen2_5_72b", 80, 8192, 64, 29568, 8, 1e-5),
-        _qwen3("qwen3_0_6b", 28, 1024, 16, 3072, tied=True),
-        _qwen3("qwen3_1_7b", 28, 2048, 16, 6144, tied=True),
-        _qwen3("qwen3_4b", 36, 2560, 32, 9728, tied=True),
-        _qwen3("qwen3_8b", 36, 4096, 32, 12288),
-        _qwen3("qwen3_14b", 40, 5120, 40, 17408),
-        _qwen3("qwen3_32b", 64, 5120, 64, 25600),
+        _gated("gpt_tiny", 8, 256, 8, 257, ffn=640, max_positions=256),
+        gpt("gpt_small", 12, 768, 12, 50257, positions=1024, tied=True),
+        _gated("gpt_3_6b", 30, 3072, 32, 50304),
+        _gated("gpt_7_5b", 36, 4096, 32, 50304),
+        _gated("gpt_39b", 48, 8192, 64, 51200),
+        gpt("gpt3_175b", 96, 12288, 96, 51200, positions=2048, tied=False),
+        _gated("llama2_7b", 32, 4096, 32, ffn=11008, **_LLAMA2),
+        _gated("llama2_70b", 80, 8192, 64, ffn=28672, kv_heads=8, **_LLAMA2),
+        _gated("llama3_8b", 32, 4096, 32, ffn=14336, **_LLAMA3),
+        _gated("llama3_70b", 80, 8192, 64, ffn=28672, **_LLAMA3),
+        _gated("llama3_1_8b", 32, 4096, 32, ffn=14336, **_LLAMA3_1),
+        _gated("llama3_1_70b", 80, 8192, 64, ffn=28672, **_LLAMA3_1),
+        _gated("llama3_1_405b", 126, 16384, 128, ffn=53248, **_LLAMA3_1),
+        _gated("llama3_2_1b", 16, 2048, 32, ffn=8192, **_LLAMA3_2),
+        _gated("llama3_2_3b", 28, 3072, 24, ffn=8192, **_LLAMA3_2),
+        _gated("mistral_7b", 32, 4096, 32, 32768, ffn=14336, kv_heads=8, max_positions=32768, rope_base=1000000.0),
+        _gated(
+            "qwen2_5_0_5b",
+            24,
+            896,
+            14,
+            ffn=4864,
+            kv_heads=2,
+            **{**_QWEN2_5, "vocab": 151936, "max_positions": 32768, "tied": True},
+        ),
+        _gated("qwen2_5_7b", 28, 3584, 28, ffn=18944, kv_heads=4, **_QWEN2_5),
+        _gated("qwen2_5_14b", 48, 5120, 40, ffn=13824, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
+        _gated("qwen2_5_32b", 64, 5120, 40, ffn=27648, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
+        _gated("qwen2_5_72b", 80, 8192, 64, ffn=29568, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
+        _gated("qwen3_0_6b", 28, 1024, 16, ffn=3072, tied=True, **_QWEN3),
+        _gated("qwen3_1_7b", 28, 2048, 16, ffn=6144, tied=True, **_QWEN3),
+        _gated("qwen3_4b", 36, 2560, 32, ffn=9728, tied=True, **_QWEN3),
+        _gated("qwen3_8b", 36, 4096, 32, ffn=12288, **_QWEN3),
+        _gated("qwen3_14b", 40, 5120, 40, ffn=17408, **_QWEN3),
+        _gated("qwen3_32b", 64, 5120, 64, ffn=25600, **_QWEN3),
     )
 }
 

@@ -1,14 +1,13 @@
-"""The options of the configuration's groups, and what plain overrides choose of them without starting Hydra."""
+"""The options of the configuration's groups, and the keys that a mistyped word may mean."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.config.models import BATCHES, MODELS
+from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import REQUIRED, keys
 
 # the batch of the model's name, where there is one: `batch` of config.yaml itself has no values
@@ -21,7 +20,7 @@ DEFAULTS = {
     "slurm": "default",
     "launcher": "slurm",
 }
-# group -> option -> what it says other than the defaults
+# group -> option -> the values that differ from the defaults
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plan": {"default": {}},
     "train": {"default": {}},
@@ -33,82 +32,53 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "launcher": {"slurm": {}, "local": {"kind": "local"}},
 }
+# names of Megatron-LM, DeepSpeed and transformers -> keys
+_ELSEWHERE = {
+    "learning_rate": "train.lr",
+    "batch_size": "batch.global_size",
+    "global_batch_size": "batch.global_size",
+    "train_batch_size": "batch.global_size",
+    "micro_batch_size": "batch.micro_size",
+    "per_device_train_batch_size": "batch.micro_size",
+    "seq_length": "batch.sequence_length",
+    "seq_len": "batch.sequence_length",
+    "max_steps": "train.steps",
+    "train_iters": "train.steps",
+    "data_path": "data.prefix",
+    "path": "data.prefix",
+    "tensor_model_parallel_size": "plan.tp",
+    "pipeline_model_parallel_size": "plan.pp",
+    "save_interval": "train.checkpoint_interval",
+}
 
-# What Hydra's grammar reads as a number, and as a word: a part of what it knows. The rest is left to Hydra.
-_INTEGER = re.compile(r"[+-]?(0|[1-9]\d*)\Z")
-_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
-_WORD = re.compile(r"[A-Za-z_/][\w./-]*\Z", re.ASCII)
-_NO_WORD = ("inf", "nan")
-_MEANT: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 
-
-def plain(overrides: Sequence[str]) -> dict[str, Any] | None:
-    """What Hydra would compose of the files under conf/ and `overrides` that are all ``GROUP=OPTION`` or ``KEY=VALUE``
-    with a number or a word, each given once: the same values, without its half a second. None where they are not, or
-    where anything is wrong or missing, which Hydra then says."""
-    chosen = {group.removeprefix("optional "): option for group, option in DEFAULTS.items()}
-    values: dict[str, Any] = {}
-    for override in overrides:
-        name, given, text = override.partition("=")
-        value = _value(text)
-        if not given or name in values or value is _Unread:
-            return None
-        if name in chosen:
-            chosen[name] = text
-        values[name] = value
-    chosen["batch"] = chosen["model"] if "batch" not in values else chosen["batch"]
-    made: dict[str, Any] = {k: d.default for k, d in keys(Configuration).items() if k not in GROUPS}
-    for group, option in chosen.items():
-        found = _option(group, option)
-        if found is None:
-            return None
-        made[group] = found
-    for name, value in values.items():
-        group, _, key = name.partition(".") if "." in name else ("", "", name)
-        into = made if not group else made[group] if group in GROUPS else {}
-        if name in GROUPS:
-            continue
-        if key not in into or isinstance(into[key], Mapping):  # a mapping Hydra would merge
-            return None
-        into[key] = value
-    return None if any("???" in made[group].values() for group in GROUPS) else made
+def option(group: str, name: str) -> dict[str, Any] | None:
+    """Return all values of a group's option; None where none has that name."""
+    if group in ("model", "batch"):
+        spec: Any = (MODELS if group == "model" else BATCHES).get(name)
+        return None if spec is None else asdict(spec)
+    changes = OPTIONS[group].get(name)
+    defaults = {k: d.default for k, d in keys(GROUPS[group]).items() if d.default is not REQUIRED}
+    return None if changes is None else defaults | changes
 
 
 def named(word: str) -> list[str]:
-    """What is called so in the configuration: the group, or the keys of any group (``lr`` -> ``train.lr``)."""
+    """Return the group of that name, or the keys of any group (``lr`` -> ``train.lr``)."""
     if word in GROUPS or word in keys(Configuration):
         return [word]
     return [f"{name}.{word}" for name, group in GROUPS.items() if word in keys(group)]
 
 
 def meant(word: str) -> str | None:
-    """The override that a word without its key was to be: of a named model, or of a batch."""
+    """Return the override that a word without its key stands for: of a named model, or of a batch."""
     return next((f"{group}={word}" for group, known in (("model", MODELS), ("batch", BATCHES)) if word in known), None)
 
 
-class _Unread:
-    """No value: what is not read here."""
-
-
-def _value(text: str) -> Any:
-    """What a number or a word means; the class `_Unread` for anything else."""
-    if text.lower() in _MEANT:
-        return _MEANT[text.lower()]
-    if _INTEGER.match(text):
-        return int(text)
-    if _NUMBER.match(text):
-        return float(text)
-    return text if _WORD.match(text) and text.lower() not in _NO_WORD else _Unread
-
-
-def _option(group: str, name: str) -> dict[str, Any] | None:
-    """All values of a group's option; None where there is none of that name."""
-    if group in ("model", "batch"):
-        named: Any = (MODELS if group == "model" else BATCHES).get(name)
-        return None if named is None else asdict(named)
-    more = OPTIONS[group].get(name)
-    return (
-        None
-        if more is None
-        else {k: d.default for k, d in keys(GROUPS[group]).items() if d.default is not REQUIRED} | more
-    )
+def unknown_key(word: str) -> ConfigError:
+    """Return the error for an unknown key, with the key that other programs call so, that ends so, or is nearest."""
+    last = word.rpartition(".")[2]
+    same = named(last)
+    key = _ELSEWHERE.get(last) or (same[0] if len(same) == 1 else None)
+    known = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
+    hint = f"did you mean {key!r}?" if key else nearest(word, known)
+    return ConfigError(f"unknown key {word!r}", where="overrides", hint=hint)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import check, key, refuse
 from holmes_hpc.slurm.scontrol import minutes
 
 
@@ -43,12 +42,10 @@ class ComponentSettings:
         check(self, "slurm")
 
     def given(self) -> dict[str, Any]:
-        """What is said: key -> value."""
-        return {
-            f.name: value
-            for f in fields(ComponentSettings)
-            if (value := getattr(self, f.name)) is not None and f.name != "share"
-        }
+        """Return the settings of components that have a value, but for `share`."""
+        own = type(self) if isinstance(self, FabricSettings) else ComponentSettings
+        values = {f.name: getattr(self, f.name) for f in fields(own) if f.name != "share"}
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,6 @@ class FabricSettings(ComponentSettings):
     setup: Annotated[tuple[str, ...], key("lines of shell in each rank before its program: [module load gcc]")] = ()
     python: Annotated[str | None, key("the command that starts Python on its nodes (shell)")] = None
     srun_args: Annotated[tuple[str, ...], key("more arguments of srun for its ranks")] = ()
-
-    def given(self) -> dict[str, Any]:
-        more = {
-            f.name: value
-            for f in fields(FabricSettings)
-            if f.name not in {g.name for g in fields(ComponentSettings)}
-            and (value := getattr(self, f.name)) not in (None, ())
-        }
-        return {**super().given(), **more}
 
 
 @dataclass(frozen=True)
@@ -96,8 +84,11 @@ class SlurmSettings(ComponentSettings):
 
     def __post_init__(self) -> None:
         check(self, "slurm", dotted=True)
-        if isinstance(self.timeout_min, str) and not minutes(self.timeout_min):
-            raise ConfigError(
+        refuse(
+            "",
+            (
+                isinstance(self.timeout_min, str) and not minutes(self.timeout_min),
                 f"slurm.timeout_min is {self.timeout_min!r}",
-                hint="use minutes from 1, or a time as Slurm writes it: 1:30:00, 1-12:00:00",
-            )
+                "use minutes from 1, or a time as Slurm writes it: 1:30:00, 1-12:00:00",
+            ),
+        )

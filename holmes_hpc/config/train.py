@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import check, key, refuse
 
 
 @dataclass(frozen=True)
@@ -133,25 +132,31 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self, "train", dotted=True)
-        if self.min_lr > self.lr:
-            raise ConfigError(
-                f"train.min_lr is {self.min_lr}", hint=f"use a number from 0 up to lr, which is {self.lr}"
-            )
-        last = self.lr_decay_steps or self.steps
-        if self.warmup_steps > last:
-            end = "lr_decay_steps" if self.lr_decay_steps else "steps"
-            raise ConfigError(
+        end = "lr_decay_steps" if self.lr_decay_steps else "steps"
+        last, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
+        refuse(
+            "",
+            (
+                self.min_lr > self.lr,
+                f"train.min_lr is {self.min_lr}",
+                f"use a number from 0 up to lr, which is {self.lr}",
+            ),
+            (
+                self.warmup_steps > last,
                 f"train.warmup_steps is {self.warmup_steps}",
-                hint=f"use a whole number from 0 up to {end}, which is {last}",
-            )
-        if self.wsd_decay_steps is not None and self.lr_schedule != "wsd":
-            raise ConfigError("train.wsd_decay_steps without train.lr_schedule=wsd", hint="leave one of them out")
-        if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > last:
-            raise ConfigError(
+                f"use a whole number from 0 up to {end}, which is {last}",
+            ),
+            (
+                self.wsd_decay_steps is not None and not is_wsd,
+                "train.wsd_decay_steps without train.lr_schedule=wsd",
+                "leave one of them out",
+            ),
+            (
+                is_wsd and self.warmup_steps + self.decay_steps > last,
                 f"train.wsd_decay_steps is {self.decay_steps}",
-                hint=f"use a whole number from 1 up to the steps after the warm-up, which are "
-                f"{last - self.warmup_steps}",
-            )
+                f"use a whole number from 1 up to the steps after the warm-up, which are {last - self.warmup_steps}",
+            ),
+        )
 
     @property
     def decay_steps(self) -> int:

@@ -1,11 +1,13 @@
-"""What is composed without Hydra is what Hydra composes."""
+"""What is composed of the declared options is what Hydra composes of the files."""
 
 import pytest
 
-from holmes_hpc.config.by_hydra import composed
+from holmes_hpc.config import composition
+from holmes_hpc.config.composition import composed
 from holmes_hpc.config.configuration import from_dict
 from holmes_hpc.config.models import BATCHES, MODELS
-from holmes_hpc.config.options import OPTIONS, plain
+from holmes_hpc.config.options import OPTIONS
+from holmes_hpc.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 
@@ -18,46 +20,69 @@ PLAIN = [
     ["train.steps=+7", "train.lr=0.5E-2", "train.overlap_grad_reduce=FALSE", "plan.tp=null", "name=7"],
     ["batch.global_size=64", "batch.micro_size=2", "slurm.qos=high", "partitions=gpu", "slurm.account=Null"],
 ]
-LEFT_TO_HYDRA = [
+QUOTED = [
     "plan.nodes={ib-a: 2}",
     "partitions=[a,b]",
     "+labels.system=x",
-    "~train.lr",
+    "++train.lr=1",
     "train.lr=1_000",
     "train.lr=.5",
-    "train.lr=inf",
     "name=${oc.env:HOME}",
     "name='a b'",
-    "train.lr",
     "name=a:b",
-    "hydra.run.dir=x",
-    "labels=x",
     'name="7"',
-    "name=",
+    "+plan.nodes.ib-a=2",
+    "name=1.2.3",
+    "slurm.mem=8G",
+    "slurm.timeout_min=1-12:00:00",
+]
+LEFT_TO_HYDRA = ["~train.lr", "hydra.run.dir=x"]
+REFUSED = [
+    "train.lr",
+    "train.lr=1,2",
+    "+train.lr=1",
+    "+model=gpt_small",
+    "labels.system=x",
+    "plan.nodes.ib-a=2",
     "train.stps=1",
     "model=gpt_3_6",
+    "model=[gpt_tiny]",
     "data=indexed",
-    "plan.nodes.ib-a=2",
-    "name=1.2.3",
-    "name=-x",
-    "slurm.mem=8G",
+    "name=-x}",
+    "plan@x=default",
 ]
 
 
-@pytest.mark.parametrize("overrides", PLAIN)
-def test_plain_overrides_are_composed_as_hydra_does(overrides: list[str]) -> None:
-    made = plain(overrides)
-    assert made is not None and from_dict(made) == from_dict(composed(overrides))
+def only_by_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "_declared", lambda _: None)
+
+
+@pytest.mark.parametrize("overrides", [*PLAIN, *([word] for word in QUOTED)], ids=" ".join)
+def test_declared_options_are_composed_as_hydra_does(monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    with monkeypatch.context() as without_hydra:
+        without_hydra.delattr(composition, "_by_hydra")
+        config = from_dict(composed(overrides))
+    only_by_hydra(monkeypatch)
+    assert config == from_dict(composed(overrides))
 
 
 def test_every_named_model_brings_the_batch_that_hydra_gives_it() -> None:
     for name, model in MODELS.items():
-        made = plain([f"model={name}"])
-        assert (made is None) == (name not in BATCHES)
-        if made is not None:
-            assert (from_dict(made).model, from_dict(made).batch) == (model, BATCHES[name])
+        if name in BATCHES:
+            config = from_dict(composed([f"model={name}"]))
+            assert (config.model, config.batch) == (model, BATCHES[name])
 
 
 @pytest.mark.parametrize("override", LEFT_TO_HYDRA)
-def test_anything_else_is_left_to_hydra(override: str) -> None:
-    assert plain([override]) is None and plain(["name=a", "name=b"]) is None
+def test_what_the_declared_options_cannot_say_is_left_to_hydra(override: str) -> None:
+    assert from_dict(composed([override])) == from_dict(composed())
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_hydra_refuses_is_refused_alike(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        composed([override])
+    only_by_hydra(monkeypatch)
+    with pytest.raises(ConfigError) as by_hydra:
+        composed([override])
+    assert str(refused.value) == str(by_hydra.value)

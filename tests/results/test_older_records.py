@@ -12,7 +12,7 @@ import yaml
 from made_runs import make_run
 from typer.testing import CliRunner
 
-from holmes_hpc.cli import app
+from holmes_hpc.cli import load
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs, load_steps
 from holmes_hpc.results.page import page
@@ -88,7 +88,7 @@ def test_any_field_of_a_line_may_be_missing(tmp_path: Path, field: str) -> None:
 def test_of_many_runs_it_is_one_line(tmp_path: Path) -> None:
     for i in range(4):
         older(tmp_path / str(i), ("nics",) if i < 3 else ("device",), seed=i)
-    said = CliRunner().invoke(app, ["report", str(tmp_path)])
+    said = CliRunner().invoke(load("report"), ["report", str(tmp_path)])
     assert said.exit_code == 0
     lines = [line for line in said.stderr.splitlines() if line]
     assert lines == [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holmes_hpc.config.by_hydra import applied
-from holmes_hpc.config.composition import check_overrides
+from holmes_hpc.config.composition import applied, check_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.planning.request import check_site, site

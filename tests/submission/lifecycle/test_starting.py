@@ -17,8 +17,8 @@ import plans
 import pytest
 import typer
 
-from holmes_hpc.cli import runs, start
-from holmes_hpc.config import by_hydra
+from holmes_hpc.cli import runs, start, watch
+from holmes_hpc.config import composition
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
@@ -72,13 +72,13 @@ class Jobs:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    made, compose, alone = Jobs(1), by_hydra.composed, threading.Lock()
+    made, compose, alone = Jobs(1), composition.composed, threading.Lock()
 
     def composed(words: Any = ()) -> Any:
         with alone:  # Hydra composes once at a time in a process; in life these are processes
             return compose(words)
 
-    monkeypatch.setattr(by_hydra, "composed", composed)
+    monkeypatch.setattr(composition, "composed", composed)
     monkeypatch.setattr(new_run, "git_commit", lambda: None)
     monkeypatch.setattr(start, "submit_run", made.submit)
     monkeypatch.setattr(runs, "submit_run", made.submit)
@@ -191,7 +191,7 @@ def test_cancelling_says_what_is_kept(
         submitted(tmp_path / f"run{len(kept)}")
         monkeypatch.setattr(checkpoint_directory, "complete", lambda _, kept=kept: kept)
         monkeypatch.setattr("holmes_hpc.slurm.scontrol.read_config", lambda: Config({"KillWait": "5 sec"}))
-        runs.cancel(str(tmp_path / f"run{len(kept)}"))
+        watch.cancel(str(tmp_path / f"run{len(kept)}"))
         wanted = f"{says}; its ranks finish a step or two and save, if Slurm's KillWait (5 sec here) is long enough"
         assert wanted in " ".join(capfd.readouterr().err.split())
 

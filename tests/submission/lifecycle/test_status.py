@@ -16,8 +16,7 @@ from typing import Any
 import plans
 import pytest
 
-from holmes_hpc.config.by_hydra import applied
-from holmes_hpc.config.composition import load
+from holmes_hpc.config.composition import applied, load
 from holmes_hpc.config.configuration import recorded as read_back
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError

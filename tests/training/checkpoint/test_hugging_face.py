@@ -21,8 +21,7 @@ from hugging_face_models import LAYOUTS, MODELS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from holmes_hpc.config.by_hydra import applied
-from holmes_hpc.config.composition import load
+from holmes_hpc.config.composition import applied, load
 from holmes_hpc.config.hugging_face import config_of, model_of, read_config, read_model
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, DataError

@@ -1,0 +1,148 @@
+"""Commands that watch and end runs: status, logs, cancel."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Annotated
+
+import typer
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import Json, Run, app
+from holmes_hpc.cli.sweep import sweep_status
+from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
+from holmes_hpc.records.logs import follow_logs, tail
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm import scontrol
+from holmes_hpc.slurm.job_states import UNKNOWN
+from holmes_hpc.submission.lifecycle.outcome import quoted
+from holmes_hpc.submission.lifecycle.status import cancel_run, ended, is_local, log_paths, run_statuses
+from holmes_hpc.submission.sweeps.status_table import is_sweep
+from holmes_hpc.training.checkpoint import checkpoint_directory
+
+RECENT_S = 86400.0  # failures of this last period are reported in full
+
+
+@app.command()
+def status(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None, json: Json = False
+) -> None:
+    """How runs stand: state, step, loss; of a failed one the rank, node and last lines of its log.
+
+    Example: holmes status 20260101-120000-gpt_tiny
+    """
+    sweeps = [name for name in runs or [] if is_sweep(name)]
+    if sweeps:
+        if runs != sweeps[:1]:
+            raise ConfigError("a sweep beside others", where=sweeps[0], hint="give one sweep, or runs")
+        sweep_status(sweeps[0], json)
+        return
+    found = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
+    if not found and not json:
+        console.note(f"no runs in {runs_root()}; `holmes run` makes one")
+        return
+    with console.waiting("asking Slurm"):
+        all_of_them = run_statuses(found)
+    if json:
+        console.as_json([s.to_dict() for s in all_of_them])
+        return
+    console.table(
+        "",
+        ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"),
+        [
+            (
+                s.name,
+                time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))),
+                s.job_id,
+                f"{s.state} ({s.why})" if s.why else s.state,
+                f"{s.step}/{s.steps}" if s.step else "",
+                f"{s.loss:.4f}" if s.loss else "",
+                f"{s.step_time_s:.3f} s" if s.step_time_s else "",
+                s.attempt,
+            )
+            for s in all_of_them
+        ],
+    )
+    if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in all_of_them):
+        console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
+    failed = [s for s in all_of_them if s.error]
+    if not runs:  # nobody asked about those of long ago
+        failed = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
+        if others := sum(s.error is not None for s in all_of_them) - len(failed):
+            console.note(f"why {others} earlier run{'s' * (others > 1)} failed: `holmes status RUN`")
+    for s in failed:
+        if s.error:
+            rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
+            console.text(f"\n{s.name}: {rank}{s.error}")
+            for line in quoted(s.log_tail, s.error, s.failed_rank):
+                console.text(line)
+            kept = checkpoint_directory.complete(RunDirectory(s.path).checkpoints) if s.ended else []
+            if kept:
+                console.text(f"go on with `holmes resume {s.name}`, after step {kept[0].step}")
+
+
+@app.command()
+def logs(
+    run: Run,
+    rank: Annotated[int | None, typer.Option(help="Only this rank's.")] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="How many of each log's last lines.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    json: Json = False,
+) -> None:
+    """The last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
+    record = find_run(run)
+    paths = [record.log_path(rank)] if rank is not None else log_paths(record)
+    if rank is not None and not paths[0].exists():
+        raise ConfigError(f"no log of rank {rank}", where=str(record.path), hint="`holmes logs RUN` shows all")
+    if not paths:
+        console.note("no log yet; `holmes status` tells what the run waits for")
+    if follow and json:
+        raise ConfigError("--follow and --json", where="logs", hint="leave one of them out")
+    if json:
+        console.as_json({"run": str(record.path), "logs": {path.name: list(tail(path, lines)) for path in paths}})
+        return
+    if follow:
+        for number, line in follow_logs(record, ended(record), None if rank is None else [rank]):
+            console.text(f"{number}: {line}")
+        return
+    for path in paths:
+        console.text(f"== {path.name}")
+        for line in tail(path, lines):
+            console.text(line)
+
+
+@app.command()
+def cancel(run: Run, json: Json = False) -> None:
+    """Cancel a run's job, all its components. Example: holmes cancel my-run"""
+    record = find_run(run)
+    here = is_local(record.read_run())
+    with console.waiting("waiting for its ranks to save and end" if here else "asking Slurm"):
+        before = cancel_run(record)
+    if before.state == UNKNOWN:
+        raise ConfigError(
+            "Slurm gives no answer, or knows no such job",
+            where=str(record.path),
+            hint="look with `scontrol ping` and `squeue --me`",
+        )
+    if json:
+        console.as_json({"run": str(record.path), "was": before.state.lower(), "cancelled": not before.ended})
+        return
+    console.text(f"{run}: was {before.state.lower()}" + (", nothing to cancel" if before.ended else ", cancelled"))
+    if before.state == "RUNNING" and record.read_run().get("config"):
+        kept = checkpoint_directory.complete(record.checkpoints)
+        made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
+        last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
+        if not here:
+            enough = f"if Slurm's KillWait{_kill_wait()} is long enough for both"
+            last = f"so far {last}; its ranks finish a step or two and save, {enough}"
+        console.note(last)
+
+
+def _kill_wait() -> str:
+    """How long Slurm leaves a cancelled job, in words; nothing where it does not say."""
+    with contextlib.suppress(HolmesError):
+        if said := scontrol.read_config().get("KillWait"):
+            return f" ({said} here)"
+    return ""

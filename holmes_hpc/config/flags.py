@@ -1,0 +1,112 @@
+"""The options of commands that set a configuration key, each declared once: ``--tp 2`` is ``plan.tp=2``.
+
+Help, type and range are those of the key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holmes_hpc.config.configuration import GROUPS, Configuration
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import Key, allowed, keys, kinds
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of the command line that sets `key`."""
+
+    name: str
+    key: str
+
+    @property
+    def _declared(self) -> Key:
+        group, _, key = self.key.rpartition(".")
+        return keys(GROUPS[group] if group else Configuration)[key]
+
+    @property
+    def type(self) -> Any:
+        """The type of the value: int, float, str, bool, tuple or dict; str for a named option of a group."""
+        return str if self.key in GROUPS else kinds(self._declared.type)[0]
+
+    @property
+    def is_switch(self) -> bool:
+        """Tell whether the option is written --NAME or --no-NAME, without a value."""
+        return self.type is bool and self.key.startswith("plan.")
+
+    @property
+    def help(self) -> str:
+        """The key, its help, and the values that it takes."""
+        if self.key in GROUPS:
+            return f"{self.key}: a named one, see `holmes {self.key}s`"
+        said, default = self._declared.says.help, self._declared.default
+        words = allowed(self._declared).removeprefix("use ")
+        words += f"; default {str(default).lower()}" if isinstance(default, bool | int | float) else ""
+        return f"{self.key}: {said} [{words}]"
+
+    def value(self, text: str) -> Any:
+        """Return the value of `text` for an option of several words: 26,22 or ib-a=4,roce-a=4 or yes."""
+        parts = text.split(",")
+        if self.type is tuple:
+            return parts
+        if self.type is bool:
+            return yes_or_no(text, self.name)
+        if any(part.count("=") != 1 for part in parts):
+            raise ConfigError(f"{text!r} is not FABRIC=NODES,…", where=self.name, hint="write ib-a=4,roce-a=4")
+        return dict(part.split("=") for part in parts)
+
+    def override(self, value: Any) -> str:
+        """Return the override that sets the key to `value`."""
+        return f"{self.key}={_written(value)}"
+
+
+def yes_or_no(text: str, where: str) -> bool:
+    """Return whether `text`, the value of the option `where`, is yes."""
+    if text not in ("yes", "no"):
+        raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
+    return text == "yes"
+
+
+def _written(value: Any) -> str:
+    """Return `value` in the grammar of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(value) + "]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z]\w*", value) else quoted(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra's grammar reads it back unchanged."""
+    if text[:1] in "'\"":
+        return text
+    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+
+
+_NAMES = {  # of those that are not called like their key
+    "site_file": "--site",
+    "batch.global_size": "--global-batch",
+    "batch.micro_size": "--micro-batch",
+    "batch.sequence_length": "--sequence",
+}
+_KEYS = (
+    "site_file",
+    "model",
+    *(f"model.{k}" for k in ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "head_dim", "dropout")),
+    *(f"batch.{k}" for k in ("global_size", "micro_size", "sequence_length")),
+    *(f"plan.{k}" for k in ("strategy", "nodes", "gpus_per_node", "tp", "pp", "dp", "virtual_stages")),
+    *(f"plan.{k}" for k in ("layers_per_stage", "recompute", "schedule", "transport")),
+    *(f"plan.{k}" for k in ("sequence_parallel", "distributed_optimizer")),
+    *(f"train.{k}" for k in ("steps", "dtype", "overlap_grad_reduce", "overlap_param_gather", "pace_layer_ms")),
+    "calibration",
+)
+FLAGS: dict[str, Flag] = {
+    flag.name: flag
+    for key in _KEYS
+    for flag in [Flag(_NAMES.get(key, "--" + key.rpartition(".")[2].replace("_", "-")), key)]
+}
