@@ -107,9 +107,10 @@ def run(
     console.note(f"job {job.id}: {record.path}")
     code = follow.follow(record, job, show=console.note if json else console.text)
     if json:
-        console.as_json(
-            {"run": str(record.path), "job_id": job.id, "exit_code": code, "result": record.read_result() or {}}
-        )
+        result = record.read_result() or {}
+        if "exit_code" in result:  # the job's; `exit_code` is this command's
+            result["job_exit_code"] = result.pop("exit_code")
+        console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
     elif code == 0:
         _tell_figures(record)
     raise typer.Exit(code)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -41,7 +41,8 @@ OWN_FILES = {
     "submission",
     "data",
 }  # of a run directory whose run has not made a step
-STATES = ("completed", "failed", "cancelled", "timeout", "preempted")  # of result.json
+RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  # of result.json
+STATES: tuple[RunState, ...] = get_args(RunState)
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 
 # run.yaml: field -> what it is.

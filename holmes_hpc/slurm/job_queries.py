@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 from holmes_hpc.slurm.commands import slurm
-from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, join
+from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 
 SEPARATOR = "\x1f"
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName", "SubmitLine")
@@ -122,9 +123,9 @@ def _token(command: str) -> str:
     return found.group(1) if found else ""
 
 
-def _word(state: str) -> str:
-    """``CANCELLED by 0`` and ``RUNNING+`` without their tails."""
-    return (state.split() or [UNKNOWN])[0].rstrip("+").upper()
+def _word(state: str) -> SlurmState:
+    """Return ``CANCELLED by 0`` and ``RUNNING+`` without their tails."""
+    return cast(SlurmState, (state.split() or [UNKNOWN])[0].rstrip("+").upper())
 
 
 def _number(text: str) -> float | None:

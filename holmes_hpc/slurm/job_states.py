@@ -12,11 +12,43 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final, Literal
 
-UNKNOWN = "UNKNOWN"  # ours: nobody could say, or the controller does not know the job
-NOT_SUBMITTED = "NOT_SUBMITTED"  # ours too
+# A newer Slurm may report a state that is not listed here: it counts as the end of a job.
+SlurmState = Literal[
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "COMPLETING",
+    "CONFIGURING",
+    "DEADLINE",
+    "EXPEDITING",
+    "FAILED",
+    "NODE_FAIL",
+    "NOT_SUBMITTED",
+    "OUT_OF_MEMORY",
+    "PENDING",
+    "PREEMPTED",
+    "READY",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESIZING",
+    "RESV_DEL_HOLD",
+    "REVOKED",
+    "RUNNING",
+    "SIGNALING",
+    "SPECIAL_EXIT",
+    "STAGE_OUT",
+    "STOPPED",
+    "SUSPENDED",
+    "TIMEOUT",
+    "UNKNOWN",
+]
+UNKNOWN: Final = "UNKNOWN"  # ours: nobody could say, or the controller does not know the job
+NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # ours too
 # Of several components' states the first of these is the job's; then the first of those that end a job.
-ACTIVE = (
+ACTIVE: tuple[SlurmState, ...] = (
     "RUNNING",
     "COMPLETING",
     "SUSPENDED",
@@ -36,7 +68,7 @@ ACTIVE = (
     NOT_SUBMITTED,
     UNKNOWN,
 )
-ENDED = (
+ENDED: tuple[SlurmState, ...] = (
     "NODE_FAIL",
     "BOOT_FAIL",
     "OUT_OF_MEMORY",
@@ -55,7 +87,7 @@ _DUE = re.compile(
     r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
     r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?"
 )
-_DUE_STATES = {
+_DUE_STATES: dict[str, SlurmState] = {
     "TIME LIMIT": "TIMEOUT",
     "PREEMPTION": "PREEMPTED",
     "NODE FAILURE": "NODE_FAIL",
@@ -73,7 +105,7 @@ class Row:
 
     leader: str
     offset: int
-    state: str
+    state: SlurmState
     name: str = ""
     submitted: float | None = None
     nodes: str = ""
@@ -90,11 +122,11 @@ class JobState:
     though it sounds final (a preempted job that is requeued, a leader whose components are not in the database yet);
     `component_nodes`: each component's host list; `start`: when a waiting job is thought to start (epoch seconds)."""
 
-    state: str = UNKNOWN
+    state: SlurmState = UNKNOWN
     reason: str = ""
     nodes: str = ""
     exit_code: int | None = None
-    components: tuple[str, ...] = ()
+    components: tuple[SlurmState, ...] = ()
     source: str = "nobody"
     restarts: int = 0
     unsettled: bool = False

@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from holmes_hpc import cli
+from holmes_hpc.planning import narrative
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.submission.lifecycle import follow
 from holmes_hpc.submission.sweeps.status_table import SweepRow, worth_showing
 
 pytestmark = pytest.mark.integration
@@ -94,6 +97,23 @@ def test_a_long_table_shows_what_is_worth_showing() -> None:
     rows = [SweepRow(i, (), str(i), state, "", None, None, None, None, "") for i, state in enumerate(states)]
     assert worth_showing(rows, 11) == rows
     assert [r.state for r in worth_showing(rows, 5)] == ["failed", "running", "completing", "pending", "pending"]
+
+
+@pytest.mark.parametrize("status, code", [(137, 1), (0, 0)])
+def test_run_json_has_one_exit_code_the_commands_own(
+    holmes: Holmes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, code: int
+) -> None:
+    run = RunDirectory.create(tmp_path / "runs" / "one", plan_text="", config={}, overrides=[], plan_id="")
+    run.write_result({"state": "failed" if status else "completed", "exit_code": status})
+    plan, job = SimpleNamespace(id="0", spread=""), SimpleNamespace(id="7")
+    monkeypatch.setattr(cli.runs, "planned", lambda *_, **__: (plan, None))
+    monkeypatch.setattr(cli.runs, "start", lambda *_: (run, job))
+    monkeypatch.setattr(narrative, "where_stages_lie", lambda _: "")
+    monkeypatch.setattr(follow, "follow", lambda *_, **__: code)
+    found, out, _ = holmes("run", "--json")
+    printed = json.loads(out)
+    assert found == code == printed["exit_code"] and out.count('"exit_code"') == 1
+    assert printed["result"]["job_exit_code"] == status
 
 
 @pytest.mark.slurm

@@ -24,7 +24,7 @@ from holmes_hpc.slurm.job_queries import (
     scontrol_command,
     squeue_command,
 )
-from holmes_hpc.slurm.job_states import CONTROLLER, REQUEUED, UNKNOWN, JobState, Row, join
+from holmes_hpc.slurm.job_states import CONTROLLER, REQUEUED, UNKNOWN, JobState, Row, SlurmState, join
 
 _SLACK_S = 120  # clocks of client and controller may differ by this much
 _PARTIAL_GRACE_S = 20
@@ -77,7 +77,7 @@ def read_record(path: Path, since: float | None = None) -> JobState | None:
         return None
     if since is not None and when < since - _SLACK_S:
         return None
-    state = "COMPLETED" if status == 0 else "CANCELLED" if words[2:3] == ["TERM"] else "FAILED"
+    state: SlurmState = "COMPLETED" if status == 0 else "CANCELLED" if words[2:3] == ["TERM"] else "FAILED"
     return JobState(state, "", "", status, (state,), "exit record")
 
 

@@ -19,6 +19,54 @@ QUIET_S, LATER_S, SOON_S = 10.0, 30.0, 120.0  # silence at most: so long after a
 SETTLE_S = 20  # after Slurm says that the job is over: time for result.json to become visible on this machine
 
 
+class _Screen:
+    """The state and the log lines of a run that the user has seen."""
+
+    def __init__(self, run: RunDirectory, job: Job, rank: int, show: Callable[[str], None]) -> None:
+        self._run, self._job, self._rank, self._show = run, job, rank, show
+        self._log = GrowingFile(run.log_path(rank), from_now=True)
+        self._batch = GrowingFile(run.logs / "batch.txt", from_now=True)
+        self._state = JobState()
+        self.log_lines: deque[str] = deque(maxlen=200)
+        self._silent_since = self._state_since = time.monotonic()
+
+    def show_state(self, state: JobState) -> bool:
+        """Show `state` if it differs from the last one; return whether the job's own word changed."""
+        last = self._state
+        if (state.state, state.why, state.nodes) == (last.state, last.why, last.nodes):
+            return False
+        why = f": {state.why}" if state.why else ""
+        where = f" on {state.nodes}" if state.nodes else ""
+        console.note(f"{time.strftime('%H:%M:%S')} job {self._job.id} {state.state}{why}{where}")
+        self._state, self._silent_since = state, time.monotonic()
+        if state.state != last.state:
+            self._state_since = time.monotonic()
+        return state.state != last.state
+
+    def show_new_lines(self) -> None:
+        """Show what the rank's log and the batch script's have gained."""
+        for line in self._log.lines():
+            self._show(line)
+            self.log_lines.append(line)
+            self._silent_since = time.monotonic()
+        for line in self._batch.lines():
+            console.note(line)
+
+    def break_silence(self, state: JobState, poll_s: float) -> None:
+        """After a long silence, show that the job still waits, starts or runs."""
+        starts = state.state == "RUNNING" and not self.log_lines  # from its first line on rank 0 reports its set-up
+        now = time.monotonic()
+        in_state_s = now - self._state_since
+        if now - self._silent_since <= (QUIET_S if starts or in_state_s < SOON_S else LATER_S) - poll_s:
+            return
+        if starts:
+            console.note(f"{before_step_1(self._run, self._rank)}: {in_state_s:.0f} s")
+        else:
+            why = f" ({state.why or state.reason})" if state.reason else ""
+            console.note(f"job {self._job.id}: {state.state}{why}, {time.strftime('%H:%M:%S')}")
+        self._silent_since = now
+
+
 def follow(
     run: RunDirectory,
     job: Job,
@@ -36,14 +84,10 @@ def follow(
     there is none. When the batch script could not write result.json, this does. `show` gets the lines of the rank's
     log.
     """
-    told: deque[str] = deque(maxlen=200)
-    log = GrowingFile(run.log_path(rank), from_now=True)
-    batch = GrowingFile(run.logs / "batch.txt", from_now=True)
-    shown = JobState("")
+    screen = _Screen(run, job, rank, show)
     asked, pause = 0.0, 1.0
     state = JobState()
     ended_at: float | None = None
-    silent = since = time.monotonic()
     while True:
         try:
             if time.monotonic() - asked >= pause:
@@ -51,38 +95,16 @@ def follow(
                 asked, pause = time.monotonic(), min(pause * 1.5, slurm_every_s)
                 if state.source == "process":  # of this machine: asking costs nothing
                     pause = poll_s
-            if _told(state) != _told(shown):
-                _tell(job, state, shown)
-                if state.state != shown.state:
-                    pause, since = 1.0, time.monotonic()
-                shown, silent = state, time.monotonic()
-            lines = list(log.lines())
-            for line in lines:
-                show(line)
-            told.extend(lines)
-            for line in batch.lines():
-                console.note(line)
-            if lines:
-                silent = time.monotonic()
-            starts = state.state == "RUNNING" and not told  # from rank 0's first line on it tells its set-up itself
-            now = time.monotonic()
-            if not lines and now - silent > (QUIET_S if starts or now - since < SOON_S else LATER_S) - poll_s:
-                if starts:
-                    console.note(f"{before_step_1(run, rank)}: {now - since:.0f} s")
-                else:
-                    why = f" ({state.why or state.reason})" if state.reason else ""
-                    console.note(f"job {job.id}: {state.state}{why}, {time.strftime('%H:%M:%S')}")
-                silent = now
+            if screen.show_state(state):
+                pause = 1.0
+            screen.show_new_lines()
+            screen.break_silence(state, poll_s)
             result = run.read_result()
             if result is not None and (state.ended or state.state == UNKNOWN or last_word(result)):
                 break
-            if state.ended:
-                ended_at = ended_at or time.monotonic()
-                if time.monotonic() - ended_at > (SETTLE_S if state.source != "process" else 0):
-                    result = record_end(run, state)
-                    break
-            else:
-                ended_at = None
+            ended_at = (ended_at or time.monotonic()) if state.ended else None
+            if ended_at and time.monotonic() - ended_at > (SETTLE_S if state.source != "process" else 0):
+                break
             time.sleep(poll_s)
         except KeyboardInterrupt:
             answer = (ask or _ask)()
@@ -95,14 +117,10 @@ def follow(
                     f"`holmes cancel {run.path}` ends it"
                 )
                 return 130
-    if state.ended and lags(result, last_step(run)):
+    if result is None or (state.ended and lags(result, last_step(run))):
         result = record_end(run, state)
-    for line in log.lines():
-        show(line)
-        told.append(line)
-    for line in batch.lines():
-        console.note(line)
-    return tell_end(run, result, told)
+    screen.show_new_lines()
+    return tell_end(run, result, screen.log_lines)
 
 
 def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str] = ()) -> int:
@@ -121,18 +139,6 @@ def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str]
     if run.metrics_bytes():
         console.note(f"go on with `holmes resume {run.name}`")
     return 1
-
-
-def _told(state: JobState) -> tuple[str, str, str]:
-    return state.state, state.why, state.nodes
-
-
-def _tell(job: Job, state: JobState, before: JobState) -> None:
-    if state.state == UNKNOWN and not before.state:
-        return
-    why = f": {state.why}" if state.why else ""
-    where = f" on {state.nodes}" if state.nodes else ""
-    console.note(f"{time.strftime('%H:%M:%S')} job {job.id} {state.state}{why}{where}")
 
 
 def _ask() -> str:

@@ -1,29 +1,36 @@
-"""From the state of a Slurm job to the state of a run: the one table between the two vocabularies."""
+"""The table between the states of a Slurm job and the states of a run."""
 
 from __future__ import annotations
 
-from holmes_hpc.records.run import STATES
+from holmes_hpc.records.schema import STATES, RunState
+from holmes_hpc.slurm.job_states import SlurmState
 
-_RUN_STATES = {
+# Every end of a job; of several for one end of a run, the first is the run's.
+TABLE: dict[SlurmState, RunState] = {
     "COMPLETED": "completed",
     "CANCELLED": "cancelled",
     "TIMEOUT": "timeout",
     "DEADLINE": "timeout",
     "PREEMPTED": "preempted",
-}  # of a job that ended; any other end is a failure
-_JOB_STATES = {run: job for job, run in reversed(_RUN_STATES.items())}
+    "FAILED": "failed",
+    "REVOKED": "failed",
+    "NODE_FAIL": "failed",
+    "BOOT_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+}
+_SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(TABLE.items())}
 
 
-def run_state(job_state: str) -> str:
-    """What a run is whose job ended in `job_state`."""
-    return _RUN_STATES.get(job_state, "failed")
+def run_state(slurm_state: SlurmState) -> RunState:
+    """Return the state of a run whose job ended in `slurm_state`; an end that the table lacks is a failure."""
+    return TABLE.get(slurm_state, "failed")
 
 
-def job_state(run_state: str) -> str:
-    """Slurm's word for how a run ended."""
-    return _JOB_STATES.get(run_state, "FAILED")
+def job_state(run_state: RunState) -> SlurmState:
+    """Return Slurm's word for how a run ended."""
+    return _SLURM_STATES[run_state]
 
 
 def is_end(word: str) -> bool:
-    """Whether a word of a table is how a run ended; else it is Slurm's, in lower case, for what the job does."""
+    """Return whether a word of a table is how a run ended; else it is Slurm's, in lower case, for what the job does."""
     return word in STATES

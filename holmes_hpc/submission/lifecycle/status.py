@@ -21,7 +21,7 @@ from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import strangers
-from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
 from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
@@ -92,7 +92,7 @@ class OnThisMachine:
         word = self._end()
         return JobState(word, "", self._host, 0 if word == "COMPLETED" else 1, source="process")
 
-    def _end(self) -> str:
+    def _end(self) -> SlurmState:
         """Slurm's word for how it ended."""
         folder = self._folder
         done = list(folder.glob(f"{self._pid}_*_result.pkl"))
