@@ -34,6 +34,7 @@ from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.best import best_plan, to_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.per_stage import variants
+from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.planning.spec.parts import Schedule
 from holmes_hpc.planning.spec.plan import Plan
@@ -89,7 +90,7 @@ class Case:
         costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else factors or None)
         if side:
             return best_plan(model, batch, site, options, costs)
-        made = to_plan(variants(model, batch, site, options, costs, Clock(), inf)[0], site, [])
+        made = to_plan(variants(Question(model, batch, site, options, costs), Clock(), inf)[0], site, [])
         if self.weights:
             *others, last = made.parallel.stages
             half = self.layers // 2

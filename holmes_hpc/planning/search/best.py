@@ -24,6 +24,7 @@ from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
 from holmes_hpc.planning.search.near_batch import WORTH, near_batch
 from holmes_hpc.planning.search.offers import offers
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, obstacle, variants
+from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.space import Space
 from holmes_hpc.planning.spec.plan import Plan, Stage
 
@@ -46,20 +47,20 @@ def best_plan(
 
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
-    site, clock = costs.on(site), clock or Clock()
+    clock, question = clock or Clock(), Question(model, batch, costs.on(site), options, costs)
     _refuse_obstacle(options, costs)
     try:
-        best, *others = search(model, batch, site, options, costs, clock)
+        best, *others = search(*question, clock=clock)
     except PlanError:  # of uniform layouts
-        plan = _per_stage_plan(model, batch, site, options, costs, clock)
+        plan = _per_stage_plan(question, clock)
         if plan is None:
             raise
         return plan
     plan = None
-    if not clock.is_over() and (options.unequal == "true" or _may_gain(best, site, options)):
-        plan = _per_stage_plan(model, batch, site, options=options, costs=costs, clock=clock, uniform=[best, *others])
-    plan = plan or to_plan(best, site, others)
-    return plan if clock.is_over() else _beside_a_near_batch(plan, best, site, options, costs, clock)
+    if not clock.is_over() and (options.unequal == "true" or _may_gain(best, question)):
+        plan = _per_stage_plan(question, clock, [best, *others])
+    plan = plan or to_plan(best, question.site, others)
+    return plan if clock.is_over() else _beside_a_near_batch(plan, best, question, clock)
 
 
 def _refuse_obstacle(options: PlanOptions, costs: Costs) -> None:
@@ -71,10 +72,10 @@ def _refuse_obstacle(options: PlanOptions, costs: Costs) -> None:
         )
 
 
-def _may_gain(best: Candidate, site: Site, options: PlanOptions) -> bool:
+def _may_gain(best: Candidate, question: Question) -> bool:
     """Return whether a layout with TP and DP by stage may be faster than the best uniform one: where that leaves nodes
     out, fabrics are unlike, or its ranks wait for more than that may gain at least."""
-    usable = offers(site, options)
+    usable = offers(question.site, question.options)
     kinds = {(o.fabric.gpu, o.nodes, o.per_node) for o in usable}
     used = sum(block.nodes for block in best.placement.blocks)
     return (
@@ -84,28 +85,22 @@ def _may_gain(best: Candidate, site: Site, options: PlanOptions) -> bool:
     )
 
 
-def _per_stage_plan(
-    model: ModelSpec,
-    batch: Batch,
-    site: Site,
-    options: PlanOptions,
-    costs: Costs,
-    clock: Clock,
-    uniform: Sequence[Candidate] = (),
-) -> Plan | None:
+def _per_stage_plan(question: Question, clock: Clock, uniform: Sequence[Candidate] = ()) -> Plan | None:
     """Return the best plan with TP and DP by stage that is clearly faster than the best of the `uniform` ones; None
     where there is none, or options forbid it."""
-    if options.unequal == "false" or obstacle(options, costs):
+    options = question.options
+    if options.unequal == "false" or obstacle(options, question.costs):
         return None
     limit, effort = uniform[0].seconds * (1 - GAINED) if uniform else inf, THOROUGH
     if uniform and options.unequal == "auto":  # with the micro-batches of the best uniform layout
-        batch, effort = uniform[0].layout.batch, QUICK
+        effort = QUICK
         options = replace(options, search_micro_size=False)
-    for variant in variants(model, batch, site, options=options, costs=costs, clock=clock, limit=limit, effort=effort):
+        question = question._replace(batch=uniform[0].layout.batch, options=options)
+    for variant in variants(question, clock, limit, effort):
         if variant.seconds >= limit:
             return None
         try:
-            plan = to_plan(variant, site, uniform)
+            plan = to_plan(variant, question.site, uniform)
         except PlanError:  # one that could lock up
             continue
         notes = [
@@ -116,18 +111,16 @@ def _per_stage_plan(
     return None
 
 
-def _beside_a_near_batch(
-    plan: Plan, best: Candidate, site: Site, options: PlanOptions, costs: Costs, clock: Clock
-) -> Plan:
+def _beside_a_near_batch(plan: Plan, best: Candidate, question: Question, clock: Clock) -> Plan:
     """Return `plan`, with a note where a global batch near the one asked for is much better. `best`: its best uniform
     layout."""
     assert plan.predicted is not None
-    model, batch, seconds = best.layout.model, plan.batch, plan.predicted.step_time_s
-    near = near_batch(model, batch, site, options=options, costs=costs, best=best.placement, seconds=seconds)
+    batch, seconds = question.batch, plan.predicted.step_time_s
+    near = near_batch(question, best.placement, seconds)
     if near is None:
         return plan
     try:
-        other = search(model, near, site, options, costs, clock)[0]
+        other = search(*question._replace(batch=near), clock=clock)[0]
     except PlanError:
         return plan
     more = near.global_size / other.seconds / (batch.global_size / seconds) - 1

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, floor, gcd, inf
 
-from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.config.model import Batch
 from holmes_hpc.planning.search.offers import divisors
 from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.space import Space
 
 EVEN = 16  # micro-batches of all ranks that are a multiple of this are shared out well as they are
@@ -19,17 +17,17 @@ LOOKED_AT = 3
 WORTH = 0.05  # more samples a second than that are worth a remark
 
 
-def near_batch(
-    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, best: Placement, seconds: float
-) -> Batch | None:
-    """The batch near `batch` that may give the most samples a second, in micro-batches as those of `best`, whose step
-    takes `seconds`; None where none can give so many more that it is worth a remark."""
+def near_batch(question: Question, best: Placement, seconds: float) -> Batch | None:
+    """Return the batch near the one asked for that may give the most samples a second, in micro-batches as those of
+    `best`, where a step takes `seconds`; None where none can give so many more that it is worth a remark."""
+    batch, options = question.batch, question.options
     if options.dp is not None or batch.global_size // best.micro % EVEN == 0:
         return None
     told = replace(options, search_micro_size=False)
 
     def rate(size: int) -> float:
-        found = Space(model, replace(batch, global_size=size, micro_size=best.micro), site, told, costs).placements()
+        near = replace(batch, global_size=size, micro_size=best.micro)
+        found = Space(*question._replace(batch=near, options=told)).placements()
         return size / min((p.least_s for p in found), default=inf)
 
     unit = EVEN * best.micro

@@ -7,14 +7,14 @@ from itertools import combinations
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.config.model import Batch
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.offers import Offer
+from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, TransportRule
 
 MOST_CHUNKS = 8
@@ -30,17 +30,8 @@ class OneSize:
     """Arrays have an entry for each fabric of `offers`, (F,). `each`: seconds of a layer for one micro-batch, forward
     and backward; `shares`: micro-batches of all data-parallel ranks."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        batch: Batch,
-        site: Site,
-        options: PlanOptions,
-        costs: Costs,
-        micro: int,
-        tp: int,
-        usable: list[Offer],
-    ) -> None:
+    def __init__(self, question: Question, micro: int, tp: int, usable: list[Offer]) -> None:
+        model, batch, site, options, costs = question
         self.model, self.batch, self.options, self.costs = model, batch, options, costs
         self.micro, self.tp, self.offers = micro, tp, usable
         one = Batch(batch.global_size, micro, batch.sequence_length)

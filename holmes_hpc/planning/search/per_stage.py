@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
@@ -30,6 +28,7 @@ from holmes_hpc.planning.search.explore import OVER, Clock
 from holmes_hpc.planning.search.layers import STEPS
 from holmes_hpc.planning.search.offers import Offer, offers
 from holmes_hpc.planning.search.placement import component
+from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.shapes import Shape, shapes
 from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.planning.spec.plan import Component, Schedule
@@ -119,29 +118,21 @@ class _Simulated:
         return self.passes > passes or bool(self.variants and self.clock.is_over())
 
 
-def variants(
-    model: ModelSpec,
-    batch: Batch,
-    site: Site,
-    options: PlanOptions,
-    costs: Costs,
-    clock: Clock,
-    limit: float,
-    effort: Effort = THOROUGH,
-) -> list[Variant]:
+def variants(question: Question, clock: Clock, limit: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return the variants with the shortest steps, the shortest first; none where none promises less than `limit`
     seconds."""
-    chosen, done = offers(site, options), _Simulated(clock)
+    options, done = question.options, _Simulated(clock)
+    chosen = offers(question.site, options)
 
     def simulate(shape: Shape) -> None:
         done.shapes.add(shape)
-        first = _first_variant(model, batch, site, options=options, costs=costs, chosen=chosen, shape=shape)
+        first = _first_variant(question, chosen, shape)
         simulated = [v.simulated() for v in (first, first and _early(first, options)) if v is not None]
         done.passes += sum(v.passes for v in simulated)
         done.variants += simulated
         clock.tell(f"planning: {len(done.variants)} layouts with TP and DP by stage simulated")
 
-    for shape in shapes(model, batch, site, options, costs, OVER * limit)[:SHAPES]:
+    for shape in shapes(question, OVER * limit)[:SHAPES]:
         if done.is_over(effort.passes):
             break
         if shape.estimate <= OVER * done.least(limit):
@@ -173,11 +164,10 @@ def _all_improved(candidates: list[Variant], options: PlanOptions, clock: Clock,
     return sorted([*better, *candidates], key=lambda v: v.seconds)
 
 
-def _first_variant(
-    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, chosen: list[Offer], shape: Shape
-) -> Variant | None:
+def _first_variant(question: Question, chosen: list[Offer], shape: Shape) -> Variant | None:
     """Return a shape with its layers balanced and as many passes in flight as hide the transfers, as far as memory
     allows; None where it does not fit."""
+    model, batch, site, options, costs = question
     components, sizes = list[Component](), list[StageParallel]()
     for fabric, part in groupby(shape.stages, key=lambda s: s[0]):
         offer, stages = chosen[fabric], list(part)

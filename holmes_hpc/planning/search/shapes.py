@@ -17,13 +17,11 @@ from math import factorial, inf
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.plan_options import RECOMPUTE, PlanOptions
-from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import most_layers
 from holmes_hpc.planning.search.offers import Offer, micro_sizes, offers
 from holmes_hpc.planning.search.one_size import OneSize
+from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.stage_rows import Stages, changed, orders
 from holmes_hpc.planning.search.stage_table import StageTable
 
@@ -57,27 +55,16 @@ class Shape:
         return sorted((s for s in found if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
 
-def shapes(
-    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, limit: float = inf
-) -> list[Shape]:
+def shapes(question: Question, limit: float = inf) -> list[Shape]:
     """Return shapes whose step is estimated to take at most `limit` seconds, from the most promising on; but the best
     few of each TP for all stages come first: unlike TPs look better in an estimate than they are."""
     found = list[Shape]()
-    chosen = offers(site, options)
+    options, batch = question.options, question.batch
+    chosen = offers(question.site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
     for micro, recompute in product(sizes, modes):
-        found += _OneKind(
-            model,
-            batch,
-            site,
-            options=options,
-            costs=costs,
-            chosen=chosen,
-            micro=micro,
-            recompute=recompute,
-            limit=limit,
-        ).shapes()
+        found += _OneKind(question, chosen, micro, recompute, limit).shapes()
     found.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
     firsts, seen = list[Shape](), Counter[int]()
     for shape in dict.fromkeys(found):
@@ -91,35 +78,15 @@ def shapes(
 class _OneKind:
     """The shapes of one micro-batch size and one recomputation."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        batch: Batch,
-        site: Site,
-        options: PlanOptions,
-        costs: Costs,
-        chosen: list[Offer],
-        micro: int,
-        recompute: str,
-        limit: float,
-    ) -> None:
-        self.model, self.options, self.costs, self.chosen, self.limit = model, options, costs, chosen, limit
-        self.batch, self.recompute = replace(batch, micro_size=micro), recompute
+    def __init__(self, question: Question, chosen: list[Offer], micro: int, recompute: str, limit: float) -> None:
+        self.model, self.options, self.costs = question.model, question.options, question.costs
+        self.chosen, self.limit = chosen, limit
+        self.batch, self.recompute = replace(question.batch, micro_size=micro), recompute
         self.micro_batches = self.batch.micro_batches(1)
         self._seconds: dict[tuple[int, int, int], float] = {}
-        told = replace(options, recompute=recompute)
+        own = question._replace(options=replace(self.options, recompute=recompute))
         self.sizes = {
-            tp: OneSize(
-                model,
-                batch,
-                site,
-                options=told,
-                costs=costs,
-                micro=micro,
-                tp=tp,
-                usable=[o for o in chosen if o.per_node % tp == 0],
-            )
-            for tp in self._tensor_sizes()
+            tp: OneSize(own, micro, tp, [o for o in chosen if o.per_node % tp == 0]) for tp in self._tensor_sizes()
         }
 
     def _tensor_sizes(self) -> list[int]:

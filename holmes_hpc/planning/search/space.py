@@ -13,6 +13,7 @@ from holmes_hpc.planning.search.offers import divisors, micro_sizes, offers
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.question import Question
 
 MARGIN = 1.3  # placements estimated slower than the best on the same fabrics by more than this wait
 
@@ -42,9 +43,8 @@ class Space:
             for tp in self._tensor_sizes() if batch.global_size % micro == 0 else ():
                 usable = [o for o in self.offers if o.per_node % tp == 0]
                 if usable and (len(usable) == len(self.offers) or not any(o.fixed for o in self.offers)):
-                    self._sizes.append(
-                        OneSize(model, batch, site, options=options, costs=costs, micro=micro, tp=tp, usable=usable)
-                    )
+                    question = Question(model, batch, site, options, costs)
+                    self._sizes.append(OneSize(question, micro, tp, usable))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
         """Those estimated to take `margin` times as long as the best on the same fabrics at most. Sorted by estimate;
