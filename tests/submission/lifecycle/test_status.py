@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import plans
+import psutil
 import pytest
 
 from holmes_hpc.config.by_hydra import applied
@@ -241,7 +242,7 @@ def test_a_local_run_is_alive_though_the_clock_was_set_back(tmp_path: Path, monk
         try:
             jobs = [track.OnThisMachine(run, process.pid, socket.gethostname(), now) for process in (own, other)]
             assert [job.state().state for job in jobs] == ["RUNNING"] * 2
-            monkeypatch.setattr(time, "time", lambda: now - 3600)
+            monkeypatch.setattr(psutil.Process, "create_time", lambda _: now - 3600)  # the kernel counts from the clock
             assert [job.state().state for job in jobs] == ["RUNNING", "FAILED"]
         finally:
             own.kill()
