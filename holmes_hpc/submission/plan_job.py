@@ -105,19 +105,17 @@ class PlanExecutor(SlurmHetExecutor):
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
     ) -> None:
         self.run_path = Path(run.path).expanduser().absolute()
-        self.container = settings.container
-        python = "python3" if self.container else None  # the image's own
         super().__init__(
             self.run_path / "submission",
             components=list(parts),  # type: ignore[arg-type]
-            python=python,
+            python="python3" if settings.container else None,  # the image's own
             max_num_timeout=WHILE_IT_GAINS,
         )
         self._internal_update_parameters(
             job_name=name,
             time=settings.timeout_min,
             setup=list(settings.setup),
-            container=self.container,
+            container=settings.container,
             requeue=True,
             distribution=settings.distribution,
         )
@@ -131,7 +129,19 @@ class PlanExecutor(SlurmHetExecutor):
         return 1  # a script can be printed without a Slurm; submitting says itself that there is none
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        return in_run_directory(super()._request(parameters, token), self.run_path)
+        """With its logs in the run directory, and the signal that training listens for."""
+        request, logs = super()._request(parameters, token), self.run_path / "logs"
+        return replace(
+            request,
+            environment=(*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR")),
+            signal=USER_SIGNAL,
+            output=str(logs / "batch.txt"),
+            error=None,
+            rank_output=str(logs / "rank-%t.txt"),
+            rank_error=None,
+            step_errors=str(logs / "srun.txt"),
+            directories=(*request.directories, str(logs)),
+        )
 
     def _text(self, request: JobRequest, command: str) -> str:
         judge = finish_command(self.run_path)
@@ -146,23 +156,6 @@ class PlanExecutor(SlurmHetExecutor):
             interrupted=[f"{judge} --so-far"],
             finish=[f"{judge}; status=$?"],
         )
-
-
-def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
-    """`request` with its logs in a run directory, and the signal that training listens for."""
-    logs = run_path / "logs"
-    environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
-    return replace(
-        request,
-        environment=environment,
-        signal=USER_SIGNAL,
-        output=str(logs / "batch.txt"),
-        error=None,
-        rank_output=str(logs / "rank-%t.txt"),
-        rank_error=None,
-        step_errors=str(logs / "srun.txt"),
-        directories=(*request.directories, str(logs)),
-    )
 
 
 def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
