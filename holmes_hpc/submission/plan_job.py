@@ -164,14 +164,10 @@ def finish_command(run_path: Path, status: str = "$status", signalled: str = "$s
     return f'{python} -m holmes_hpc.submission.lifecycle.finish {words([str(run_path)])} "{status}" "{signalled}"'
 
 
-def _executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
+def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
+    """Return the executor that submits `plan`; its `job_script()` is what Slurm is handed."""
     run = RunDirectory(run_dir)
     return PlanExecutor(run, plan_components(plan, settings), name or f"holmes-{run.name}", settings)
-
-
-def script_for_plan(plan: Plan, run_dir: str | Path, settings: SlurmSettings) -> str:
-    """The batch script that :func:`submit_plan` hands to Slurm (``holmes submit --dry-run``)."""
-    return _executor(plan, run_dir, settings).job_script()
 
 
 def submit_plan(
@@ -191,7 +187,7 @@ def submit_plan(
     Slurm refuses; nothing is submitted then.
     """
     run = RunDirectory(Path(run_dir).absolute())
-    executor = _executor(plan, run.path, settings, name)
+    executor = plan_executor(plan, run.path, settings, name)
     executor.line = line
     with refusals():  # tested also if it is a single component: a refused sbatch leaves a failed job behind
         request = executor.request()

@@ -28,7 +28,7 @@ from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.watcher import Expected, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.plan_job import script_for_plan
+from holmes_hpc.submission.plan_job import plan_executor
 from holmes_hpc.submission.sweeps import jobs as sweep
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
@@ -146,7 +146,7 @@ def test_setup_is_lines_and_not_a_text() -> None:
 
 
 def test_no_setting_of_the_shell_keeps_the_ranks_without_their_environment() -> None:
-    assert "srun --het-group=0,1 --export=ALL " in script_for_plan(PLAN, "/somewhere/run", SlurmSettings())
+    assert "srun --het-group=0,1 --export=ALL " in plan_executor(PLAN, "/somewhere/run", SlurmSettings()).job_script()
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
