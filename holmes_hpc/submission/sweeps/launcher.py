@@ -165,7 +165,9 @@ class HolmesLauncher(BaseSubmititLauncher):
         refuse_living(manifest, found, [each.key for each in wanted], [str(each.directory) for each in wanted], taken)
         self._refuse_other_runs(manifest, earlier, taken, wanted, go_on=bool(reuse))
         manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
-        self._line = self._line_of(manifest, len(wanted) - len(taken))
+        most = int(self.params.get("array_parallelism") or 256)
+        is_throttled = self.WHERE == "slurm" and len(wanted) - len(taken) > most
+        self._line = Line(manifest.path.with_name(f".line-{time.time():.6f}.json"), most) if is_throttled else None
         for each in wanted:
             self._launch_one(manifest, taken.get(each.key), each, launched, progress)
 
@@ -317,19 +319,11 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         """Wait until the next job may be started, where nobody else keeps at most `array_parallelism` running."""
 
-    def _line_of(self, manifest: Manifest, count: int) -> Line | None:
-        """Where `count` jobs wait, in Slurm, if they are more than may run at a time."""
-        return None
-
 
 class SlurmLauncher(HolmesLauncher):
     """One heterogeneous (or plain) Slurm job per job of the sweep."""
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
-
-    def _line_of(self, manifest: Manifest, count: int) -> Line | None:
-        most = int(self.params.get("array_parallelism") or 256)
-        return Line(manifest.path.with_name(f".line-{time.time():.6f}.json"), most) if count > most else None
 
     def _start(
         self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
