@@ -230,6 +230,13 @@ class Progress:
     _last: tuple[str, float] = ("", -1.0)
 
 
+def ask(question: str) -> str | None:
+    """Return what is typed at a question on the terminal, in lower case; None where there is nobody to ask."""
+    with contextlib.suppress(EOFError):
+        return input(question).strip().lower() if sys.stdin.isatty() else None
+    return None
+
+
 def as_json(document: Any) -> None:
     """Print one JSON document on stdout; what a terminal would obey is escaped as JSON does, so it stays the same."""
     plain = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"

@@ -91,6 +91,15 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError(str(e)) from e
 
 
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None where it is missing or broken: such a record says nothing."""
+    try:
+        data = from_json(read_file(path))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
 def too_deep(text: bytes) -> bool:
     """Whether a JSON text is nested more than MOST_LEVELS deep."""
     if text.count(b"[") + text.count(b"{") <= MOST_LEVELS:

@@ -18,7 +18,7 @@ import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, to_json, write_whole
-from holmes_hpc.records.foreign import from_json, read_file
+from holmes_hpc.records.foreign import from_json, read_file, read_object
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 
@@ -242,7 +242,7 @@ class RunDirectory:
         attempt = self.attempt
         found = []
         for path in self.exits.glob("rank-*.json"):
-            data = _read_json(path)
+            data = read_object(path)
             if data is not None and (order := _order(data)) is not None and order[0] >= attempt:
                 found.append((*order[1:], data))
         return [data for _, _, data in sorted(found, key=lambda each: each[:2])]
@@ -273,7 +273,7 @@ class RunDirectory:
                 **result,
                 "writer": writer,
             }
-            old = _read_json(self.result_path)
+            old = read_object(self.result_path)
             if old is not None and _authority(old) >= _authority(data):
                 return False
             write_whole(self.result_path, json.dumps(json.loads(to_json(data)), indent=1, ensure_ascii=False) + "\n")
@@ -309,7 +309,7 @@ class RunDirectory:
 
     def read_result(self) -> dict[str, Any] | None:
         """How the latest attempt ended, every key of it there; None while it has not (or nobody can read how)."""
-        data = _read_json(self.result_path)
+        data = read_object(self.result_path)
         if data is None:
             return None
         attempt = data.get("attempt")
@@ -331,15 +331,6 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
         )
     except (AttributeError, TypeError, ValueError, OverflowError):
         return (-1, -1, -1)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None when it is missing or broken (a record that cannot be read says nothing)."""
-    try:
-        data = from_json(read_file(path))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:

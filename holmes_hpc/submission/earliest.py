@@ -133,18 +133,17 @@ def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str
     def clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
-    rows = []
-    for start in starts:
-        if start.start is not None and start.end is not None:
-            rows.append(
-                [
-                    nodes_of(start.plan),
-                    str(start.plan.parallel),
-                    clock(start.start),
-                    f"{start.duration_s / 60:.1f} min",
-                    clock(start.end),
-                ]
-            )
+    rows = [
+        [
+            nodes_of(start.plan),
+            str(start.plan.parallel),
+            clock(start.start),
+            f"{start.duration_s / 60:.1f} min",
+            clock(start.end),
+        ]
+        for start in starts
+        if start.start is not None and start.end is not None
+    ]
     return ["nodes", "layout", "start", "duration", "end"], rows
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -48,16 +48,6 @@ def _load(pickle: Path) -> None:
         getattr(task.function, "load", lambda _: None)(task.config)
 
 
-@contextlib.contextmanager
-def _held_back(numbers: set[signal.Signals]) -> Iterator[None]:
-    """Signals that come meanwhile arrive after it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-
 def _forked(ranks: int, folder: Path) -> int | None:
     """None in a rank; here the exit code of the job, when all have ended. What this process is told, they are told."""
     own, both = JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"]), bool(os.environ["SUBMITIT_STDERR_TO_STDOUT"])
@@ -69,7 +59,8 @@ def _forked(ranks: int, folder: Path) -> int | None:
         for pid in living:
             os.kill(pid, number)
 
-    with _held_back(signals):
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # those that come meanwhile arrive afterwards
+    try:
         for rank in range(ranks):
             pid = os.fork()
             if not pid:
@@ -78,6 +69,8 @@ def _forked(ranks: int, folder: Path) -> int | None:
             living[pid] = rank
         for number in signals:
             signal.signal(number, tell)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     ends = []
     while living:
         pid, status = os.wait()

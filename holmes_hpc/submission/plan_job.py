@@ -105,19 +105,17 @@ class PlanExecutor(SlurmHetExecutor):
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
     ) -> None:
         self.run_path = Path(run.path).expanduser().absolute()
-        self.container = settings.container
-        python = "python3" if self.container else None  # the image's own
         super().__init__(
             self.run_path / "submission",
             components=list(parts),  # type: ignore[arg-type]
-            python=python,
+            python="python3" if settings.container else None,  # the image's own
             max_num_timeout=WHILE_IT_GAINS,
         )
         self._internal_update_parameters(
             job_name=name,
             time=settings.timeout_min,
             setup=list(settings.setup),
-            container=self.container,
+            container=settings.container,
             requeue=True,
             distribution=settings.distribution,
         )
@@ -131,7 +129,19 @@ class PlanExecutor(SlurmHetExecutor):
         return 1  # a script can be printed without a Slurm; submitting says itself that there is none
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        return in_run_directory(super()._request(parameters, token), self.run_path)
+        """With its logs in the run directory, and the signal that training listens for."""
+        request, logs = super()._request(parameters, token), self.run_path / "logs"
+        return replace(
+            request,
+            environment=(*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR")),
+            signal=USER_SIGNAL,
+            output=str(logs / "batch.txt"),
+            error=None,
+            rank_output=str(logs / "rank-%t.txt"),
+            rank_error=None,
+            step_errors=str(logs / "srun.txt"),
+            directories=(*request.directories, str(logs)),
+        )
 
     def _text(self, request: JobRequest, command: str) -> str:
         judge = finish_command(self.run_path)
@@ -148,37 +158,16 @@ class PlanExecutor(SlurmHetExecutor):
         )
 
 
-def in_run_directory(request: JobRequest, run_path: Path) -> JobRequest:
-    """`request` with its logs in a run directory, and the signal that training listens for."""
-    logs = run_path / "logs"
-    environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
-    return replace(
-        request,
-        environment=environment,
-        signal=USER_SIGNAL,
-        output=str(logs / "batch.txt"),
-        error=None,
-        rank_output=str(logs / "rank-%t.txt"),
-        rank_error=None,
-        step_errors=str(logs / "srun.txt"),
-        directories=(*request.directories, str(logs)),
-    )
-
-
 def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Words of shell that judge the run's end; their exit status is what the job's should be."""
     python = shlex.quote(sys.executable)  # the batch script runs outside any container
     return f'{python} -m holmes_hpc.submission.lifecycle.finish {words([str(run_path)])} "{status}" "{signalled}"'
 
 
-def _executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
+def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
+    """Return the executor that submits `plan`; its `job_script()` is what Slurm is handed."""
     run = RunDirectory(run_dir)
     return PlanExecutor(run, plan_components(plan, settings), name or f"holmes-{run.name}", settings)
-
-
-def script_for_plan(plan: Plan, run_dir: str | Path, settings: SlurmSettings) -> str:
-    """The batch script that :func:`submit_plan` hands to Slurm (``holmes submit --dry-run``)."""
-    return _executor(plan, run_dir, settings).job_script()
 
 
 def submit_plan(
@@ -198,7 +187,7 @@ def submit_plan(
     Slurm refuses; nothing is submitted then.
     """
     run = RunDirectory(Path(run_dir).absolute())
-    executor = _executor(plan, run.path, settings, name)
+    executor = plan_executor(plan, run.path, settings, name)
     executor.line = line
     with refusals():  # tested also if it is a single component: a refused sbatch leaves a failed job behind
         request = executor.request()

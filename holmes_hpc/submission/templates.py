@@ -65,15 +65,17 @@ def script_for(
         setup=settings.setup,
         distribution=settings.distribution,
     )
-    for mark, variable, value in (
-        (RUN, "$run", ""),
-        (PLAN, "${PLAN:-%s}", str(plan_path.absolute())),
-        (PYTHON, "${PYTHON:-%s}", sys.executable),
-    ):
-        text = text.replace(mark, f'"{variable % _inside(value) if value else variable}"')
     text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_inside(run_dir)}}}"')
-    first, rest = text.split("\n", 1)
-    return f"{first}\n{USAGE_OF_PLAN.format(plan=f'Plan {plan.id}')}{rest}"
+    plan_variable = f"${{PLAN:-{_inside(str(plan_path.absolute()))}}}"
+    python = f"${{PYTHON:-{_inside(sys.executable)}}}"
+    return _finished(text, USAGE_OF_PLAN.format(plan=f"Plan {plan.id}"), plan_variable, python)
+
+
+def _finished(text: str, usage: str, plan: str, python: str) -> str:
+    """Return the script with its variables in place of the marks, and `usage` after its first line."""
+    for mark, variable in ((RUN, "$run"), (PLAN, plan), (PYTHON, python)):
+        text = text.replace(mark, f'"{variable}"')
+    return text.replace("\n", f"\n{usage}", 1)
 
 
 def _inside(value: str) -> str:
@@ -89,10 +91,7 @@ def _template(
     name: str, what: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0, container: str | None = None
 ) -> str:
     text = _script(parts, restarts=restarts, container=container)
-    for mark, variable in ((RUN, '"$run"'), (PLAN, '"${PLAN:-plan.yaml}"'), (PYTHON, '"${PYTHON:-python3}"')):
-        text = text.replace(mark, variable)
-    first, rest = text.split("\n", 1)
-    return f"{first}\n{USAGE.format(name=name, what=what)}{rest}"
+    return _finished(text, USAGE.format(name=name, what=what), "${PLAN:-plan.yaml}", "${PYTHON:-python3}")
 
 
 def _script(

@@ -10,14 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.submission.executor.component import (
-    ComponentRequest,
-    Value,
-    check_line,
-    option,
-    sbatch_word,
-    shell_word,
-)
+from holmes_hpc.submission.executor.component import ComponentRequest, Value, option, sbatch_word, shell_word
 
 USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
 SIGNAL_DELAY_S = 90  # submitit's
@@ -95,28 +88,34 @@ class JobRequest:
             if isinstance(value, str):
                 raise SubmissionError(f"{name} is a text, must be a list", where="job", hint="write [one, two]")
             object.__setattr__(self, name, tuple(value or ()))
-        if not self.components:
-            raise SubmissionError("no component", where="job", hint="give at least one")
-        if not self.use_srun and sum(c.ranks for c in self.components) > 1:
-            raise SubmissionError("use_srun=False with more than one task", where="job", hint="leave srun in")
-        if isinstance(self.timeout_min, bool) or (isinstance(self.timeout_min, int) and self.timeout_min < 1):
-            raise SubmissionError(f"timeout_min is {self.timeout_min}", where="job", hint="use minutes above 0")
-        if self.dependency is not None:
-            if not _DEPENDENCY.fullmatch(self.dependency):
-                raise SubmissionError(f"dependency {self.dependency!r}", where="job", hint="write afterany:JOBID,…")
-            if "singleton" in self.dependency and len(self.components) > 1:
-                raise SubmissionError(
-                    "dependency singleton makes a heterogeneous job wait for itself",
-                    where="job",
-                    hint="use afterany:JOBID",
-                )
-        for key, _ in self.additional:
-            if option(key, "job") == "array" and len(self.components) > 1:
-                raise SubmissionError(
-                    "a heterogeneous job cannot be an array",
-                    where="job",
-                    hint="use executor.batch() or map_array: a throttled chain of jobs",
-                )
+        several = len(self.components) > 1
+        named, keys = self.dependency or "", [option(key, "job") for key, _ in self.additional]
+        for is_wrong, what, hint in (
+            (not self.components, "no component", "give at least one"),
+            (not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "leave srun in"),
+            (
+                isinstance(self.timeout_min, int) and (self.timeout_min is True or self.timeout_min < 1),
+                f"timeout_min is {self.timeout_min}",
+                "use minutes above 0",
+            ),
+            (
+                self.dependency is not None and not _DEPENDENCY.fullmatch(named),
+                f"dependency {self.dependency!r}",
+                "write afterany:JOBID,…",
+            ),
+            (
+                several and "singleton" in named,
+                "dependency singleton makes a heterogeneous job wait for itself",
+                "use afterany:JOBID",
+            ),
+            (
+                several and "array" in keys,
+                "a heterogeneous job cannot be an array",
+                "use executor.batch() or map_array: a throttled chain of jobs",
+            ),
+        ):
+            if is_wrong:
+                raise SubmissionError(what, where="job", hint=hint)
 
     @property
     def ranks(self) -> int:
@@ -181,20 +180,14 @@ def _into_files(job: JobRequest, setup: Sequence[str] = ()) -> str:
     places: list[str] = []
 
     def target(pattern: str) -> str:
-        parts = pattern.split("%t")
-        names = []
-        for part in parts:
-            places.append(job.word(part))
-            names.append(f"${{{len(places)}}}")
-        return '"' + "$SLURM_PROCID".join(names) + '"'
+        first = len(places) + 1
+        places.extend(job.word(part) for part in pattern.split("%t"))
+        return '"' + "$SLURM_PROCID".join(f"${{{number}}}" for number in range(first, len(places) + 1)) + '"'
 
     out = target(job.rank_output)
     redirect = f"exec >>{out} 2>" + ("&1" if job.rank_error is None else f">{target(job.rank_error)}")
-    lines = (
-        "\n".join([f"{redirect}; shift {len(places)}", *setup, 'exec "$@"'])
-        if setup
-        else (f'{redirect}; shift {len(places)}; exec "$@"')
-    )
+    separator = "\n" if setup else "; "
+    lines = separator.join([f"{redirect}; shift {len(places)}", *setup, 'exec "$@"'])
     return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *places])
 
 
@@ -343,6 +336,3 @@ def script_text(
 def words(arguments: Iterable[str]) -> str:
     """Arguments as words of shell that reach the command unchanged."""
     return " ".join(shlex.quote(a) for a in arguments)
-
-
-__all__ = ["USER_SIGNAL", "JobRequest", "check_line", "directives", "script_text", "words"]

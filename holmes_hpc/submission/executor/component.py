@@ -172,16 +172,17 @@ class ComponentRequest:
 
     def options(self) -> list[tuple[str, Value]]:
         """The sbatch options of this component, in one order: (name, value; True for a flag)."""
-        given: dict[str, Value] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name == "additional" or f.name in OF_THE_TASKS or value is None or value is False or value == "":
-                continue
-            given["ntasks-per-node" if f.name == "tasks_per_node" else f.name.replace("_", "-")] = value
+        given: dict[str, Value] = {
+            "ntasks-per-node" if f.name == "tasks_per_node" else f.name.replace("_", "-"): value
+            for f in fields(self)
+            if f.name not in (*OF_THE_TASKS, "additional")
+            and (value := getattr(self, f.name)) is not None
+            and value is not False
+            and value != ""
+        }
         if given.get("gpus-per-node") == 0:
             del given["gpus-per-node"]
-        order = ["partition", "constraint"]
-        head = [(k, given.pop(k)) for k in order if k in given]
+        head = [(k, given.pop(k)) for k in ("partition", "constraint") if k in given]
         extra = dict(self.additional)
         return [
             *head,
@@ -269,8 +270,3 @@ def node_share(
     elif memory_gib is not None:
         asked["mem"] = f"{int(memory_gib * 1024 * gpus / of)}M"
     return asked
-
-
-def with_options(request: ComponentRequest, **changes: Any) -> ComponentRequest:
-    """A copy with some options changed."""
-    return replace(request, **changes)

@@ -123,13 +123,13 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
         """Requeue the whole job at its leader, at most as often as the executor allowed."""
         restarts, most = int(os.environ.get("SLURM_RESTART_COUNT") or 0), int(os.environ.get(MAX_REQUEUES) or 0)
         if most and restarts >= most:
-            message = f"Job not requeued because: it was requeued {restarts} times already"
-            logger.get_logger().warning(message)
-            raise utils.UncompletedJobError(message)
-        answer = patient(["scontrol", "requeue", self.job_id], patience_s=60, timeout_s=30)
-        again = answer.ok or answer.terminated or "pending execution" in answer.err  # the last: it is queued already
-        if not again:
-            message = f"Job not requeued because: scontrol requeue: {answer.reason}"
+            refusal = f"it was requeued {restarts} times already"
+        else:
+            answer = patient(["scontrol", "requeue", self.job_id], patience_s=60, timeout_s=30)
+            is_queued = answer.ok or answer.terminated or "pending execution" in answer.err
+            refusal = "" if is_queued else f"scontrol requeue: {answer.reason}"
+        if refusal:
+            message = f"Job not requeued because: {refusal}"
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)
         logger.get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")

@@ -86,9 +86,11 @@ def warnings(
     found: list[str] = []
     if len(requests) > 1:
         found += [what for what, _ in config.against_hetjobs()] if config is not None else []
-        for key, most in limits.items():
-            if most < len(requests):
-                found.append(f"{key} is {most}, and each of the {len(requests)} components counts as a job")
+        found += [
+            f"{key} is {most}, and each of the {len(requests)} components counts as a job"
+            for key, most in limits.items()
+            if most < len(requests)
+        ]
         for index, request in enumerate(requests):
             if not request.constraint and not request.nodelist:
                 place = f"partition {request.partition}" if request.partition else "the default partition"

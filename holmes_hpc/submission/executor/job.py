@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.foreign import read_object
 from holmes_hpc.records.logs import tail
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.job_states import JobState, out_of_memory
@@ -34,10 +34,7 @@ def batch_log(folder: Path) -> Path | None:
 
 def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
     """What the executor noted of a job; nothing where there is no ticket."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(ticket_path(folder, job_id).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
+    return read_object(ticket_path(folder, job_id)) or {}
 
 
 class SlurmHetJob(core.Job[Any]):
@@ -50,8 +47,8 @@ class SlurmHetJob(core.Job[Any]):
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] | None = None) -> None:
         if tasks is None:
-            paths = utils.JobPaths(folder, job_id=job_id)
-            tasks = range(int(read_ticket(paths.folder, job_id).get("tasks") or 1))
+            ticket = read_ticket(utils.JobPaths(folder, job_id=job_id).folder, job_id)
+            tasks = range(int(ticket.get("tasks") or 1))
         super().__init__(folder=folder, job_id=job_id, tasks=tuple(tasks))
         if not self._tasks[0]:
             self.expected()

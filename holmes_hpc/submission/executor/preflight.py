@@ -6,24 +6,24 @@ An infeasible component never reaches a controller as part of a heterogeneous jo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from holmes_hpc.errors import SiteError, SubmissionError, nearest
 from holmes_hpc.slurm.accounting import Qos, read_job_limits, read_qos
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.scontrol import Config, Node, Partition, read_config, read_nodes, read_partitions
-from holmes_hpc.submission.executor.component import ComponentRequest, with_options
+from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.fit import beyond_limit, beyond_qos, check_fit, warnings
 
 CACHE_S = 300
-_cache: dict[tuple[str, ...], tuple[float, Feasibility]] = {}
-_facts: dict[str, tuple[float, Any]] = {}
-_said: set[str] = set()
+_answers: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
 
 
@@ -34,30 +34,29 @@ class Feasibility:
     ok: bool
     reason: str
     start: str = ""
-    nodes: str = ""
 
 
-_STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S+)")
+_STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using ")
 
 
 def parse_answer(code: int, err: str, reason: str = "") -> Feasibility:
     """Read the answer of ``sbatch --test-only`` (it comes on stderr)."""
     match = _STARTS.search(err)
     if code == 0 and match:
-        return Feasibility(True, "", match.group(1), match.group(3))
+        return Feasibility(True, "", match.group(1))
     return Feasibility(code == 0, reason if code else "")
 
 
-def try_component(request: ComponentRequest, *, timeout_min: object = None, use_cache: bool = True) -> Feasibility:
+def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Feasibility:
     """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
     SubmissionError: there is no answer."""
     arguments = request.arguments()
     if timeout_min is not None:
         arguments.append(f"--time={timeout_min}")
-    key = tuple(arguments)
-    known = _cache.get(key)
-    if use_cache and known and time.monotonic() - known[0] < CACHE_S:
-        return known[1]
+    return _kept(tuple(arguments), lambda: _ask(arguments))
+
+
+def _ask(arguments: Sequence[str]) -> Feasibility:
     answer = patient(["sbatch", "--test-only", *arguments, "--wrap=:"])
     if answer.away:  # says nothing about the component
         raise SubmissionError(
@@ -65,8 +64,7 @@ def try_component(request: ComponentRequest, *, timeout_min: object = None, use_
             where="sbatch --test-only",
             hint="wait until the controller answers (`scontrol ping`), then submit again",
         )
-    found = _cache[key] = (time.monotonic(), parse_answer(answer.code, answer.err, answer.reason))
-    return found[1]
+    return parse_answer(answer.code, answer.err, answer.reason)
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -88,55 +86,59 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
             )
     if len(requests) > 1:
         check_fit(requests, _nodes())
-        config: Config | None = _kept("config", read_config)
-        why = None
-        if config is not None and config.limits_enforced:
-            why = beyond_qos(requests, _partitions(), _kept("qos", read_qos) or Qos({}))
+        config: Config | None = _fact("config", read_config)
+        is_limited = config is not None and config.limits_enforced
+        why = beyond_qos(requests, _partitions(), _fact("qos", read_qos) or Qos({})) if is_limited else None
         if why:
             raise SubmissionError(why, where="job", hint="it would wait for ever: use another QOS, or fewer components")
 
 
-def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> list[str]:
-    """Raise SubmissionError for what cannot be; warnings about what may go wrong come back, one line each."""
+def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
+    """Raise SubmissionError for what cannot be; log, once in this process, what may go wrong."""
     check_components(requests, timeout_min=timeout_min)
-    if len(requests) < 2:
-        return []
-    config: Config | None = _kept("config", read_config)
-    return warnings(requests, _nodes(), config, _kept("job limits", read_job_limits) or {})
+    if len(requests) > 1:
+        config: Config | None = _fact("config", read_config)
+        for line in warnings(requests, _nodes(), config, _fact("job limits", read_job_limits) or {}):
+            _warn(line)
 
 
-def preflight_aloud(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
-    """As :func:`preflight`; each warning is logged, once in this process."""
-    for line in preflight(requests, timeout_min=timeout_min):
-        if line not in _said:
-            _said.add(line)
-            log.warning(f"holmes: warning: {line}")
+@functools.cache
+def _warn(line: str) -> None:
+    log.warning(f"holmes: warning: {line}")
 
 
-def _kept(what: str, read: Callable[[], Any]) -> Any:
-    """A fact about the site, kept as long as the tests of components; None where Slurm does not tell it."""
-    known = _facts.get(what)
-    if known is None or time.monotonic() - known[0] > CACHE_S:
-        fact = None
+def _kept(key: object, read: Callable[[], Any]) -> Any:
+    """Return what `read` returns, kept for CACHE_S; an exception is not kept."""
+    since, answer = _answers.get(key, (-math.inf, None))
+    if time.monotonic() - since > CACHE_S:
+        answer = read()
+        _answers[key] = time.monotonic(), answer
+    return answer
+
+
+def _fact(what: str, read: Callable[[], Any]) -> Any:
+    """Return a fact about the site, kept as long as the tests of components; None where Slurm does not tell it."""
+
+    def fact() -> Any:
         with contextlib.suppress(SiteError, SubmissionError):
-            fact = read()
-        known = _facts[what] = (time.monotonic(), fact)
-    return known[1]
+            return read()
+        return None
+
+    return _kept(what, fact)
 
 
 def _nodes() -> list[Node]:
-    return _kept("nodes", read_nodes) or []
+    return _fact("nodes", read_nodes) or []
 
 
 def _partitions() -> list[Partition]:
-    return _kept("partitions", read_partitions) or []
+    return _fact("partitions", read_partitions) or []
 
 
 def forget() -> None:
     """Ask Slurm anew from here on."""
-    _cache.clear()
-    _facts.clear()
-    _said.clear()
+    _answers.clear()
+    _warn.cache_clear()
 
 
 def in_words(request: ComponentRequest) -> str:
@@ -160,7 +162,7 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
         low, high = (middle, high) if works(replace(request, nodes=middle)) else (low, middle)
     if low:
         return f"at most {low} node{'s' * (low > 1)} can be had like this"
-    one = replace(request, nodes=1)
+    one, unset = replace(request, nodes=1), cast(Any, None)
     known = [p.name for p in _partitions()]
     if request.partition and known and not set(request.partition.split(",")) <= set(known):
         return f"no such partition: {nearest(request.partition, known)}"
@@ -177,7 +179,7 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
         "qos",
         "account",
     ):
-        if getattr(request, key) is not None and works(with_options(one, **{key: None})):
+        if getattr(request, key) is not None and works(replace(one, **{key: unset})):
             own = " (slurm.share=false leaves it to Slurm)" if key in ("mem", "cpus_per_task") else ""
             return f"it would be possible without {key}={getattr(request, key)}{own}"
     return "look at `sinfo -o '%P %a %l %D %t %f %G'`"

@@ -26,19 +26,11 @@ from submitit.core import core, utils
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
-from holmes_hpc.submission.executor.component import (
-    ALIASES,
-    COMPONENT_KEYS,
-    OF_THE_JOB,
-    ComponentRequest,
-    components,
-    memory,
-    option,
-)
+from holmes_hpc.submission.executor.component import COMPONENT_KEYS, OF_THE_JOB, components, memory, option
 from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES, PREEMPT_SIGNAL, preempt_signal
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.line import Line
-from holmes_hpc.submission.executor.preflight import preflight_aloud
+from holmes_hpc.submission.executor.preflight import preflight
 from holmes_hpc.submission.executor.submit import Refused, cancelled_on_error, refusals, submit_file
 
 # name here -> name in JobRequest, with submitit's default
@@ -166,8 +158,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 + ", ".join(sorted(PARAMETERS))
             )
         kwargs = {_CANONICAL.get(k, k): v for k, v in kwargs.items()}
-        changed = {**self.parameters, **kwargs}
-        self._request(changed)  # refuses what cannot be
+        self._request({**self.parameters, **kwargs})  # refuses what cannot be
         super()._internal_update_parameters(**kwargs)
 
     def request(self) -> JobRequest:
@@ -197,10 +188,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
             ("SUBMITIT_EXECUTOR", self.name()),
             (LEADER, "%j"),
             (MAX_REQUEUES, str(given.get("max_requeues") or 0)),
+            *([(PREEMPT_SIGNAL, preempt_signal())] if preempt_signal() != USER_SIGNAL else []),
+            *((f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)),
         ]
-        if preempt_signal() != USER_SIGNAL:
-            environment.append((PREEMPT_SIGNAL, preempt_signal()))
-        environment += [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
         error = Path(str(paths.stderr).replace("%t", "0")) if separate is None and apart else None
         return JobRequest(
             components=parts,
@@ -263,10 +253,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         with refusals():
             request = replace(self._request(self.parameters, token=f"holmes-{uid}"), **changes)
             if self.parameters.get("preflight", True) and len(request.components) > 1:
-                preflight_aloud(request.components, timeout_min=request.timeout_min)
+                preflight(request.components, timeout_min=request.timeout_min)
         interrupt_here()
-        static = utils.JobPaths.get_first_id_independent_folder(self.folder)
-        static.mkdir(parents=True, exist_ok=True)
+        static = self._static_folder()
         path = static / f".submission_file_{uid}.sh"
         submitted = time.time()
         try:
@@ -291,6 +280,12 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 )
         return list(jobs)
 
+    def _static_folder(self) -> Path:
+        """Make and return the folder of submissions that have no job id yet."""
+        folder = Path(utils.JobPaths.get_first_id_independent_folder(self.folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
         """Submit all; of several at most array_parallelism run at a time: those of one component as an array, which
         heterogeneous jobs cannot be, so these wait in line."""
@@ -302,9 +297,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
             single = len(self.request().components) == 1
         line = self.line
         if count > most and not single:
-            static = utils.JobPaths.get_first_id_independent_folder(self.folder)
-            static.mkdir(parents=True, exist_ok=True)
-            self.line = Line(static / f".line_{uuid.uuid4().hex}.json", most)
+            self.line = Line(self._static_folder() / f".line_{uuid.uuid4().hex}.json", most)
         jobs: list[core.Job[Any]] = []
         try:
             if single and count > 1:
@@ -323,15 +316,14 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return jobs
 
     def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], most: int) -> list[core.Job[Any]]:
-        static = utils.JobPaths.get_first_id_independent_folder(self.folder)
-        static.mkdir(parents=True, exist_ok=True)
+        static = self._static_folder()
         pickles = [static / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         try:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):
                 delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
                 delayed.dump(path)
-            count = len(pickles)
-            jobs = self._hand_over(self._submitit_command_str, array=f"0-{count - 1}%{min(count, most)}")
+            array = f"0-{len(pickles) - 1}%{min(len(pickles), most)}"
+            jobs = self._hand_over(self._submitit_command_str, array=array)
         except BaseException:
             for path in pickles:
                 path.unlink(missing_ok=True)
@@ -359,6 +351,3 @@ def _of_slurm(held: Mapping[str, Any]) -> dict[str, Any]:
     return {
         k[len("slurm_") :]: v for k, v in held.get("kwargs", {}).items() if k.startswith("slurm_") and v is not None
     }
-
-
-__all__ = ["ALIASES", "ComponentRequest", "SlurmHetExecutor"]

@@ -87,8 +87,6 @@ class StateWatcher(core.InfoWatcher):
     `delay_s`: the longest pause between two queries that nobody forced.
     """
 
-    _last_status_check: float  # submitit's own
-
     def __init__(self, delay_s: int = 20) -> None:
         super().__init__(delay_s)
         self._last_status_check: float = 0.0
@@ -242,10 +240,8 @@ class StateWatcher(core.InfoWatcher):
                 state, known = join(own, name), self._states.get(job_id)
                 if name == "sacct" and state.state == "PENDING" and known and known.state in ("RUNNING", "COMPLETING"):
                     doubtful[job_id] = known  # requeued, or the database has not heard of the start yet: ask on
-                elif name == "sacct" and state.waits and not state.reason:
-                    doubtful[job_id] = state  # the queue knows why
-                elif name == "sacct" and state.state in REQUEUED:
-                    doubtful[job_id] = state  # the queue may have it again
+                elif name == "sacct" and (state.state in REQUEUED or (state.waits and not state.reason)):
+                    doubtful[job_id] = state  # the queue may have it again, or knows why it waits
                 else:
                     found[job_id] = state
         self._controller = next((name for name in answered if name in CONTROLLER), None)

@@ -28,28 +28,23 @@ from holmes_hpc.submission.lifecycle.status import job_of
 def begin(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
     """The run directory, complete. Raises PlanError for a plan that cannot be run, ConfigError for a bad override,
     RecordError for a bad directory."""
-    run = RunDirectory(directory)
+    run, job_id = RunDirectory(directory), os.environ.get("SLURM_JOB_ID", "")
     with starting(directory, "the batch script"):
-        return _begun(run, plan_path, restarts, overrides)
-
-
-def _begun(run: RunDirectory, plan_path: Path, restarts: int, overrides: Sequence[str]) -> RunDirectory:
-    if not run.exists():
-        check_overrides(overrides)
-        words, plan = [f"train.max_restarts={restarts}", *overrides], Plan.read(plan_path)
-        _check_components(plan, str(plan_path))
-        config = replace(load(words), model=plan.model, batch=plan.batch, run_dir=str(run.path))
-        new_run(config.with_data(), plan, words)
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    if job_id.isdecimal():
-        _refuse_a_living_job(run, job_id)
-        run.update_run(
-            slurm={
-                "job_id": int(job_id),
-                "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
-                "name": os.environ.get("SLURM_JOB_NAME", ""),
-            }
-        )
+        if not run.exists():
+            check_overrides(overrides)
+            words, plan = [f"train.max_restarts={restarts}", *overrides], Plan.read(plan_path)
+            _check_components(plan, str(plan_path))
+            config = replace(load(words), model=plan.model, batch=plan.batch, run_dir=str(run.path))
+            new_run(config.with_data(), plan, words)
+        if job_id.isdecimal():
+            _refuse_a_living_job(run, job_id)
+            run.update_run(
+                slurm={
+                    "job_id": int(job_id),
+                    "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
+                    "name": os.environ.get("SLURM_JOB_NAME", ""),
+                }
+            )
     return run
 
 

@@ -30,7 +30,7 @@ def check_engine(optimizer: str = "adam") -> None:
                 hint=f"pip install 'megatron-core{taken}'",
             )
     for package, taken in MUON.items() if optimizer == "muon" else ():
-        have = _version(package)
+        have = installed_version(package)
         if have is None or not SpecifierSet(taken).contains(have, prereleases=True):
             raise ConfigError(
                 f"muon needs {package}{taken}, {'none' if have is None else have} is installed",
@@ -39,7 +39,8 @@ def check_engine(optimizer: str = "adam") -> None:
             )
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None where it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -61,10 +61,6 @@ class Complaint:
     def by_signal(self) -> bool:
         return self.how.startswith(_SIGNALS)
 
-    @property
-    def node_failed(self) -> bool:
-        return self.how == _NODE_FAILED
-
 
 @dataclass(frozen=True)
 class ComponentRanks:
@@ -103,14 +99,12 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
     """
     found, memory = [], out_of_memory(text)
     for match in _COMPLAINT.finditer(text):
-        if match.group(4):
-            on_node = [
-                p.first_rank + p.nodes.index(match.group(4)) * p.tasks_per_node
+        if match[4]:
+            found += [
+                Complaint(match[4], (p.first_rank + p.nodes.index(match[4]) * p.tasks_per_node,), _NODE_FAILED)
                 for p in parts
-                if match.group(4) in p.nodes
-            ]
-            if on_node:
-                found.append(Complaint(match.group(4), tuple(on_node[:1]), _NODE_FAILED))
+                if match[4] in p.nodes
+            ][:1]
             continue
         tasks: list[int] = []
         for part in match.group(2).strip("[]").split(","):
@@ -123,7 +117,7 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
                 how = by_signal(signal.SIGKILL)
                 if memory:
                     how = how.replace(f": {_KILLED})", f"): out of memory ({memory})")
-            found.append(Complaint(match.group(1), _ranks(match.group(1), tasks, parts), how))
+            found.append(Complaint(match[1], _ranks(match[1], tasks, parts), how))
     return found
 
 
@@ -159,11 +153,12 @@ def culprit(
     """
     spoke = {int(e["rank"]) for e in exits if "rank" in e}
     failed = [e for e in exits if e.get("state") == "failed"]
-    for e in [e for e in failed if not _is_echo(e)][:1]:
+    for e in [e for e in failed if not any(word in str(e.get("error") or "") for word in _FOLLOWS)][:1]:
         return Culprit(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
     own = [(c, task) for c in srun if c.how != "Terminated" for task in c.tasks if task not in spoke]
-    for complaint, task in sorted(own, key=lambda pair: not (pair[0].by_signal or pair[0].node_failed))[:1]:
-        what = f"node {complaint.nodes} failed" if complaint.node_failed else f"rank {task} died: {complaint.how}"
+    for complaint, task in sorted(own, key=lambda pair: not (pair[0].by_signal or pair[0].how == _NODE_FAILED))[:1]:
+        died = f"rank {task} died: {complaint.how}"
+        what = f"node {complaint.nodes} failed" if complaint.how == _NODE_FAILED else died
         return Culprit(task, _node(complaint, task), what)
     mute = [rank for rank in range(ranks) if rank not in spoke]
     if mute and (failed or len(mute) < ranks):
@@ -176,10 +171,6 @@ def culprit(
         task = complaint.tasks[0]
         return Culprit(task, _node(complaint, task), f"rank {task}: {complaint.how}")
     return Culprit()
-
-
-def _is_echo(exit_record: Mapping[str, Any]) -> bool:
-    return any(word in str(exit_record.get("error") or "") for word in _FOLLOWS)
 
 
 def _node(complaint: Complaint, task: int) -> str:

@@ -44,9 +44,7 @@ def should_restart(run: RunDirectory, state: str, start: str, *, blameless: bool
         most, before = int(run.config.get("train", {}).get("max_restarts") or 0), failures(run, start)
         if before >= most:
             return f"restarted after {before} failures already" if most else "train.max_restarts is 0"
-    if not blameless and not gained(run, start):
-        return "no step was gained since the last start"
-    return None
+    return None if blameless or gained(run, start) else "no step was gained since the last start"
 
 
 def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
@@ -55,22 +53,21 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
         return status or 1
     text = notices(run)
     state = (told_to_end(text) or ending_state(job_id)) if status or signalled else None
-    said = complaints(text, ranks_of_job(os.environ))
-    result: dict[str, Any] = judge(run, status, signalled=signalled, slurm=state, srun=said)
-    start = f"{job_id}/{restarts}"
+    srun = complaints(text, ranks_of_job(os.environ))
+    result: dict[str, Any] = judge(run, status, signalled=signalled, slurm=state, srun=srun)
+    start, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
     if result["state"] == "failed" and noted(run, start):  # rank 0 has asked for the requeue that ended the others
         result |= {"state": "preempted", "error": "preempted", "failed_rank": None, "failed_node": None}
-    blameless = state is not None and state.state == "PREEMPTED"
-    why_not = should_restart(run, result["state"], start, blameless=blameless) if job_id else "not in a job"
+    why_not = should_restart(run, result["state"], start, blameless=is_preempted) if job_id else "not in a job"
     if why_not is None:
         with contextlib.suppress(HolmesError, OSError):
             note_progress(run, start, result["state"])
         answer = patient(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
-        if answer.ok or answer.terminated:
-            say(f"{result['state']}: {result['error']}; requeued job {job_id} (restart {restarts + 1})")
-            return int(result["exit_code"])
-        if "pending execution" in answer.err:
-            say(f"{result['state']}; Slurm requeued job {job_id} itself")
+        is_queued = "pending execution" in answer.err
+        if answer.ok or answer.terminated or is_queued:
+            restart = f"requeued job {job_id} (restart {restarts + 1})"
+            how = f"Slurm requeued job {job_id} itself" if is_queued else restart
+            say(f"{result['state']}: {result['error']}; {how}")
             return int(result["exit_code"])
         why_not = f"scontrol requeue: {answer.reason}"
     run.write_result(result, writer="batch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -142,10 +142,7 @@ def tell_end(run: RunDirectory, result: dict[str, object], told: Collection[str]
 
 
 def _ask() -> str:
-    if not sys.stdin.isatty():
-        return "detach"
-    try:
-        word = input("\n[c]ancel the job, [d]etach and let it run, or Enter to go on following: ").strip().lower()
-    except (EOFError, KeyboardInterrupt):
-        return "detach"
-    return {"c": "cancel", "d": "detach"}.get(word[:1], "go on")
+    with contextlib.suppress(KeyboardInterrupt):
+        word = console.ask("\n[c]ancel the job, [d]etach and let it run, or Enter to go on following: ")
+        return "detach" if word is None else {"c": "cancel", "d": "detach"}.get(word[:1], "go on")
+    return "detach"

@@ -22,13 +22,11 @@ class LocalEnds:
 
     def complaints(self, node: str) -> list[Complaint]:
         """As of srun, about the ranks that did not end well."""
-        return [Complaint(node, (rank,), _how(code)) for rank, code in self.codes if code]
-
-
-def _how(code: int) -> str:
-    if code > 0:
-        return f"exited with exit code {code}"
-    return by_signal(-code)
+        return [
+            Complaint(node, (rank,), f"exited with exit code {code}" if code > 0 else by_signal(-code))
+            for rank, code in self.codes
+            if code
+        ]
 
 
 def note_ends(folder: Path, job_id: str, told: bool, codes: Sequence[tuple[int, int]]) -> None:

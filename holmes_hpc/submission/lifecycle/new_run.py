@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from holmes_hpc.planning.request import pace
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.engine import check_engine
+from holmes_hpc.submission.lifecycle.engine import check_engine, installed_version
 from holmes_hpc.submission.lifecycle.starting import others
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
@@ -33,8 +32,7 @@ def new_run_path(config: Configuration, plan: Plan) -> Path:
             where="configuration",
             hint="use 1 to 200 characters without '/', or give run_dir=PATH",
         )
-    path = Path(config.run_dir) if config.run_dir else runs_root() / name
-    path = path.absolute()
+    path = (Path(config.run_dir) if config.run_dir else runs_root() / name).absolute()
     if "%" in str(path) or not str(path).isprintable():
         raise ConfigError(
             f"the run directory is {str(path)!r}",
@@ -79,10 +77,4 @@ def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of what a run's figures depend on."""
-    found = {}
-    for package in VERSIONS:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {package: found for package in VERSIONS if (found := installed_version(package)) is not None}

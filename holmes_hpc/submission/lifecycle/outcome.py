@@ -12,6 +12,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import RunState
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culprit
 from holmes_hpc.submission.lifecycle.run_states import run_state
@@ -51,7 +52,7 @@ def judge(
     """The content of result.json. `status`: the step's exit status, None when nobody saw it."""
     exits = run.read_exits()
     preempted = any(e.get("state") == "preempted" for e in exits)
-    state = run_state(slurm.state) if slurm is not None and slurm.ended else None
+    state: RunState | None = run_state(slurm.state) if slurm is not None and slurm.ended else None
     if state is None or state == "completed" or (state == "failed" and slurm is not None and slurm.state == "FAILED"):
         if status == 0 or (status is None and state == "completed"):
             state = "completed" if not preempted else "cancelled" if signalled else "preempted"
@@ -75,11 +76,10 @@ def judge(
                 f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
                 f"{f' on {slurm.nodes}' if slurm.nodes else ''}",
             )
-    code = 0 if state == "completed" else status or 1
     return {
         "state": state,
-        "exit_code": code,
-        "error": found.error or _silence(run, state) or _error(state, status),
+        "exit_code": 0 if state == "completed" else status or 1,
+        "error": found.error or _error(run, state, status),
         "failed_rank": found.rank,
         "failed_node": found.node,
         "log_tail": _log_tail(run, found.rank, state),
@@ -95,23 +95,13 @@ def _world(run: RunDirectory) -> int:
     return logs
 
 
-def _silence(run: RunDirectory, state: str) -> str | None:
-    """Why nobody wrote anything: the usual reason is a run directory of this machine alone."""
-    wrote = any(run.logs.glob("rank-*.txt")) or (run.logs / "batch.txt").exists()
-    return (
-        None
-        if wrote or state != "failed"
-        else (f"no node wrote anything into {run.path}: is it on a file system that all nodes share?")
-    )
-
-
-def _error(state: str, status: int | None) -> str | None:
-    return {"completed": None, "cancelled": "cancelled", "timeout": "its time was over", "preempted": "preempted"}.get(
-        state,
-        f"the step ended with exit code {status}"
-        if status is not None
-        else "the job ended before its batch script could say why",
-    )
+def _error(run: RunDirectory, state: RunState, status: int | None) -> str | None:
+    """Return why a run ended of which no rank says why. Nobody writes where the directory is this machine's alone."""
+    if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
+        return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
+    ended = "the job ended before its batch script could say why"
+    failed = ended if status is None else f"the step ended with exit code {status}"
+    return {"completed": None, "failed": failed, "timeout": "its time was over"}.get(state, state)
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
@@ -126,10 +116,6 @@ def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:
     """The last step's figures."""
-    try:
-        metrics = run.metrics()
-    except HolmesError:
-        return {}
     keys = (
         "step",
         "loss",
@@ -139,4 +125,7 @@ def final_figures(run: RunDirectory) -> dict[str, Any]:
         "model_tflops_per_gpu",
         "hardware_tflops_per_gpu",
     )
-    return {k: metrics[-1][k] for k in keys if k in metrics[-1]} if metrics else {}
+    with contextlib.suppress(HolmesError):
+        last = (run.metrics() or [{}])[-1]
+        return {k: last[k] for k in keys if k in last}
+    return {}

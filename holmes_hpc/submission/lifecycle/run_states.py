@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import SlurmState
 
@@ -34,3 +37,16 @@ def job_state(run_state: RunState) -> SlurmState:
 def is_end(word: str) -> bool:
     """Return whether a word of a table is how a run ended; else it is Slurm's, in lower case, for what the job does."""
     return word in STATES
+
+
+class StateRow:
+    """A row of a table whose `state` is the run's (completed, failed, …) when it ended, else Slurm's in lower case."""
+
+    state: str
+
+    @property
+    def ended(self) -> bool:
+        return is_end(self.state)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]

@@ -9,9 +9,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -26,23 +26,12 @@ from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
 from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.lifecycle.run_states import is_end, job_state
+from holmes_hpc.submission.lifecycle.run_states import StateRow, job_state
 from holmes_hpc.submission.lifecycle.starts import of_newest_start, why
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 # what a record that no version of ours wrote may lead to
 _ODD = (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError)
-
-
-class Job(Protocol):
-    """What following needs of a job."""
-
-    @property
-    def id(self) -> str: ...
-
-    def state(self, mode: str = "standard") -> JobState: ...
-
-    def cancel(self) -> None: ...
 
 
 class OnSlurm:
@@ -67,22 +56,17 @@ class OnThisMachine:
     def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
         self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
         self._folder = folder or Path(run.path).absolute() / "submission"
+        self._cancelled = self._folder / f"{self.id}_cancelled"  # the mark of a job that was cancelled
 
     def _alive(self) -> bool:
         try:
-            with open(f"/proc/{self._pid}/stat", encoding="utf-8", errors="replace") as file:
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:
+            process = psutil.Process(self._pid)
+            # else the number is another process's now; the age says nothing where the clock was set back
+            is_of_that_time = abs(process.create_time() - self._started) < 60
+            is_ours = is_of_that_time or str(self._folder) in process.cmdline()
+            return is_ours and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, ValueError, OverflowError):
             return False
-        boot = time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-        born = boot + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        # else the number is another process's now; the age says nothing where the clock was set back
-        return fields[0] != "Z" and (abs(born - self._started) < 60 or self._is_its_controller())
-
-    def _is_its_controller(self) -> bool:
-        with contextlib.suppress(OSError):
-            return os.fsencode(self._folder) in Path(f"/proc/{self._pid}/cmdline").read_bytes().split(b"\0")
-        return False
 
     def state(self, mode: str = "standard") -> JobState:
         if self._host != socket.gethostname():
@@ -98,7 +82,7 @@ class OnThisMachine:
         done = list(folder.glob(f"{self._pid}_*_result.pkl"))
         exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
         if (
-            len(done) > 0
+            done
             and len(done) == len(list(folder.glob(f"{self._pid}_*_log.out")))
             and all(e.get("state") == "completed" for e in exits)
         ):
@@ -122,10 +106,8 @@ class OnThisMachine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
-    @property
-    def _cancelled(self) -> Path:
-        """The mark of a job that was cancelled."""
-        return self._folder / f"{self.id}_cancelled"
+
+Job: TypeAlias = OnSlurm | OnThisMachine  # what following needs: `id`, `state`, `cancel`
 
 
 def job_of(run: RunDirectory) -> Job:
@@ -160,7 +142,7 @@ def _job_id(record: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(StateRow):
     """What `holmes status` tells. `state`: the run's (completed, failed, …) when it ended, else Slurm's word in lower
     case (pending, running, …). `why`: why it waits, and about when it will start; or what it does before
     its first step."""
@@ -183,13 +165,6 @@ class Status:
     failed_node: str | None = None
     log_tail: tuple[str, ...] = field(default=())
     why: str = ""
-
-    @property
-    def ended(self) -> bool:
-        return is_end(self.state)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run_status(run: RunDirectory, mode: str = "force") -> Status:
@@ -225,14 +200,11 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
 
 def _unreadable(run: RunDirectory, error: Exception, alone: bool) -> Status:
     """One bad record among several is a row; alone it is an error."""
-    e = (
-        error
-        if isinstance(error, RecordError)
-        else RecordError(f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
-    )
+    if not isinstance(error, RecordError):
+        error = RecordError(f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
     if alone:
-        raise e
-    return Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(e))
+        raise error
+    return Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(error))
 
 
 def last_word(result: Mapping[str, Any]) -> bool:
@@ -250,32 +222,30 @@ def _status(
     run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState, result: dict[str, Any] | None
 ) -> Status:
     steps = ((record.get("config") or {}).get("train") or {}).get("steps")
-    metrics = run.metrics()
-    last = metrics[-1] if metrics else {}
+    last = (run.metrics() or [{}])[-1]
     step = _whole(last.get("step"))
     if state.ended and job is not None and lags(result, step):
         result = record_end(run, state)
-    over = state.ended or state.state == UNKNOWN
-    blamed = result if result is not None and over else {}
+    blamed = result if result is not None and (state.ended or state.state == UNKNOWN) else {}
     return Status(
-        name_of(run),
-        str(run.path),
-        _job_id(record),
-        str(blamed.get("state") or state.state.lower()),
-        state.reason,
-        state.nodes,
-        state.components,
-        state.source,
-        len(record["attempts"]),
-        step,
-        _whole(steps),
-        _figure(last.get("loss")),
-        _figure(last.get("step_time_s")),
-        _text(blamed.get("error")),
-        _whole(blamed.get("failed_rank")),
-        _text(blamed.get("failed_node")),
-        tuple(map(str, blamed.get("log_tail") or ())),
-        why(run, state, step),
+        name=name_of(run),
+        path=str(run.path),
+        job_id=_job_id(record),
+        state=str(blamed.get("state") or state.state.lower()),
+        reason=state.reason,
+        nodes=state.nodes,
+        components=state.components,
+        source=state.source,
+        attempt=len(record["attempts"]),
+        step=step,
+        steps=_whole(steps),
+        loss=_figure(last.get("loss")),
+        step_time_s=_figure(last.get("step_time_s")),
+        error=_text(blamed.get("error")),
+        failed_rank=_whole(blamed.get("failed_rank")),
+        failed_node=_text(blamed.get("failed_node")),
+        log_tail=tuple(map(str, blamed.get("log_tail") or ())),
+        why=why(run, state, step),
     )
 
 
@@ -325,12 +295,8 @@ def cancel_run(run: RunDirectory) -> JobState:
 
 def log_paths(run: RunDirectory) -> list[Path]:
     """The run's logs: ranks in order, then the batch script's."""
-
-    def rank(path: Path) -> int:
-        digits = path.stem.removeprefix("rank-")
-        return int(digits) if digits.isdecimal() else 10**9
-
-    return sorted(run.logs.glob("rank-*.txt"), key=rank) + [p for p in (run.logs / "batch.txt",) if p.exists()]
+    ranks = sorted(run.logs.glob("rank-*.txt"), key=lambda path: (len(path.name), path.name))
+    return ranks + [p for p in (run.logs / "batch.txt",) if p.exists()]
 
 
 def ended(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:

@@ -15,7 +15,7 @@ from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.foreign import from_json, read_file
+from holmes_hpc.records.foreign import read_object
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import strangers
 from holmes_hpc.slurm.job_states import JobState
@@ -27,31 +27,29 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
     """Slurm's (or this machine's) word on `jobs` of a sweep."""
-    on_slurm = [job for job in jobs if job.where == "slurm" and not finished(manifest, job)]
-    asked = set(on_slurm)
-    for job in on_slurm:
-        folder = manifest.place(job.folder)
-        WATCHER.expect(
-            job.job_id,
-            Expected(
-                job.name or None,
-                job.submitted or None,
-                folder / f"{job.job_id}_exit",
-                job.components,
-                read_ticket(folder, job.job_id).get("token"),
-            ),
-        )
-        if job.job_id not in WATCHER._registered:
-            WATCHER.register_job(job.job_id)
+    going_on = {job for job in jobs if not finished(manifest, job)}
+    for job in going_on:
+        if job.where == "slurm":
+            folder = manifest.place(job.folder)
+            expected = Expected(
+                name=job.name or None,
+                submitted=job.submitted or None,
+                record=folder / f"{job.job_id}_exit",
+                components=job.components,
+                token=read_ticket(folder, job.job_id).get("token"),
+            )
+            WATCHER.expect(job.job_id, expected)
+            if job.job_id not in WATCHER._registered:
+                WATCHER.register_job(job.job_id)
     found: dict[SweepJob, JobState] = {}
     for job in jobs:
-        if job in asked:
+        if job not in going_on:
+            found[job] = JobState("COMPLETED", source="record")
+        elif job.where == "slurm":
             found[job] = WATCHER.state_of(job.job_id, mode)
             mode = "cache"  # the first answer was about all
-        elif job.where == "local" and not finished(manifest, job):
-            found[job] = on_this_machine(manifest, job).state()
         else:
-            found[job] = JobState("COMPLETED", source="record")
+            found[job] = on_this_machine(manifest, job).state()
     return found
 
 
@@ -90,10 +88,7 @@ def note_outcome(returned: Any) -> None:
 
 def noted_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
     """What a plain job's task noted of its end; nothing as long as it goes on, or where it died."""
-    with contextlib.suppress(OSError, ValueError):
-        noted = from_json(read_file(outcome_path(manifest.place(job.folder), job.job_id)))
-        return noted if isinstance(noted, dict) else {}
-    return {}
+    return read_object(outcome_path(manifest.place(job.folder), job.job_id)) or {}
 
 
 def finished(manifest: Manifest, job: SweepJob) -> bool:
@@ -126,9 +121,6 @@ class _Lenient(pickle.Unpickler):
 
 
 class _Named:
-    def __new__(cls, *_: Any, **__: Any) -> _Named:
-        return super().__new__(cls)
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, _: Any) -> None: ...

@@ -8,84 +8,58 @@ function itself in a job of the launcher's own `components`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, filter_overrides
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from holmes_hpc import console
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
+from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.trust import careful_umask, refuse_strangers
-from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT, executor_of, settings_of_plan
-from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, save_hydra, task_config, wait
-
-if TYPE_CHECKING:
-    from holmes_hpc.planning.spec.plan import Plan
-    from holmes_hpc.submission.executor.line import Line
-    from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
-    from holmes_hpc.submission.sweeps.program import Program
-    from holmes_hpc.submission.sweeps.progress import Progress
-    from holmes_hpc.submission.sweeps.reuse import Earlier
+from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.slurm.job_states import UNKNOWN
+from holmes_hpc.submission.executor.line import Line
+from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
+from holmes_hpc.submission.local import deaf_to_ctrl_c, run_plan_here
+from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.sweeps.candidate import Candidate
+from holmes_hpc.submission.sweeps.jobs import cancel_sweep, note_outcome, states, unread
+from holmes_hpc.submission.sweeps.launcher_settings import executor_of, settings_of_plan
+from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, key_of, open_manifest
+from holmes_hpc.submission.sweeps.planned import Planned
+from holmes_hpc.submission.sweeps.program import program_of
+from holmes_hpc.submission.sweeps.progress import Progress
+from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, save_hydra, wait
+from holmes_hpc.submission.sweeps.reuse import (
+    BEGAN,
+    WAITING_SWEEPER,
+    Earlier,
+    earlier_jobs,
+    refuse_living,
+    reuse_setting,
+    take_over,
+)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A job with a Plan: every rank calls ``function(config)``. `settings`: the site's (group slurm); `record`: more
-    keys for run.yaml."""
-
-    plan: Plan
-    config: dict[str, Any]
-    function: Callable[[dict[str, Any]], Any]
-    settings: SlurmSettings
-    record: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A job of this launch before it is submitted."""
-
-    num: int
-    overrides: list[str]
-    config: DictConfig
-    planned: Planned | None
-    digest: str
-    copy: int
-    program: Program | None
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What finds it again in the manifest."""
-        from holmes_hpc.submission.sweeps.manifest import key_of
-
-        return key_of(self.overrides, self.copy)
-
-    @property
-    def directory(self) -> Path:
-        return Path(str(self.config.hydra.sweep.dir)).absolute() / str(self.config.hydra.sweep.subdir)
-
-    def __str__(self) -> str:
-        return f"\t#{self.num} : {' '.join(filter_overrides(self.overrides))}"
 
 
 class HolmesLauncher(BaseSubmititLauncher):
     """What both launchers do."""
 
     WHERE = "abstract"
+    _shield: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(contextlib.nullcontext)
 
     def __init__(self, **params: Any) -> None:
         super().__init__(**params)
@@ -97,11 +71,6 @@ class HolmesLauncher(BaseSubmititLauncher):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from holmes_hpc.submission.sweeps.manifest import open_manifest
-        from holmes_hpc.submission.sweeps.progress import Progress
-        from holmes_hpc.submission.sweeps.reuse import WAITING_SWEEPER, reuse_setting
-
-        assert self.config is not None
         detach = bool(self.params.get("detach", False))
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
         reuse = reuse_setting(self.params.get("reuse"), sweeper)
@@ -144,17 +113,12 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
         """What a plain job's task runs; how it ended is noted so that nobody needs its pickle to know."""
-        from holmes_hpc.submission.sweeps.jobs import note_outcome
-
         returned: JobReturn = super().__call__(*args, **kwargs)
         note_outcome(returned)
         return returned
 
     def _make(self, sweep_dir: Path) -> None:
         """The sweep's directory. RecordError where others may write in it, for what lies there is run."""
-        from holmes_hpc.submission.sweeps.manifest import NAME
-
-        assert self.config is not None
         try:
             sweep_dir.mkdir(parents=True, exist_ok=True)
             if "mode" in self.config.hydra.sweep:
@@ -168,16 +132,12 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _launch_all(
         self,
         manifest: Manifest,
-        wanted: Sequence[_Wanted],
+        wanted: Sequence[Candidate],
         launched: list[Launched],
         reuse: bool | str,
         progress: Progress,
     ) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
-        from holmes_hpc.slurm.job_states import UNKNOWN
-        from holmes_hpc.submission.sweeps.jobs import states, unread
-        from holmes_hpc.submission.sweeps.reuse import BEGAN, earlier_jobs, refuse_living, take_over
-
         for job in manifest.jobs:
             if (why := unread(manifest, job)) is not None:
                 raise SubmissionError(
@@ -205,18 +165,16 @@ class HolmesLauncher(BaseSubmititLauncher):
         refuse_living(manifest, found, [each.key for each in wanted], [str(each.directory) for each in wanted], taken)
         self._refuse_other_runs(manifest, earlier, taken, wanted, go_on=bool(reuse))
         manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
-        self._line = self._line_of(manifest, len(wanted) - len(taken))
+        most = int(self.params.get("array_parallelism") or 256)
+        is_throttled = self.WHERE == "slurm" and len(wanted) - len(taken) > most
+        self._line = Line(manifest.path.with_name(f".line-{time.time():.6f}.json"), most) if is_throttled else None
         for each in wanted:
             self._launch_one(manifest, taken.get(each.key), each, launched, progress)
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
-    def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[_Wanted]:
+    def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Candidate]:
         """Compose and plan every job before the first is submitted. ConfigError names the first impossible one."""
-        from holmes_hpc.submission.sweeps.manifest import key_of
-        from holmes_hpc.submission.sweeps.program import program_of
-
-        assert self.task_function is not None
         hook: Callable[[DictConfig, str], Planned | None] | None = getattr(self.task_function, "plan_job", None)
         wanted, refused = [], []
         for num, overrides in enumerate(job_overrides, first):
@@ -226,11 +184,9 @@ class HolmesLauncher(BaseSubmititLauncher):
             except HolmesError as e:
                 refused.append(f"#{num} ({' '.join(filter_overrides(overrides))}): {e}")
                 continue
-            same = key_of(overrides)
             program = program_of(self.task_function if planned is None else planned.function)
-            wanted.append(
-                _Wanted(num, list(overrides), config, planned, self._digest(config, planned), self._seen[same], program)
-            )
+            same = key_of(overrides)
+            wanted.append(Candidate(num, list(overrides), config, planned, self._seen[same], program))
             self._seen[same] += 1
             if planned is not None and "%" in str(wanted[-1].directory):
                 raise ConfigError(
@@ -251,37 +207,30 @@ class HolmesLauncher(BaseSubmititLauncher):
         manifest: Manifest,
         earlier: dict[tuple[str, ...], Earlier],
         taken: dict[tuple[str, ...], Earlier],
-        wanted: Sequence[_Wanted],
+        wanted: Sequence[Candidate],
         *,
         go_on: bool,
     ) -> None:
         """Nothing may go on in the directory of a run that another configuration or program made; a run of the same
         that failed does `go_on` from its last checkpoint."""
-        from holmes_hpc.records.run import RunDirectory
-
         for job in wanted:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
             same_place = old is not None and manifest.place(old.directory) == job.directory
             if job.key in taken or (go_on and same_place and job.key not in earlier):
                 continue
-            if job.planned is not None and run.exists():
-                record = run.read_run()
-                if record["attempts"] or record.get("slurm") or record.get("local"):
-                    why = (
-                        f"({earlier[job.key].other})"
-                        if job.key in earlier and earlier[job.key].other
-                        else ("of another configuration" if go_on else "already, and hydra.launcher.reuse is false")
-                    )
-                    raise ConfigError(f"it holds a run {why}", where=str(run.path), hint="use another hydra.sweep.dir")
+            record = run.read_run() if job.planned is not None and run.exists() else {}
+            if record.get("attempts") or record.get("slurm") or record.get("local"):
+                why = (
+                    f"({earlier[job.key].other})"
+                    if job.key in earlier and earlier[job.key].other
+                    else ("of another configuration" if go_on else "already, and hydra.launcher.reuse is false")
+                )
+                raise ConfigError(f"it holds a run {why}", where=str(run.path), hint="use another hydra.sweep.dir")
 
     def _launch_one(
-        self, manifest: Manifest, old: Earlier | None, job: _Wanted, launched: list[Launched], progress: Progress
+        self, manifest: Manifest, old: Earlier | None, job: Candidate, launched: list[Launched], progress: Progress
     ) -> None:
         """Submit a job, unless `old`, an earlier launch's, counts as it; add it to those that were `launched`."""
-        from holmes_hpc.slurm.commands import uninterrupted
-        from holmes_hpc.submission.sweeps.jobs import cancel_sweep
-        from holmes_hpc.submission.sweeps.reuse import BEGAN
-
         if old is not None:
             launched.append(
                 Launched(old.job, job.config, cached=True)
@@ -292,40 +241,23 @@ class HolmesLauncher(BaseSubmititLauncher):
         self._make_room(launched, progress, planned=job.planned is not None)
         log.info(str(job))
         with uninterrupted():
-            if job.planned is None:
-                entry, plain = self._submit_plain(manifest, job)
-                launched.append(Launched(entry, job.config, plain=plain))
-            else:
-                entry, held = self._submit_planned(manifest, job, job.planned)
-                launched.append(Launched(entry, job.config, held=held))
+            new = self._submit_plain(manifest, job) if job.planned is None else self._submit_planned(manifest, job)
+            launched.append(new)
             try:
-                manifest.put(entry, BEGAN)
+                manifest.put(new.entry, BEGAN)
             except RunFailed:  # nobody would know of it
-                cancel_sweep(manifest, [entry])
+                cancel_sweep(manifest, [new.entry])
                 raise
-
-    def _digest(self, config: DictConfig, planned: Planned | None) -> str:
-        """What makes it the same job in a repeated sweep, beside its overrides: the configuration, and the Plan or what
-        the launcher's settings say of the environment. (The program is compared by itself: see program.py.)"""
-        data = OmegaConf.to_yaml(task_config(config)).encode()
-        if planned is not None:
-            data += planned.plan.id.encode()
-        else:
-            data += repr([(key, config.hydra.launcher.get(key)) for key in ENVIRONMENT]).encode()
-        return hashlib.sha256(data).hexdigest()[:16]
 
     def _sweep_config(self, overrides: list[str], num: int) -> DictConfig:
         """The job's own configuration, composed as the job itself would."""
-        assert self.config is not None and self.hydra_context is not None
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config.hydra.job):
             config.hydra.job.id = f"job_id_for_{num}"
             config.hydra.job.num = num
         return config
 
-    def _submit_plain(self, manifest: Manifest, job: _Wanted) -> tuple[SweepJob, Any]:
-        from holmes_hpc.submission.sweeps.manifest import SweepJob
-
+    def _submit_plain(self, manifest: Manifest, job: Candidate) -> Launched:
         executor = executor_of(job.config, self._EXECUTOR)
         refuse_strangers(executor.folder)
         executor._executor.line = self._line
@@ -334,81 +266,58 @@ class HolmesLauncher(BaseSubmititLauncher):
             made = executor.submit(
                 self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}", Singleton.get_state()
             )
-        entry = SweepJob(
-            job.num,
-            tuple(job.overrides),
-            _relative(job.directory, manifest),
-            "plain",
-            self.WHERE,
-            made.job_id,
-            _relative(Path(made.paths.folder), manifest),
-            max(1, made.num_tasks),
-            str(job.config.hydra.launcher.name),
-            submitted,
-            job.digest,
-            len(job.config.hydra.launcher.get("components") or [None]),
-            job.copy,
-            os.uname().nodename,
-            job.program.digest if job.program else "",
+        entry = job.entry(
+            manifest,
+            Path(made.paths.folder),
+            where=self.WHERE,
+            job_id=made.job_id,
+            tasks=max(1, made.num_tasks),
+            name=str(job.config.hydra.launcher.name),
+            submitted=submitted,
+            components=len(job.config.hydra.launcher.get("components") or [None]),
         )
-        return entry, made
+        return Launched(entry, job.config, plain=made)
 
-    def _submit_planned(self, manifest: Manifest, job: _Wanted, planned: Planned) -> tuple[SweepJob, Any]:
-        from holmes_hpc.records.run import RunDirectory
-        from holmes_hpc.submission.sweeps.manifest import SweepJob
-
-        plan, directory = planned.plan, job.directory
-        settings = settings_of_plan(job.config, planned.settings, self.WHERE)
-        run = RunDirectory(directory)
-        config = {**planned.config, "run_dir": str(directory), "plan_file": str(run.plan_path)}
+    def _submit_planned(self, manifest: Manifest, job: Candidate) -> Launched:
+        assert job.planned is not None
+        plan, run = job.planned.plan, RunDirectory(job.directory)
+        settings = settings_of_plan(job.config, job.planned.settings, self.WHERE)
+        config = {**job.planned.config, "run_dir": str(run.path), "plan_file": str(run.plan_path)}
         if run.exists():  # of an earlier launch: it goes on from its last checkpoint
             run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
             run.update_run(config=config, plan_id=plan.id, components=plan.layout)
         else:
             RunDirectory.create(
-                directory,
+                run.path,
                 plan_text=plan.to_yaml(),
                 config=config,
                 overrides=job.overrides,
                 plan_id=plan.id,
-                **planned.record,
+                **job.planned.record,
             )
-        save_hydra(job.config, directory)
+        save_hydra(job.config, run.path)
         submitted = time.time()
-        name = f"holmes-{manifest.path.parent.name}-{directory.name}"  # what squeue shows
-        made = self._start(plan, run, planned.function, config, settings, name)
-        entry = SweepJob(
-            job.num,
-            tuple(job.overrides),
-            _relative(directory, manifest),
-            "plan",
-            self.WHERE,
-            made.id,
-            _relative(directory / "submission", manifest),
-            plan.world_size,
-            name,
-            submitted,
-            job.digest,
-            len(plan.components),
-            job.copy,
-            os.uname().nodename,
-            job.program.digest if job.program else "",
+        name = f"holmes-{manifest.path.parent.name}-{run.path.name}"  # what squeue shows
+        made = self._start(job.planned, run, config, settings, name)
+        entry = job.entry(
+            manifest,
+            run.path / "submission",
+            where=self.WHERE,
+            job_id=made.id,
+            tasks=plan.world_size,
+            name=name,
+            submitted=submitted,
+            components=len(plan.components),
         )
-        return entry, made
+        return Launched(entry, job.config, held=made)
 
-    def _shield(self) -> contextlib.AbstractContextManager[None]:
-        """What a submission happens in."""
-        return contextlib.nullcontext()
-
-    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, name: str) -> Any:
+    def _start(
+        self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
+    ) -> Job:
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
     def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         """Wait until the next job may be started, where nobody else keeps at most `array_parallelism` running."""
-
-    def _line_of(self, manifest: Manifest, count: int) -> Line | None:
-        """Where `count` jobs wait, in Slurm, if they are more than may run at a time."""
-        return None
 
 
 class SlurmLauncher(HolmesLauncher):
@@ -416,28 +325,18 @@ class SlurmLauncher(HolmesLauncher):
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
-    def _line_of(self, manifest: Manifest, count: int) -> Line | None:
-        from holmes_hpc.submission.executor.line import Line
-
-        most = int(self.params.get("array_parallelism") or 256)
-        return Line(manifest.path.with_name(f".line-{time.time():.6f}.json"), most) if count > most else None
-
-    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, name: str) -> Any:
-        from holmes_hpc.submission.lifecycle.status import OnSlurm
-        from holmes_hpc.submission.plan_job import submit_plan
-
-        return OnSlurm(run, submit_plan(plan, run.path, function, values, settings, name=name, line=self._line).job_id)
+    def _start(
+        self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
+    ) -> Job:
+        job = submit_plan(planned.plan, run.path, planned.function, config, settings, name=name, line=self._line)
+        return OnSlurm(run, job.job_id)
 
 
 class LocalLauncher(HolmesLauncher):
     """Processes of this machine."""
 
     _EXECUTOR, WHERE = "local", "local"
-
-    def _shield(self) -> contextlib.AbstractContextManager[None]:
-        from holmes_hpc.submission.local import deaf_to_ctrl_c
-
-        return deaf_to_ctrl_c()
+    _shield = staticmethod(deaf_to_ctrl_c)
 
     def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
@@ -452,13 +351,7 @@ class LocalLauncher(HolmesLauncher):
             progress.show()
             time.sleep(0.5)
 
-    def _start(self, plan: Any, run: Any, function: Any, values: Any, settings: Any, name: str) -> Any:
-        from holmes_hpc.submission.local import run_plan_here
-
-        return run_plan_here(plan, run.path, function, values, settings)
-
-
-def _relative(path: Path, manifest: Manifest) -> str:
-    path = path.absolute()
-    root = manifest.path.parent
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+    def _start(
+        self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
+    ) -> Job:
+        return run_plan_here(planned.plan, run.path, planned.function, config, settings)

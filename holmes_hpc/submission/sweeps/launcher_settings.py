@@ -78,15 +78,13 @@ def settings_of_plan(config: DictConfig, settings: SlurmSettings, where: str) ->
         for k, v in config.hydra.launcher.items()
         if k in default and k not in (*OWN, "name", "_target_", "components") and v != default[k]
     }
-    taken: dict[str, Any] = {}
-    for key, value in changed.items():
-        if key not in OF_A_PLANS_JOB:
-            raise ConfigError(
-                f"{key} is the Plan's to say",
-                where=f"hydra.launcher.{key}",
-                hint="use the configuration groups plan and slurm",
-            )
-        taken[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    for key in changed.keys() - set(OF_A_PLANS_JOB):
+        raise ConfigError(
+            f"{key} is the Plan's to say",
+            where=f"hydra.launcher.{key}",
+            hint="use the configuration groups plan and slurm",
+        )
+    taken = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in changed.items()}
     if config.hydra.launcher.get("components"):
         raise ConfigError("components are the Plan's to say", where="hydra.launcher.components", hint="drop it")
     if where == "slurm" and settings.exclusive is None:  # jobs that share nodes share their NICs: no figure is right

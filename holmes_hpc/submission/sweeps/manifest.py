@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.foreign import from_json, read_file
@@ -88,36 +90,27 @@ class Manifest:
         """A path of the manifest as one to open."""
         return self.path.parent / relative
 
+    def relative(self, path: Path) -> str:
+        """Return `path` as the manifest writes it: relative where it lies in the sweep directory."""
+        path, root = path.absolute(), self.path.parent
+        return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
 
 def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Manifest:
     """The manifest of a sweep directory, empty when there is none yet."""
     path = Path(directory).absolute() / NAME
     try:
         data: Any = from_json(read_file(path))
+        if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
+            raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
+        jobs = msgspec.convert(data.get("jobs", []), list[SweepJob])
+        if unknown := {key for job in data.get("jobs", []) for key in job} - {each.name for each in fields(SweepJob)}:
+            raise ValueError(f"unknown keys {sorted(unknown)}")
+        return Manifest(path, jobs, float(data.get("created", 0.0)), dict(data.get("programs") or {}))
     except FileNotFoundError:
         return Manifest(path, [], created)
-    except (OSError, ValueError) as e:
+    except (OSError, TypeError, ValueError, msgspec.ValidationError) as e:
         raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
-    if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
-        raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
-    try:
-        jobs, programs = [_job(said) for said in data.get("jobs", [])], dict(data.get("programs") or {})
-        return Manifest(path, jobs, float(data.get("created", 0.0)), programs)
-    except (TypeError, ValueError) as e:
-        raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
-
-
-def _job(said: Any) -> SweepJob:
-    """A job as the manifest has it. TypeError for what is none."""
-    kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "tuple[str, ...]": list}
-    if not isinstance(said, dict):
-        raise TypeError("a job that is no mapping")
-    for one in fields(SweepJob):
-        if one.name in said and not isinstance(said[one.name], kinds[str(one.type)]):
-            raise TypeError(f"{one.name} of a job is {said[one.name]!r}")
-    if not all(isinstance(word, str) for word in said.get("overrides", ())):
-        raise TypeError("an override of a job is no text")
-    return SweepJob(**said)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

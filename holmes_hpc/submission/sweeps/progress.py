@@ -10,22 +10,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holmes_hpc import console
 from holmes_hpc.submission.sweeps.jobs import states
 from holmes_hpc.submission.sweeps.manifest import Manifest
+from holmes_hpc.submission.sweeps.returns import Launched
 from holmes_hpc.submission.sweeps.status_table import SweepRow, live_table, on_terminal, row_of, sweep_rows
-
-if TYPE_CHECKING:
-    from holmes_hpc.submission.sweeps.returns import Launched
 
 EVERY_S = 2.0  # a look at the jobs
 SAID_S = 8.0  # at most so long, and EVERY_S, nothing is said
 log = logging.getLogger(__name__)
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Of the jobs `launched` (others may be added to the list). Inside, :meth:`show` may be called at any rate."""
 
     def __init__(self, manifest: Manifest, launched: Sequence[Launched]) -> None:
@@ -33,9 +31,6 @@ class Progress:
         self._looked = self._said = time.monotonic()
         self._told: list[tuple[str, int | None]] = []
         self._live: Any = None
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
         if self._live is not None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from submitit.core import utils
+from submitit.local.local import LocalJob
 
+from holmes_hpc import console
 from holmes_hpc.errors import RunFailed
-
-if TYPE_CHECKING:
-    from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.lifecycle.status import job_of, record_end
+from holmes_hpc.submission.sweeps.jobs import cancel_sweep, on_this_machine, result_pickle
+from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 log = logging.getLogger(__name__)
 SETTLE_S = 20  # after the end of a job in Slurm: time for its records to become visible on this machine
@@ -36,11 +42,6 @@ class Launched:
 
 def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
     """(submitit's job, else what tells its state) of a job that an earlier launch submitted."""
-    from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.submission.executor.job import SlurmHetJob
-    from holmes_hpc.submission.lifecycle.status import job_of
-    from holmes_hpc.submission.sweeps.jobs import on_this_machine
-
     if entry.kind == "plan":
         return None, job_of(RunDirectory(manifest.place(entry.directory)))
     if entry.where == "local":  # submitit's local job knows only processes of its own
@@ -50,37 +51,24 @@ def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
 
 def wait(manifest: Manifest, job: Launched, meanwhile: Callable[[], None]) -> JobReturn:
     """Wait for a job's end; `meanwhile` is called again and again."""
-    from submitit.core import utils
-    from submitit.local.local import LocalJob
-
-    from holmes_hpc.submission.sweeps.jobs import result_pickle
-
-    returned: JobReturn
     if job.entry.kind == "plan":
         return _planned_return(manifest, job, meanwhile)
     if job.plain is not None:
         while not job.plain.done():
             meanwhile()
             time.sleep(0.5)
-        returned = job.plain.results()[0]
-        return returned
+        return job.plain.results()[0]
     while job.held is not None and not job.held.state().ended:
         meanwhile()
         time.sleep(0.5)
     if not job.cached:
         entry = job.entry
-        returned = LocalJob(manifest.place(entry.folder), entry.job_id, list(range(entry.tasks))).results()[0]
-        return returned
-    returned = utils.pickle_load(result_pickle(manifest, job.entry))[1]
-    return returned
+        return LocalJob(manifest.place(entry.folder), entry.job_id, list(range(entry.tasks))).results()[0]
+    return utils.pickle_load(result_pickle(manifest, job.entry))[1]
 
 
 def _planned_return(manifest: Manifest, job: Launched, meanwhile: Callable[[], None]) -> JobReturn:
     """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
-    from holmes_hpc.records.run import RunDirectory
-    from holmes_hpc.slurm.job_states import JobState
-    from holmes_hpc.submission.lifecycle.status import record_end
-
     run = RunDirectory(manifest.place(job.entry.directory))
     ended, state = None, JobState("COMPLETED")
     while job.held is not None:
@@ -117,15 +105,10 @@ def _planned_return(manifest: Manifest, job: Launched, meanwhile: Callable[[], N
 
 def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
     """Ctrl-C: ask whether to cancel what was submitted, and say how to come back."""
-    from holmes_hpc.submission.sweeps.jobs import cancel_sweep
-
-    answer = ""
-    if sys.stdin.isatty():
-        try:
-            answer = input(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ").strip().lower()
-        except (EOFError, KeyboardInterrupt):
-            answer = ""
-    if answer.startswith("y"):
+    answer = None
+    with contextlib.suppress(KeyboardInterrupt):
+        answer = console.ask(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ")
+    if answer and answer.startswith("y"):
         cancel_sweep(manifest, jobs)
         log.info("cancelled")
     else:
@@ -141,9 +124,9 @@ def save_hydra(config: DictConfig, directory: Path) -> None:
         return
     target = directory / str(config.hydra.output_subdir)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.yaml").write_text(OmegaConf.to_yaml(task_config(config)), encoding="utf-8")
-    (target / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.masked_copy(config, "hydra")), encoding="utf-8")
-    (target / "overrides.yaml").write_text(OmegaConf.to_yaml(config.hydra.overrides.task), encoding="utf-8")
+    parts = {"config": task_config(config), "hydra": OmegaConf.masked_copy(config, "hydra")}
+    for name, part in {**parts, "overrides": config.hydra.overrides.task}.items():
+        (target / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
 
 
 def task_config(config: DictConfig) -> DictConfig:

@@ -6,12 +6,12 @@ An old value is no measurement of this launch's program, nor of a point that a s
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holmes_hpc import console
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.sweeps.jobs import finished
@@ -88,22 +88,14 @@ def _other(manifest: Manifest, job: SweepJob, program: Program | None) -> str:
 def take_over(found: Mapping[tuple[str, ...], Earlier], reuse: bool | str) -> dict[tuple[str, ...], Earlier]:
     """Those of `found` that count as this launch's; what is taken over, and what is not, is listed."""
     if reuse == "ask":
-        taken = dict(found) if found and _agreed(found.values()) else {}
+        listed = "\n".join(f"  {earlier}" for earlier in found.values())
+        answer = console.ask(f"{listed}\ntake these jobs of earlier launches over? [y/N] ") if found else None
+        taken = dict(found) if answer and answer.startswith("y") else {}
     else:
         taken = {key: earlier for key, earlier in found.items() if reuse and not earlier.other}
     for key, earlier in found.items():
         log.info(f"{'taken over' if key in taken else 'not taken over'}: {earlier}")
     return taken
-
-
-def _agreed(found: Iterable[Earlier]) -> bool:
-    if not sys.stdin.isatty():
-        return False
-    print(*(f"  {earlier}" for earlier in found), sep="\n")
-    try:
-        return input("take these jobs of earlier launches over? [y/N] ").strip().lower().startswith("y")
-    except EOFError:
-        return False
 
 
 def refuse_living(

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle import starts
-from holmes_hpc.submission.lifecycle.run_states import is_end, run_state
+from holmes_hpc.submission.lifecycle.run_states import StateRow, run_state
 from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
@@ -32,7 +32,7 @@ WHOLE = 8_000_000  # bytes of a growing metrics.jsonl that are read at every loo
 
 
 @dataclass(frozen=True)
-class SweepRow:
+class SweepRow(StateRow):
     """One job of a sweep as a table shows it. `state`: completed, failed, … when it ended, else Slurm's word
     in lower case. `step`, `loss`: of the last step; `tokens_per_s`: of all that count (run_rates)."""
 
@@ -48,13 +48,6 @@ class SweepRow:
     directory: str
     why: str = ""
 
-    @property
-    def ended(self) -> bool:
-        return is_end(self.state)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def sweep_status(directory: str | os.PathLike[str], mode: str = "force") -> list[SweepRow]:
     """The state of every job of a sweep, with one Slurm query for all of them."""
@@ -67,7 +60,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     word, why = state.state.lower(), state.why
     if job.kind == "plan":
         run = RunDirectory(manifest.place(job.directory))
-        last = _last_metrics(run.metrics_path)
+        last = next(_last_lines(run.metrics_path), {})
         step, loss, rate = last.get("step"), last.get("loss"), run_rates(run).get("tokens_per_s")
         why = starts.why(run, state, step)
         result = run.read_result()
@@ -87,17 +80,17 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
                 else (unread(manifest, job) or "its task left no note of its end")
             )
     return SweepRow(
-        job.num,
-        job.overrides,
-        job.job_id,
-        word,
-        state.reason,
-        step,
-        loss,
-        rate,
-        error,
-        str(manifest.place(job.directory)),
-        why,
+        num=job.num,
+        overrides=job.overrides,
+        job_id=job.job_id,
+        state=word,
+        reason=state.reason,
+        step=step,
+        loss=loss,
+        tokens_per_s=rate,
+        error=error,
+        directory=str(manifest.place(job.directory)),
+        why=why,
     )
 
 
@@ -121,11 +114,6 @@ def _rates(directory: Path, size: int, _: int, ended: bool) -> dict[str, float]:
         return {}
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl, without reading all of it."""
-    return next(_last_lines(path), {})
-
-
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The last whole lines of metrics.jsonl, the very last first."""
     for line in reversed(tail(path, 160)):
@@ -144,7 +132,6 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     found = []
     for job, state in states(manifest, manifest.jobs).items():
         row = row_of(manifest, job, state)
-        final: Any = None
         if job.kind == "plan":
             run = RunDirectory(manifest.place(job.directory))
             result = run.read_result()

@@ -18,7 +18,7 @@ from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.plan_job import script_for_plan, submit_plan
+from holmes_hpc.submission.plan_job import plan_executor, submit_plan
 
 PARTS = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2, "tasks_per_node": 2}, {"partition": "eth", "nodes": 1}]
 FEASIBLE = """
@@ -338,7 +338,9 @@ def test_the_signal_is_that_which_tasks_listen_for(
     assert f"#SBATCH --signal={preferred or 'USR2'}@30\n" in text
     assert ("export SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text) == bool(preferred)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
-    assert "--signal=USR2@" in script_for_plan(plans.plan("ib-a"), run.path, SlurmSettings())  # training's own
+    assert (
+        "--signal=USR2@" in plan_executor(plans.plan("ib-a"), run.path, SlurmSettings()).job_script()
+    )  # training's own
 
 
 @pytest.mark.integration

@@ -36,7 +36,7 @@ from holmes_hpc.submission.lifecycle.status import (
     run_statuses,
 )
 from holmes_hpc.submission.local import run_plan_here
-from holmes_hpc.submission.plan_job import plan_components, script_for_plan
+from holmes_hpc.submission.plan_job import plan_components, plan_executor
 
 pytestmark = pytest.mark.integration
 
@@ -274,9 +274,9 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
     ib, eth = plan_components(plan, settings)
     assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
     assert dict(eth.additional) == {"switches": 1, "licenses": "x:1"} and ib.exclusive is True
-    text = script_for_plan(plan, tmp_path / "x", settings)
+    text = plan_executor(plan, tmp_path / "x", settings).job_script()
     assert "--time=90" in text and "module load x" in text and "#SBATCH --requeue" in text
-    assert text == script_for_plan(plan, tmp_path / "x", settings)  # --dry-run is reproducible
+    assert text == plan_executor(plan, tmp_path / "x", settings).job_script()  # --dry-run is reproducible
 
 
 @pytest.mark.parametrize(
@@ -340,12 +340,13 @@ def test_a_job_of_cpus_asks_for_none() -> None:
 
 
 def test_the_script_says_how_ranks_lie(tmp_path: Path) -> None:
-    text = script_for_plan(a_cluster(), tmp_path / "x", SlurmSettings())
+    text = plan_executor(a_cluster(), tmp_path / "x", SlurmSettings()).job_script()
     assert "--distribution=block:block --cpus-per-task=16" in text
     for line in ("--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=16", "--mem=0"):
         assert f"#SBATCH {line}\n" in text
-    assert "--distribution=block:cyclic" in script_for_plan(
-        a_cluster(), tmp_path / "x", SlurmSettings(distribution="block:cyclic")
+    assert (
+        "--distribution=block:cyclic"
+        in plan_executor(a_cluster(), tmp_path / "x", SlurmSettings(distribution="block:cyclic")).job_script()
     )
     with pytest.raises(ConfigError, match="use block:block, block:cyclic"):
         SlurmSettings(distribution="cyclic")  # ranks would change their components

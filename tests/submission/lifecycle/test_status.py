@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import plans
+import psutil
 import pytest
 
 from holmes_hpc.config.composition import applied, load
@@ -26,7 +27,7 @@ from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.watcher import Expected, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.plan_job import script_for_plan
+from holmes_hpc.submission.plan_job import plan_executor
 from holmes_hpc.submission.sweeps import jobs as sweep
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
@@ -144,7 +145,7 @@ def test_setup_is_lines_and_not_a_text() -> None:
 
 
 def test_no_setting_of_the_shell_keeps_the_ranks_without_their_environment() -> None:
-    assert "srun --het-group=0,1 --export=ALL " in script_for_plan(PLAN, "/somewhere/run", SlurmSettings())
+    assert "srun --het-group=0,1 --export=ALL " in plan_executor(PLAN, "/somewhere/run", SlurmSettings()).job_script()
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def test_a_local_run_is_alive_though_the_clock_was_set_back(tmp_path: Path, monk
         try:
             jobs = [track.OnThisMachine(run, process.pid, socket.gethostname(), now) for process in (own, other)]
             assert [job.state().state for job in jobs] == ["RUNNING"] * 2
-            monkeypatch.setattr(time, "time", lambda: now - 3600)
+            monkeypatch.setattr(psutil.Process, "create_time", lambda _: now - 3600)  # the kernel counts from the clock
             assert [job.state().state for job in jobs] == ["RUNNING", "FAILED"]
         finally:
             own.kill()
