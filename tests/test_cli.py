@@ -653,6 +653,7 @@ def test_two_spellings_with_different_values_are_refused(holmes, site, verb):
         words = [option, value, *([] if option == "--site" else ["--site", str(site)])]
         refused(holmes(verb, key, *words), option, key, "differ")
     refused(holmes(verb, "--site", str(site), "--nodes", "ib-a"), "--nodes", "FABRIC=NODES")
+    refused(holmes(verb, "--site", str(site), "--layers-per-stage", "a,b"), "--layers-per-stage", "write 26,22")
     refused(holmes(verb, "--site", str(site), "--model", "gpt_3_6b", "tp=2"), "did you mean 'plan.tp'?")
     refused(holmes(verb, "--site", str(site), "--model", "gpt_3_6"), "did you mean 'gpt_3_6b'?")
 

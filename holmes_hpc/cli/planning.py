@@ -89,11 +89,8 @@ def plan(
     known = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
     ends = earliest_ends(config, clock, known) if earliest else []
-    chosen = (
-        ends[0].plan
-        if ends
-        else request.make_plan(config, None if config.plan_file else asked_site(config), clock, known)
-    )
+    site = None if ends or config.plan_file else asked_site(config)
+    chosen = ends[0].plan if ends else request.make_plan(config, site, clock, known)
     if output:
         chosen.write(output)
     costs = replace(request.costs(config, chosen), corrections=corrections)

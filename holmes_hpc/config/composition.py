@@ -165,7 +165,7 @@ def _sets(key: str, other: str) -> bool:
 
 def _declared(overrides: Sequence[Any]) -> DictConfig | None:
     """Return the declared options that `overrides` choose, with their values. None where Hydra has to compose: an
-    option that is not declared here, a deletion, a sweep, a key of Hydra itself, or an error."""
+    option or a group that is not declared here (``+sweep=ablation``), a deletion, a sweep, or an error."""
     groups = [o for o in overrides if o.key_or_group in GROUPS]
     names = {group: name for group, name in DEFAULTS.items() if group in GROUPS}
     names |= {o.key_or_group: str(o.value()) for o in groups}
@@ -175,7 +175,8 @@ def _declared(overrides: Sequence[Any]) -> DictConfig | None:
         None in options.values()
         or len({o.key_or_group for o in groups}) < len(groups)
         or any(o.is_add() or o.is_force_add() for o in groups)
-        or any(o.is_delete() or o.is_sweep_override() or o.is_hydra_override() or o.package for o in overrides)
+        or any(o.is_delete() or o.is_sweep_override() or o.package for o in overrides)
+        or any(o.key_or_group.partition(".")[0] not in keys(Configuration) for o in overrides)
     ):
         return None
     config = OmegaConf.create({**{k: d.default for k, d in keys(Configuration).items() if k not in GROUPS}, **options})

@@ -51,6 +51,8 @@ class Flag:
         """Return the value of `text` for an option of several words: 26,22 or ib-a=4,roce-a=4 or yes."""
         parts = text.split(",")
         if self.type is tuple:
+            if not all(part.strip().lstrip("-").isdecimal() for part in parts):
+                raise ConfigError(f"{text!r} is not whole numbers", where=self.name, hint="write 26,22")
             return parts
         if self.type is bool:
             return yes_or_no(text, self.name)

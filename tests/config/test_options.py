@@ -36,7 +36,7 @@ QUOTED = [
     "slurm.mem=8G",
     "slurm.timeout_min=1-12:00:00",
 ]
-LEFT_TO_HYDRA = ["~train.lr", "hydra.run.dir=x"]
+LEFT_TO_HYDRA = ["~train.lr", "hydra.run.dir=x", "+sweep=ablation"]
 REFUSED = [
     "train.lr",
     "train.lr=1,2",
@@ -74,8 +74,10 @@ def test_every_named_model_brings_the_batch_that_hydra_gives_it() -> None:
 
 
 @pytest.mark.parametrize("override", LEFT_TO_HYDRA)
-def test_what_the_declared_options_cannot_say_is_left_to_hydra(override: str) -> None:
-    assert from_dict(composed([override])) == from_dict(composed())
+def test_what_the_declared_options_cannot_say_is_left_to_hydra(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    config = composed([override])
+    only_by_hydra(monkeypatch)
+    assert config == composed([override])
 
 
 @pytest.mark.parametrize("override", REFUSED)
