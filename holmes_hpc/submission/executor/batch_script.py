@@ -223,7 +223,7 @@ def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, s
     if image and not is_apptainer(image):
         options.append(f"--container-image={shlex.quote(image)}")
         options += [f"--container-mounts={shlex.quote(','.join(part.mounts))}"] * bool(part.mounts)
-    options += [shlex.quote(a) for a in (*job.srun_args, *part.srun_args)]
+    options += [shlex.quote(str(a)) for a in (*job.srun_args, *part.srun_args)]
     if part.cpus_per_task:  # not inherited from sbatch since Slurm 22.05
         options.append(f"--cpus-per-task={part.cpus_per_task}")
     return " ".join(options), *_program(job, part, command)

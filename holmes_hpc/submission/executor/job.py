@@ -143,11 +143,8 @@ class SlurmHetJob(core.Job[Any]):
             return super().exception()
         self.wait()
         raised = [job for job in self._sub_jobs if job.paths.result_pickle.exists()]
-        for job in [*raised, *(j for j in self._sub_jobs if j not in raised)]:
-            found = job.exception()
-            if found is not None:
-                return found
-        return None
+        ordered = [*raised, *(j for j in self._sub_jobs if j not in raised)]
+        return next((error for job in ordered if (error := job.exception()) is not None), None)
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send what preemption or a time-out sends (for tests), to all components."""

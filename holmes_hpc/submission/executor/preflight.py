@@ -107,24 +107,20 @@ def _warn(line: str) -> None:
     log.warning(f"holmes: warning: {line}")
 
 
-def _kept(key: object, read: Callable[[], Any]) -> Any:
-    """Return what `read` returns, kept for CACHE_S; an exception is not kept."""
+def _kept(key: object, read: Callable[[], Any], *silenced: type[Exception]) -> Any:
+    """Return what `read` returns, kept for CACHE_S; None, kept too, for one of the `silenced` exceptions."""
     since, answer = _answers.get(key, (-math.inf, None))
     if time.monotonic() - since > CACHE_S:
-        answer = read()
+        answer = None
+        with contextlib.suppress(*silenced):
+            answer = read()
         _answers[key] = time.monotonic(), answer
     return answer
 
 
 def _fact(what: str, read: Callable[[], Any]) -> Any:
     """Return a fact about the site, kept as long as the tests of components; None where Slurm does not tell it."""
-
-    def fact() -> Any:
-        with contextlib.suppress(SiteError, SubmissionError):
-            return read()
-        return None
-
-    return _kept(what, fact)
+    return _kept(what, read, SiteError, SubmissionError)
 
 
 def _nodes() -> list[Node]:

@@ -174,16 +174,11 @@ class SlurmHetExecutor(core.PicklingExecutor):
         options = {option(k, "job"): v for k, v in (whole.get("additional") or {}).items()}
         whole["additional"] = tuple((k, v) for k, v in options.items() if k in OF_THE_JOB)
         parts = tuple(part.filled(options) for part in parts)
-        if isinstance(whole.get("srun_args"), str):
-            raise SubmissionError("srun_args is a text, must be a list", where="executor slurmhet", hint="split it")
-        whole["srun_args"] = tuple(str(a) for a in whole.get("srun_args") or ())
         paths = utils.JobPaths(folder=self.folder)
         apart = not given.get("stderr_to_stdout", False)
         separate = batch_log(self.folder)
-        batch = separate or Path(str(paths.stdout).replace("%t", "0"))
         if token:
             whole["comment"] = " ".join(w for w in (whole.get("comment"), token) if w)
-        whole.setdefault("name", "submitit")
         environment = [
             ("SUBMITIT_EXECUTOR", self.name()),
             (LEADER, "%j"),
@@ -191,11 +186,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
             *([(PREEMPT_SIGNAL, preempt_signal())] if preempt_signal() != USER_SIGNAL else []),
             *((f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)),
         ]
-        error = Path(str(paths.stderr).replace("%t", "0")) if separate is None and apart else None
         return JobRequest(
             components=parts,
-            output=str(batch),
-            error=None if error is None else str(error),
+            output=str(separate or str(paths.stdout).replace("%t", "0")),
+            error=str(paths.stderr).replace("%t", "0") if separate is None and apart else None,
             rank_output=str(paths.stdout),
             rank_error=str(paths.stderr) if apart else None,
             directories=(str(self.folder),),
@@ -203,7 +197,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
             max_requeues=int(given.get("max_requeues") or 0),
             environment=tuple(environment),
             signal=preempt_signal(),
-            **{"timeout_min": 5, "requeue": None, **whole},
+            **{"name": "submitit", "timeout_min": 5, **whole},
         )
 
     def job_script(self) -> str:
