@@ -109,16 +109,16 @@ class Vocabulary:
         names = NicNames(said.get("interface"), _words(said.get("hca")), _words(said.get("storage")))
         return Meaning(
             feature,
-            nic,
-            rates.get("rate"),
-            rates.get("port"),
-            rates.get("ethernet"),
-            said.get("fabric"),
-            said.get("gpu"),
-            rule.unsupported,
-            rule.own,
-            names,
-            int(rates.get("ranks", 0)),
+            nic=nic,
+            rate=rates.get("rate"),
+            port=rates.get("port"),
+            ethernet=rates.get("ethernet"),
+            fabric=said.get("fabric"),
+            gpu=said.get("gpu"),
+            unsupported=rule.unsupported,
+            own=rule.own,
+            names=names,
+            ranks=int(rates.get("ranks", 0)),
         )
 
     def gpu(self, name: str) -> Gpu | None:
@@ -171,15 +171,15 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
     names = _names(meanings, problems)
     return Reading(
         nic,
-        rate,
-        ethernet,
-        fabrics[0] if len(fabrics) == 1 else None,
-        gpu,
-        tuple(meanings),
-        unknown,
-        tuple(said),
-        tuple(problems),
-        names,
+        rdma_gbps=rate,
+        ethernet_gbps=ethernet,
+        fabric=fabrics[0] if len(fabrics) == 1 else None,
+        gpu=gpu,
+        meanings=tuple(meanings),
+        unknown=unknown,
+        said=tuple(said),
+        problems=tuple(problems),
+        names=names,
     )
 
 

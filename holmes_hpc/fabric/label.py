@@ -83,11 +83,15 @@ def differences(
     if not any(m.nic for m in reading.meanings) and nic.rdma:
         found.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
     if nic.rdma:
-        found += _compare(nic, reading.rdma_gbps, nics.rdma_gbps(nic), f"nic_{nic}", where, hint, node)
+        found += _compare(
+            nic, reading.rdma_gbps, nics.rdma_gbps(nic), label=f"nic_{nic}", where=where, hint=hint, node=node
+        )
         port = next((m.port for m in reading.meanings if m.port), None)
         if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):
             found = [Finding("warning", f.where, f.what, f.hint, f.node) if "rate" in f.what else f for f in found]
-    found += _compare(NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), "eth", where, hint, node)
+    found += _compare(
+        NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), label="eth", where=where, hint=hint, node=node
+    )
     return found
 
 

@@ -84,15 +84,15 @@ def facts_of(
     first = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
     return Facts(
         node,
-        nics.type,
-        features_of(nics),
-        ethernet,
-        address,
-        network,
-        trouble,
-        first,
-        nics.notes,
-        tuple(f for f in findings if f.level != "info"),
+        nic=nics.type,
+        deserves=features_of(nics),
+        ethernet=ethernet,
+        address=address,
+        network=network,
+        trouble=trouble,
+        ipoib=first,
+        notes=nics.notes,
+        findings=tuple(f for f in findings if f.level != "info"),
     )
 
 

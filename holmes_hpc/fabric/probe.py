@@ -179,16 +179,16 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
             RdmaPort(
                 device,
                 int(port),
-                kind,
-                active,
-                state,
-                float(rate[1]) if rate else None,
-                _top(tree, owner),
-                index,
-                gid,
-                nearest,
-                pci,
-                physical,
+                kind=kind,
+                active=active,
+                state=state,
+                gbps=float(rate[1]) if rate else None,
+                interface=_top(tree, owner),
+                gid_index=index,
+                gid=gid,
+                gpus=nearest,
+                pci=pci,
+                physical=physical,
             )
         )
     return found
@@ -282,15 +282,15 @@ def _interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str,
     driver = tree.target(f"{base}/device/driver") or ("bond" if bonded else "")
     return Nic(
         name,
-        nic,
-        _up(tree, base),
-        address,
-        prefix,
-        _speed(tree, base, bonded, own),
-        tuple(p.name for p in own),
-        tree.target(f"{base}/master"),
-        driver,
-        _carrier(tree, base),
+        type=nic,
+        up=_up(tree, base),
+        address=address,
+        prefix=prefix,
+        gbps=_speed(tree, base, bonded, own),
+        rdma=tuple(p.name for p in own),
+        member_of=tree.target(f"{base}/master"),
+        driver=driver,
+        carrier=_carrier(tree, base),
     )
 
 

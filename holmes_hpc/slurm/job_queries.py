@@ -39,12 +39,12 @@ def parse_sacct(text: str) -> list[Row]:
         rows += [
             Row(
                 *identity,
-                _word(cells[1]),
-                cells[6],
-                _number(cells[3]),
-                _none(cells[5]),
-                _none(cells[4]),
-                status,
+                state=_word(cells[1]),
+                name=cells[6],
+                submitted=_number(cells[3]),
+                nodes=_none(cells[5]),
+                reason=_none(cells[4]),
+                exit_code=status,
                 token=_token("".join(cells[7:])),
             )
             for identity in _identities(cells[0])

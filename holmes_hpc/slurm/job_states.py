@@ -177,12 +177,12 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
     return JobState(
         state,
-        reason,
-        nodes,
-        code,
-        tuple(states),
-        source,
-        max(r.restarts for r in ordered),
+        reason=reason,
+        nodes=nodes,
+        exit_code=code,
+        components=tuple(states),
+        source=source,
+        restarts=max(r.restarts for r in ordered),
         component_nodes=tuple(r.nodes for r in ordered),
         start=max((r.start for r in ordered if r.start), default=None) if state in WAITING else None,
     )

@@ -189,16 +189,16 @@ def parse_node(line: str) -> Node:
     active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
     return Node(
         record["NodeName"],
-        _words(record.get("Partitions", "")),
-        parse_states(record.get("State", "UNKNOWN")),
-        active,
-        available,
-        _int(record.get("CPUEfctv") or record.get("CPUTot")),
-        _int(record.get("RealMemory")),
-        parse_gres(record.get("Gres", "")),
-        record.get("NodeAddr", ""),
-        record.get("Version", ""),
-        record.get("Reason", ""),
+        partitions=_words(record.get("Partitions", "")),
+        states=parse_states(record.get("State", "UNKNOWN")),
+        features=active,
+        available=available,
+        cpus=_int(record.get("CPUEfctv") or record.get("CPUTot")),
+        memory_mib=_int(record.get("RealMemory")),
+        gres=parse_gres(record.get("Gres", "")),
+        address=record.get("NodeAddr", ""),
+        version=record.get("Version", ""),
+        reason=record.get("Reason", ""),
     )
 
 
@@ -213,13 +213,13 @@ def parse_partition(line: str) -> Partition:
         )
     return Partition(
         record["PartitionName"],
-        tuple(expand(record.get("Nodes", ""))),
-        record.get("Default") == "YES",
-        record.get("State", "UP") == "UP",
-        record.get("MaxTime", ""),
-        record.get("MaxNodes", ""),
-        _int(record.get("PriorityTier")),
-        record.get("QoS", "").replace("N/A", ""),
+        nodes=tuple(expand(record.get("Nodes", ""))),
+        default=record.get("Default") == "YES",
+        up=record.get("State", "UP") == "UP",
+        max_time=record.get("MaxTime", ""),
+        max_nodes=record.get("MaxNodes", ""),
+        priority=_int(record.get("PriorityTier")),
+        qos=record.get("QoS", "").replace("N/A", ""),
     )
 
 

@@ -49,11 +49,11 @@ def _bed(directory: Path, record: Record) -> Bed:
     return Bed(
         Places(directory),
         Wiring(shape, record.prefix, record.subnet),
-        record.ports,
-        record.password,
-        userland.root_of(directory, record.release),
-        Path(record.slurm) if record.slurm else None,
-        record.auth,
+        ports=record.ports,
+        password=record.password,
+        userland=userland.root_of(directory, record.release),
+        prefix=Path(record.slurm) if record.slurm else None,
+        auth=record.auth,
     )
 
 

@@ -59,7 +59,7 @@ def _build(source: Path, place: Path, mark: Mapping[str, str], progress: Callabl
             ["make", f"-j{len(os.sched_getaffinity(0))}"],
             ["make", "install"],
         ):
-            _step(argv, work, out.fileno(), log, f"--slurm-source {source}", mark, progress)
+            _step(argv, work, out=out.fileno(), log=log, where=f"--slurm-source {source}", mark=mark, progress=progress)
     shutil.rmtree(work)
     shutil.rmtree(unpacked, ignore_errors=True)
     (place / DONE).touch()

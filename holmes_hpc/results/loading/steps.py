@@ -134,14 +134,14 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
     return Steps(
         step,
         attempt,
-        {name: lines[name].to_numpy() for name in SCALARS},
-        breakdown,
-        sent["tx"],
-        sent["rx"],
-        _most(lines["peak_memory_bytes"]),
-        int((attempt < first_attempt).sum()),
-        broken,
-        tuple(_missing(lines, breakdown)),
+        scalars={name: lines[name].to_numpy() for name in SCALARS},
+        breakdown=breakdown,
+        tx=sent["tx"],
+        rx=sent["rx"],
+        peak=_most(lines["peak_memory_bytes"]),
+        earlier=int((attempt < first_attempt).sum()),
+        broken=broken,
+        missing=tuple(_missing(lines, breakdown)),
     )
 
 
