@@ -10,7 +10,7 @@ import jinja2
 import pandas as pd
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.results import compare, figures, tables
+from holmes_hpc.results import answers, compare, figures, tables
 from holmes_hpc.results.columns import PARTS
 from holmes_hpc.results.report import Report
 
@@ -47,7 +47,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     """A few (figure, what it is), shown large."""
     if report.by == "loss" and not report.single:
         return _facts_by_loss(report.comparison.cells)
-    found = compare.winner(report.comparison)
+    found = answers.winner(report.comparison)
     if found is None:
         return []
     best, base = found

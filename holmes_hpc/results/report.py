@@ -13,7 +13,7 @@ import pandas as pd
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import compare, headline, tables
+from holmes_hpc.results import answers, compare, headline, tables
 from holmes_hpc.results.columns import STEP_COLUMNS
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
@@ -54,8 +54,8 @@ class Report:
         if self.single:
             return _one_run_answer(self.run, self.plan)
         if self.by == "throughput":
-            return [*headline.headline(self.comparison), *compare.answer(self.comparison)]
-        return compare.ranking(self.comparison)
+            return [*headline.headline(self.comparison), *answers.answer(self.comparison)]
+        return answers.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
         """(what, samples/s) of several runs' cells, for a chart on a terminal; none for one, or by loss."""
