@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import plans
 import pytest
 
@@ -79,7 +80,7 @@ def test_the_start_up_check_goes_by_the_sites_link_between_two_fabrics(gbps: flo
     for rank, fabric in enumerate(("ib-a", "ib-a", "roce-a", "roce-a")):
         own = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}", 24)}, {}, False)
         infos.append(NodeInformation(own.node, fabric, (rank,), endpoints(plan, own)))
-    infos = [NodeInformation.from_dict(info.to_dict()) for info in infos]
+    infos = [msgspec.json.decode(msgspec.json.encode(info), type=NodeInformation) for info in infos]
     crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")
     assert [f.level for f in slow(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels
     assert [f.level for f in slow(infos, [LinkReport("n0", measured=((inside, 0.38),))])] == ["error"]
