@@ -136,12 +136,13 @@ def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str
     rows = [
         [
             nodes_of(start.plan),
-            str(start.plan.parallel),
+            f"PP {p.pp}, TP and DP by stage" if start.plan.is_per_stage else str(p),
             clock(start.start),
             f"{start.duration_s / 60:.1f} min",
             clock(start.end),
         ]
         for start in starts
+        for p in [start.plan.parallel]
         if start.start is not None and start.end is not None
     ]
     return ["nodes", "layout", "start", "duration", "end"], rows
