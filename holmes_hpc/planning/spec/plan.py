@@ -133,8 +133,11 @@ class Plan:
             )
 
     def _check_per_stage(self) -> None:
-        if self.parallel.is_uniform and self.schedule.kind != PER_STAGE.name:
-            self.batch.micro_batches(self.parallel.dp)  # says what does not divide
+        p = self.parallel
+        if p.is_uniform:
+            plain = Parallel(p.stages, sequence_parallel=p.sequence_parallel)
+            if self.schedule.kind != PER_STAGE.name or p != plain:
+                self.batch.micro_batches(p.dp)  # says what does not divide
         for name, value, only in (
             ("schedule.kind", self.schedule.kind, PER_STAGE.name),
             ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),

@@ -119,6 +119,16 @@ def test_what_takes_one_width_for_all_stages_says_so() -> None:
         spawn.unequal((1, 2), (1, 1)).parallel.tp  # noqa: B018 (it raises)
 
 
+def test_an_uneven_batch_is_shared_out_by_replicas_without_virtual_stages_only() -> None:
+    batch = {"global_size": 7, "micro_size": 1, "sequence_length": 16}
+    data = spawn.plan(pp=2, dp=2, schedule="ahead", in_flight=[3, 1]).to_dict() | {"batch": batch}
+    del data["transports"]
+    assert Plan.from_dict(data).is_per_stage
+    for more in ({"order": "tp-cp-ep-pp-dp"}, {"distributed_optimizer": False}):
+        with pytest.raises(PlanError, match="not a multiple"):
+            Plan.from_dict(data | {"parallel": data["parallel"] | more})
+
+
 @given(st.integers(1, 6), st.integers(1, 60), st.data())
 def test_micro_batches_are_dealt_out_by_weight(dp: int, count: int, data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.integers(1, 4), min_size=dp, max_size=dp))
