@@ -238,16 +238,18 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("ending", "why"),
+    ("ending", "limit_s", "why"),
     [
-        ("echo 'srun: error: a2: task 1: Exited with exit code 1' >&2; exit 1", "a2: task 1: Exited with exit code 1"),
-        ("exec sleep 30", "no answer in 1 s"),
+        ("echo 'srun: error: a2: task 1: Exited with code 1' >&2; exit 1", 60, "a2: task 1: Exited with code 1"),
+        ("exec sleep 60", 4, "no answer in 4 s"),
     ],
 )
-def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(srun, monkeypatch, ending: str, why: str) -> None:
+def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(
+    srun, monkeypatch, ending: str, limit_s: int, why: str
+) -> None:
     does, asked = srun
     does(f"{answer('a1')}\n{ending}")
-    monkeypatch.setattr("holmes_hpc.fabric.node_facts.limit", lambda nodes: 1)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.limit", lambda nodes: limit_s)
     found, silent = ask_nodes([node(n.name, IB, "old,ib") for n in NODES])
     assert [f.node for f in found] == ["a1"] and "--partition=ib" in asked()
     assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what
