@@ -50,6 +50,7 @@ def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, An
         trainer.record_start()
         final = trainer.run(signals)
         trainer.close()
+        here.close()
         return final
 
     return session.as_rank(config, unrecorded, work)

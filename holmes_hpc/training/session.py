@@ -99,7 +99,8 @@ def run_directory(path: str | None) -> RunDirectory:
 def as_rank(
     config: Configuration, unrecorded: Sequence[str], work: Callable[[Session, Watchdog, Signals], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Join the run as one rank, do `work` there and return its result.
+    """Join the run as one rank, do `work` there and return its result. `work` ends with :meth:`Session.close`, while
+    the groups' users are alive.
 
     A failure is one line in the log and in exits/, and the same exit code on every rank. `unrecorded`: the keys of
     `config` that an older record lacks.
@@ -117,7 +118,6 @@ def as_rank(
                 config.train, own, plan, run, rank_exit, bind_cpus=config.slurm.bind_cpus, goes_on=watchdog.setting_up
             )
             result = work(here, watchdog, signals)
-            here.close()
         if result.get("preempted"):
             rank_exit.ended("preempted", signal=signals.told)
         else:

@@ -77,10 +77,12 @@ def _measure(config: Configuration, here: Session, watchdog: Watchdog, signals: 
     samples = everyone(name="measured/links", value=networks.samples(here, trainer.control, deadline))
     meeting_s = networks.meeting_s(trainer.control)
     trainer.close()
-    if rank > 0:
-        return {}
-    flat = [networks.Sample(tuple(fabrics), *s) for rows in samples for fabrics, *s in rows]
-    return _write(trainer, here.run, ranks, flat, meeting_s)
+    written: dict[str, Any] = {}
+    if rank == 0:
+        flat = [networks.Sample(tuple(fabrics), *s) for rows in samples for fabrics, *s in rows]
+        written = _write(trainer, here.run, ranks, flat, meeting_s)
+    here.close()
+    return written
 
 
 # -- the parts of a step ----------------------------------------------------------------------------------------------
