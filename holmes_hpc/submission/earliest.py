@@ -136,7 +136,7 @@ def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str
     rows = [
         [
             nodes_of(start.plan),
-            f"PP {p.pp}, TP and DP by stage" if start.plan.is_per_stage else str(p),
+            f"PP {p.pp} by stage" if start.plan.is_per_stage else f"TP {p.tp} PP {p.pp} DP {p.dp}",
             clock(start.start),
             f"{start.duration_s / 60:.1f} min",
             clock(start.end),
