@@ -40,10 +40,8 @@ LINE_WAIT_S, LINE_WAIT = 0.02, 0.002  # at most so long, and such a part of a st
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as one rank of the plan, recording into the run directory; return the last step's figures (on rank 0).
-
-    See :func:`session.as_rank` for failures and `unrecorded`.
-    """
+    """Train as one rank of the plan, recording into the run directory; return the last step's figures (on rank 0). See
+    :func:`session.as_rank` for failures and `unrecorded`."""
 
     def work(here: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
         trainer = Trainer(config, here, watchdog)
