@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import predict_layout
+from holmes_hpc.planning.search.candidate import Candidate
+from holmes_hpc.planning.search.per_stage import Variant
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # of a step's time
 
 
-class Layered(Protocol):
-    """A layout with its layers, (1, S, C), and the strategy that it follows."""
-
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def layers(self) -> np.ndarray: ...
-
-
-def alternative(best: Layered, runner_up: Layered) -> dict[str, Any]:
+def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, Any]:
     """Return a runner-up, whose layout is uniform, as plain data, with what it loses against the best."""
     other, layers = runner_up.layout, runner_up.layers
     first, second = predict_layout(best.layout, best.layers), predict_layout(other, layers)
