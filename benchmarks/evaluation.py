@@ -54,7 +54,7 @@ from holmes_hpc.results import load_runs
 from holmes_hpc.results.compare import compare
 from holmes_hpc.results.figures import ablation, predicted_measured, scaling, svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, paired_ratios, percentage_errors, repeats_interval
-from holmes_hpc.results.tables import Table, interval, number, unpacked
+from holmes_hpc.results.tables import Table, interval, number
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 
@@ -122,7 +122,7 @@ def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
                     "where": cell.environment,
                     "nodes": cell.nodes,
                     "system": cell.system,
-                    "session": unpacked(row.to_dict(), "labels").get("session"),
+                    "session": row["session"],
                     "predicted_step_time_s": predicted.step_time_s,
                     "predicted_samples_per_s": predicted.samples_per_s,
                 }

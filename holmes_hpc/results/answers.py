@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
+from holmes_hpc.results.columns import known
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work
-from holmes_hpc.results.tables import interval, known, number
+from holmes_hpc.results.tables import interval, number
 
 
 def ranking(comparison: Comparison) -> list[str]:

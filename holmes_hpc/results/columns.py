@@ -1,16 +1,19 @@
 """The columns of the tables of runs, steps and stages: name -> (type, what it is). Types are pandas' names.
 
-Texts may be missing (None), figures NaN. Maps and lists have no type that pandas and Arrow share, so they are JSON
-texts (`config`, `labels`, `tx_bytes_per_step`, …): :func:`unpack` turns such a column into columns.
+Texts may be missing (None), figures NaN. Which keys a configuration, a run's labels or its NIC counters have differs
+from run to run: each such group of keys gives a family of columns, named by a prefix and the key (`config.train.lr`,
+`tx_bytes_ib-a`).
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
+from pandas.api.types import infer_dtype
 
 from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
@@ -38,12 +41,10 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "attempts": ("Int64", "how often it was started"),
     "job_id": ("Int64", "Slurm's, of the leader"),
     "session": ("string", "runs of one session of the machine (`labels.session`) can be compared in pairs"),
-    "labels": ("string", "JSON: whatever the runs were labelled with"),
     "git_commit": ("string", "of the code"),
     "device": ("string", "cpu, or the GPU's name"),
     "pace_layer_ms": ("float64", "paced compute: forward time of a layer by waiting; NaN: not paced"),
-    "overrides": ("string", "JSON: the list of Hydra's overrides"),
-    "config": ("string", "JSON: the resolved configuration"),
+    "overrides": ("object", "Hydra's overrides, a list of texts"),
     "plan_id": ("string", "what the plan does, as 12 hex digits"),
     "strategy": ("string", "one-fabric, pipeline or hierarchical-dp"),
     "transport": ("string", "holmes: the best of each group; single: plain Megatron-LM's one for all"),
@@ -59,7 +60,6 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "nodes": ("Int64", "nodes used"),
     "ranks": ("Int64", "ranks, one per GPU"),
     "model": ("string", "the model's name"),
-    "model_spec": ("string", "JSON: all of the model, its sizes too, as the plan has it"),
     "global_batch": ("Int64", "samples a step"),
     "micro_batch": ("Int64", "samples a micro-batch"),
     "sequence_length": ("Int64", "tokens a sample"),
@@ -69,7 +69,6 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "virtual_stages": ("Int64", "model chunks of one pipeline rank"),
     "predicted_step_time_s": ("float64", "by the plan"),
     "predicted_samples_per_s": ("float64", "by the plan"),
-    "planned_bytes_per_step": ("string", "JSON: {fabric or ethernet: payload bytes that all nodes send in a step}"),
     "steps": ("Int64", "different steps recorded"),
     "earlier_steps": ("Int64", "of them, made under an earlier plan (`holmes resume --plan`)"),
     "warmup_steps": ("Int64", "of the others, warm-up; both are left out of all figures below but losses and peak"),
@@ -85,14 +84,38 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "validation_loss": ("float64", "the last that was taken"),
     "grad_norm": ("float64", "of the last step"),
     **{part: ("float64", "median over steps of the mean over stages") for part in PARTS},
-    "stage_breakdown": ("string", "JSON: [{part: median seconds} for each stage]"),
-    "tx_bytes_per_step": ("string", "JSON: {fabric or ethernet: median bytes that all nodes' counters sent in a step}"),
-    "rx_bytes_per_step": ("string", "JSON: the same, received"),
-    "setup_tx_bytes": ("string", "JSON: sent before the first step: rendezvous and control"),
     "header_factor": ("float64", "counted bytes over payload bytes, measured in the run, mean over NIC kinds"),
-    "header_factors": ("string", "JSON: the same for each fabric or ethernet"),
     "peak_memory_bytes": ("float64", "the most of any rank"),
     "missing": ("string", "what its files lack because an older release wrote them: they are read without it"),
+}
+
+
+class Family(NamedTuple):
+    """Columns of the table of runs, one for each key that any run has: named `prefix` and the key."""
+
+    prefix: str
+    keys: str
+    meaning: str
+    kind: str | None = "float64"  # None: the type that holds all values of a column
+
+
+FAMILIES = {  # by the key in `holmes report --json`
+    "labels": Family("labels.", "NAME", "what the runs were labelled with", None),
+    "config": Family("config.", "GROUP.KEY", "the resolved configuration", None),
+    "model_spec": Family("model.", "KEY", "the model, its sizes too, as the plan has it", None),
+    "planned_bytes_per_step": Family("planned_bytes_", "NIC", "planned payload bytes that all nodes send in a step"),
+    "stage_breakdown": Family("stage_", "N.PART", "median seconds over steps of a part, mean over a stage's ranks"),
+    "tx_bytes_per_step": Family("tx_bytes_", "NIC", "median bytes that all nodes' counters sent in a step"),
+    "rx_bytes_per_step": Family("rx_bytes_", "NIC", "the same, received"),
+    "setup_tx_bytes": Family("setup_tx_bytes_", "NIC", "bytes sent before the first step: rendezvous and control"),
+    "header_factors": Family("header_factor_", "NIC", "`header_factor` of one fabric or ethernet"),
+}
+_TYPES = {
+    "integer": "Int64",
+    "floating": "float64",
+    "mixed-integer-float": "float64",
+    "boolean": "boolean",
+    "string": "string",
 }
 
 STEP_COLUMNS: dict[str, tuple[str, str]] = {
@@ -134,6 +157,7 @@ _ARROW = {
     "boolean": pa.bool_(),
     "bool": pa.bool_(),
     "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC"),
+    "object": pa.list_(pa.string()),
 }
 
 
@@ -142,18 +166,47 @@ def arrow_type(kind: str) -> pa.DataType:
     return _ARROW[kind]
 
 
-def unpack(frame: pd.DataFrame, column: str, *keys: str) -> pd.DataFrame:
-    """`frame` with columns `COLUMN.KEY` from a JSON column: all keys at its top level, or the dotted `keys` wanted
-    (``unpack(runs, "config", "train.lr", "plan.pp")``)."""
-    parsed = [json.loads(text) if isinstance(text, str) else {} for text in frame[column]]
-    wanted = list(keys) or sorted({key for entry in parsed for key in entry})
-    new = {f"{column}.{key}": [_dig(entry, key) for entry in parsed] for key in wanted}
-    return pd.concat([frame, pd.DataFrame(new, index=frame.index)], axis=1)
+def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Series[Any]]:
+    """Columns of the family `name`, from {key: value} of every run; missing where a run lacks the key."""
+    family = FAMILIES[name]
+    columns = {}
+    for key in dict.fromkeys(key for entry in entries for key in entry):
+        values = [entry.get(key) for entry in entries]
+        kind = family.kind or _TYPES.get(infer_dtype(values, skipna=True), "object")
+        columns[f"{family.prefix}{key}"] = pd.Series(values, dtype=kind)
+    return columns
 
 
-def _dig(value: Any, dotted: str) -> Any:
-    if isinstance(value, dict) and dotted in value:
-        return value[dotted]
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def family(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """{key: value} of the family `name` in a row of the table of runs, without what is missing there."""
+    prefix = FAMILIES[name].prefix
+    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix) and known(value)}
+
+
+def stage_breakdown(row: Mapping[str, Any]) -> list[dict[str, float]]:
+    """[{part: median seconds} for each stage] of a row of the table of runs."""
+    parts = family(row, "stage_breakdown")
+    stages = 1 + max((int(key.partition(".")[0]) for key in parts), default=-1)
+    return [{part: parts.get(f"{stage}.{part}", math.nan) for part in PARTS} for stage in range(stages)]
+
+
+def known(value: Any) -> bool:
+    """Whether there is a value: not None, not pandas' missing ones, and a float is finite."""
+    return (
+        value is not None
+        and value is not pd.NA
+        and value is not pd.NaT
+        and not (isinstance(value, float) and not math.isfinite(value))
+    )
+
+
+def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """{"train.lr": 1} as {"train": {"lr": 1}}."""
+    tree: dict[str, Any] = {}
+    for name, value in entries.items():
+        *groups, key = name.split(".")
+        branch = tree
+        for group in groups:
+            branch = branch.setdefault(group, {})
+        branch[key] = value
+    return tree

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from holmes_hpc.records.metrics import PARTS
+from holmes_hpc.results.columns import FAMILIES, family, known
 from holmes_hpc.results.statistics import (
     Estimate,
     fraction_of_homogeneous,
@@ -21,10 +22,10 @@ from holmes_hpc.results.statistics import (
     repeats_interval,
     scaling_efficiency,
 )
-from holmes_hpc.results.tables import known, pace, unpacked, word
+from holmes_hpc.results.tables import pace, word
 from holmes_hpc.slurm.hostlist import compress
 
-# What makes two runs repeats of one setting; `system` and `varied` are derived (see with_systems).
+# What makes two runs repeats of one setting; `system`, `varied` and `sizes` are derived (see with_systems).
 CELL = [
     "system",
     "varied",
@@ -37,7 +38,7 @@ CELL = [
     "overlap",
     "partition",
     "model",
-    "model_spec",
+    "sizes",
     "sequence_length",
     "global_batch",
     "micro_batch",
@@ -51,8 +52,9 @@ CELL = [
     "pace_layer_ms",
     "device",
 ]
+MEASURED = ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")  # a cell has its median run's
 LEARNED = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
-SAME_WORK = ["model", "model_spec", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
+SAME_WORK = ["model", "sizes", "sequence_length", "pace_layer_ms", "device", "nodes"]  # runs that may be compared
 # Overrides that say what other columns say, or nothing about what was run.
 REDUNDANT = (
     "name",
@@ -111,8 +113,9 @@ class Comparison:
 
 
 def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
-    """`runs` with two more columns. `system`: the label of that name, else what the configuration amounts to. `varied`:
-    the overrides in which runs differ, as far as no other column tells them (`train.lr=0.01`)."""
+    """`runs` with three more columns. `system`: the label of that name, else what the configuration amounts to.
+    `varied`: the overrides in which runs differ, as far as no other column tells them (`train.lr=0.01`). `sizes`: the
+    model in one text (`layers=12 hidden=768 …`)."""
     given = [_overrides(row) for _, row in entries(runs)]
     values: dict[str, set[str | None]] = {key: set() for found in given for key in found}
     for key, seen in values.items():
@@ -121,13 +124,12 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(
         system=[_system(row) for _, row in entries(runs)],
         varied=[" ".join(f"{key}={found[key]}" for key in differ if key in found) for found in given],
+        sizes=[" ".join(_sizes(row)) for _, row in entries(runs)],
     )
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    given = {
-        key: value for key, _, value in (word.lstrip("+~").partition("=") for word in unpacked(run, "overrides") or [])
-    }
+    given = {key: value for key, _, value in (word.lstrip("+~").partition("=") for word in run["overrides"])}
     both = {given.get(f"train.overlap_{what}", "true").lower() for what in ("grad_reduce", "param_gather")}
     told = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(both) == 1 else ()))
     return {
@@ -144,8 +146,7 @@ def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _system(run: Mapping[str, Any]) -> str:
-    label = unpacked(run, "labels").get("system")
-    if label:
+    if known(label := run.get("labels.system")) and label:
         return str(label)
     words = ["one transport" if run["transport"] == "single" else "holmes"]
     if known(run["overlap"]) and not run["overlap"]:
@@ -186,9 +187,7 @@ def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
             "predicted_step_time_s",
             "mape",
             *PARTS,
-            "stage_breakdown",
-            "tx_bytes_per_step",
-            "planned_bytes_per_step",
+            *_columns(runs, "model_spec", *MEASURED),
             "names",
             *LEARNED,
         ],
@@ -229,8 +228,12 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
         **{name: float(group[name].median()) for name in LEARNED},
         "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
         **{part: float(group[part].median()) for part in PARTS},
-        **{name: middle[name] for name in ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")},
+        **{name: middle[name] for name in _columns(group, *MEASURED)},
     }
+
+
+def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
+    return [name for name in map(str, runs) if name.startswith(tuple(FAMILIES[one].prefix for one in families))]
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:
@@ -251,19 +254,20 @@ def _told_apart(cells: pd.DataFrame) -> pd.DataFrame:
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
-            told = (_sizes(cell, group) if name == "model_spec" else f"{name}={word(cell[name])}" for name in differ)
+            told = (_other_sizes(cell, group) if name == "sizes" else f"{name}={word(cell[name])}" for name in differ)
             words[index] = " ".join(filter(None, told))
     return cells.assign(apart=words)
 
 
-def _sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
+def _sizes(run: Mapping[str, Any]) -> list[str]:
+    """The model's sizes, `layers=12` and so on, without its name."""
+    return [f"{key}={word(value)}" for key, value in family(run, "model_spec").items() if key != "name"]
+
+
+def _other_sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
     """In what the model's sizes differ from those of others in `group`."""
-    mine, others = unpacked(cell, "model_spec"), [unpacked(other, "model_spec") for _, other in entries(group)]
-    return " ".join(
-        f"{key}={value}"
-        for key, value in mine.items()
-        if key != "name" and any(other.get(key) != value for other in others)
-    )
+    others = [_sizes(other) for _, other in entries(group)]
+    return " ".join(size for size in _sizes(cell) if any(size not in other for other in others))
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

@@ -9,8 +9,9 @@ import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
+from holmes_hpc.results.columns import family, known
 from holmes_hpc.results.compare import Comparison, entries
-from holmes_hpc.results.tables import Table, interval, known, number, pace, percent, unpacked, word
+from holmes_hpc.results.tables import Table, interval, number, pace, percent, word
 
 SHOWN = 40  # rows of a table in a terminal
 
@@ -155,7 +156,7 @@ def bytes_table(comparison: Comparison) -> Table | None:
     """Bytes that the NICs of all nodes sent in a step; None where they sent none."""
     whole = comparison.cells
     cells = whole.head(SHOWN)
-    sent = [unpacked(c, "tx_bytes_per_step") for _, c in entries(cells)]
+    sent = [family(c, "tx_bytes_per_step") for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
     if not kinds:
         return None

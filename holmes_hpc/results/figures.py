@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
+from holmes_hpc.results.columns import known
 from holmes_hpc.results.compare import SAME_WORK, entries, labels, scaled
-from holmes_hpc.results.tables import known, word
+from holmes_hpc.results.tables import word
 
 # Okabe and Ito's colours: told apart by the colour-blind; their order also differs in lightness, for black and white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -178,7 +179,7 @@ def scaling(cells: pd.DataFrame) -> Figure:
     told = [
         key
         for key in SAME_WORK
-        if key not in ("nodes", "model_spec") and len({word(first[key]) for first, _ in groups}) > 1
+        if key not in ("nodes", "sizes") and len({word(first[key]) for first, _ in groups}) > 1
     ]
     figure, axes = _axes(3.2 + 0.25 * len(groups))
     for index, (first, group) in enumerate(groups):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from holmes_hpc.results.columns import known
 from holmes_hpc.results.compare import Comparison, entries, labels
-from holmes_hpc.results.tables import known, number
+from holmes_hpc.results.tables import number
 
 MOST_BARS = 12  # cells: more are in the table, not in a chart on a terminal
 

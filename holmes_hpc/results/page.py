@@ -11,7 +11,7 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.results import answers, compare, figures, tables
-from holmes_hpc.results.columns import PARTS
+from holmes_hpc.results.columns import PARTS, stage_breakdown
 from holmes_hpc.results.report import Report
 
 
@@ -89,7 +89,7 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
     if cells.empty:
         return made
     if report.single:
-        stages = tables.unpacked(report.run, "stage_breakdown") or []
+        stages = stage_breakdown(report.run)
         traffic = tables.traffic(report.run, report.plan)
         if stages:
             names = [f"stage {i}" for i in range(len(stages))]

@@ -14,7 +14,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import answers, compare, headline, tables
-from holmes_hpc.results.columns import STEP_COLUMNS
+from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family, known, nested, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -72,8 +72,8 @@ class Report:
             data.update(
                 traffic=tables.traffic(self.run, self.plan),
                 transports=tables.transports(self.plan),
-                stages=tables.unpacked(self.run, "stage_breakdown") or [],
-                setup_tx_bytes=tables.unpacked(self.run, "setup_tx_bytes"),
+                stages=stage_breakdown(self.run),
+                setup_tx_bytes=family(self.run, "setup_tx_bytes"),
             )
         else:
             data["cells"] = _records(self.comparison.cells.reset_index())
@@ -152,7 +152,7 @@ def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    if not tables.known(run["steps"]) or not run["steps"]:
+    if not known(run["steps"]) or not run["steps"]:
         return [f"{run['name']} is {run['state']}: no steps are recorded."]
     said = [
         f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, "
@@ -160,13 +160,13 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         f"({compare.work(run)}).",
         _what_it_was(run),
     ]
-    if tables.known(run["predicted_step_time_s"]):
+    if known(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
         said.append(
             f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
             f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
         )
-    parts = {part: float(run[part]) for part in PARTS if tables.known(run[part])}
+    parts = {part: float(run[part]) for part in PARTS if known(run[part])}
     if parts and run["step_time_s"]:
         top = sorted(parts, key=lambda part: -parts[part])[:2]
         said.append(
@@ -182,50 +182,37 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
 
 def _what_it_was(run: dict[str, Any]) -> str:
     """State, steps, loss, nodes, batch and hyperparameters of a run, in a sentence."""
-    config = tables.unpacked(run, "config")
-    train = config.get("train") if isinstance(config.get("train"), dict) else {}
-    steps = f" of {train['steps']}" if train.get("steps") else ""
+    steps = f" of {run['config.train.steps']}" if known(run.get("config.train.steps")) else ""
     said = [f"{run['state']}, {tables.word(run['steps'])}{steps} steps, loss {tables.number(run['loss'], 4)}"]
-    if tables.known(run["validation_loss"]):
+    if known(run["validation_loss"]):
         said.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
-    if tables.known(run["nodes"]):
+    if known(run["nodes"]):
         said.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
-    if tables.known(run["global_batch"]):
+    if known(run["global_batch"]):
         said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
     said += [
-        f"{name.replace('_', ' ')} {train[name]:g}"
+        f"{name.replace('_', ' ')} {run[f'config.train.{name}']:g}"
         for name in HYPERPARAMETERS
-        if isinstance(train.get(name), int | float)
+        if isinstance(run.get(f"config.train.{name}"), int | float)
     ]
     text = ", ".join(said)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as JSON knows them; JSON columns as what they hold."""
+    """Rows as JSON knows them; the columns of a family under one key."""
+    prefixes = tuple(one.prefix for one in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
         plain: dict[str, Any] = {}
         for key, value in row.items():
-            if key in _JSON:
-                plain[key] = tables.unpacked(row, key)
-            elif isinstance(value, pd.Timestamp):
+            if key.startswith(prefixes):
+                continue
+            if isinstance(value, pd.Timestamp):
                 plain[key] = value.isoformat()
             else:
                 plain[key] = value.item() if hasattr(value, "item") else value
-        rows.append({k: v if tables.known(v) else None for k, v in plain.items()})
+        plain |= {name: family(row, name) for name in FAMILIES}
+        plain |= {"config": nested(plain["config"]), "stage_breakdown": stage_breakdown(row)}
+        rows.append({k: v if known(v) else None for k, v in plain.items()})
     return rows
-
-
-_JSON = {
-    "labels",
-    "config",
-    "overrides",
-    "model_spec",
-    "planned_bytes_per_step",
-    "stage_breakdown",
-    "tx_bytes_per_step",
-    "rx_bytes_per_step",
-    "setup_tx_bytes",
-    "header_factors",
-}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
+from holmes_hpc.results.columns import family, known, stage_breakdown
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
@@ -50,16 +48,6 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{figure:,.{places}f}"
 
 
-def known(value: Any) -> bool:
-    """Whether there is a value: not None, not pandas' missing ones, and a float is finite."""
-    return (
-        value is not None
-        and value is not pd.NA
-        and value is not pd.NaT
-        and not (isinstance(value, float) and not math.isfinite(value))
-    )
-
-
 def word(value: Any) -> str:
     """A text, of a whole number without a point; a dash where there is none."""
     if not known(value):
@@ -83,12 +71,6 @@ def pace(run: Mapping[str, Any]) -> str:
         if known(value)
         else "compute not paced"
     )
-
-
-def unpacked(run: Mapping[str, Any], column: str) -> Any:
-    """A JSON column's content; an empty mapping where there is none."""
-    text = run.get(column)
-    return json.loads(text) if isinstance(text, str) else {}
 
 
 def basis(run: Mapping[str, Any]) -> str:
@@ -155,11 +137,10 @@ def _gib(value: Any) -> float:
 
 def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Where the step's time goes, for each pipeline stage; every part in seconds and as a share of the stage's step."""
-    found = unpacked(run, "stage_breakdown") or []
     placed = plan.get("stages") or []
     types = nic_types(plan)
     rows = []
-    for index, parts in enumerate(found):
+    for index, parts in enumerate(stage_breakdown(run)):
         place = placed[index] if index < len(placed) else {}
         total = sum(v for v in parts.values() if known(v))
         fabric = str(place.get("fabric", NONE))
@@ -185,8 +166,8 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Bytes that all nodes together send in a step, for each NIC kind: `planned_bytes` (payload), `counted_bytes` (by
     the NICs), `header_factor`, `payload_bytes` (counted over factor), `difference_percent` (of planned)."""
-    planned, counted = unpacked(run, "planned_bytes_per_step"), unpacked(run, "tx_bytes_per_step")
-    factors, types = unpacked(run, "header_factors"), nic_types(plan)
+    planned, counted = family(run, "planned_bytes_per_step"), family(run, "tx_bytes_per_step")
+    factors, types = family(run, "header_factors"), nic_types(plan)
     rows = []
     for kind in sorted({*planned, *counted}, key=lambda k: (k == "ethernet", k)):
         factor = factors.get(kind, run.get("header_factor"))
@@ -221,7 +202,7 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         ]
         for r in traffic(run, plan)
     ]
-    setup = {k: v for k, v in unpacked(run, "setup_tx_bytes").items() if v}
+    setup = {k: v for k, v in family(run, "setup_tx_bytes").items() if v}
     spread = ""
     if rows or setup:
         rows.append(

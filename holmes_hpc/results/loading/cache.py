@@ -21,16 +21,20 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results.columns import RUN_COLUMNS, arrow_type
+from holmes_hpc.results.columns import FAMILIES, RUN_COLUMNS, arrow_type
 from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.results.loading.steps import no_steps
 
 FILES = ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json")  # what a run's row and steps are made from
 RUNS_PER_PAIR = 500
 MOST_PAIRS = 20  # and as many as runs fill; more are merged, for runs that change one by one each leave a pair
-READER = 7  # raise it when this release reads the same files differently: what is kept is then made again
+READER = 8  # raise it when this release reads the same files differently: what is kept is then made again
 SCHEMA = pa.schema(
-    [*((name, arrow_type(kind)) for name, (kind, _) in RUN_COLUMNS.items()), ("fingerprint", pa.string())]
+    [
+        *((name, arrow_type(kind)) for name, (kind, _) in RUN_COLUMNS.items()),
+        *((name, pa.string()) for name in FAMILIES),  # JSON: {key: value}, for each run has keys of its own
+        ("fingerprint", pa.string()),
+    ]
 )
 
 

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,15 @@ import pyarrow as pa
 
 from holmes_hpc.errors import ConfigError, RecordError, nearest
 from holmes_hpc.records.schema import SKIPPED
-from holmes_hpc.results.columns import PARTS, RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS
+from holmes_hpc.results.columns import (
+    FAMILIES,
+    PARTS,
+    RUN_COLUMNS,
+    STAGE_COLUMNS,
+    STEP_COLUMNS,
+    family_columns,
+    stage_breakdown,
+)
 from holmes_hpc.results.loading import cache as kept
 from holmes_hpc.results.loading.run_row import plain_name
 
@@ -32,14 +41,20 @@ PathLike = str | os.PathLike[str]
 
 
 def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """One row per run below `path`, in order of path; the columns are RUN_COLUMNS. RecordError: no such directory."""
+    """One row per run below `path`, in order of path; the columns are RUN_COLUMNS, then those of
+    FAMILIES. RecordError: no such directory."""
     found = _directories(Path(path))
-    table = _load(Path(path), found, cache).runs.drop(["fingerprint"])
-    frame = table.to_pandas(
+    table = _load(Path(path), found, cache).runs
+    frame = table.select(list(RUN_COLUMNS)).to_pandas(
         types_mapper={pa.int64(): pd.Int64Dtype(), pa.string(): pd.StringDtype(), pa.bool_(): pd.BooleanDtype()}.get
     )
     frame["path"] = pd.array([plain_name(directory) for _, directory in found], dtype="string")  # it may have moved
-    return frame.astype({name: kind for name, (kind, _) in RUN_COLUMNS.items()})
+    frame["overrides"] = [[] if overrides is None else list(overrides) for overrides in frame["overrides"]]
+    wide = frame.astype({name: kind for name, (kind, _) in RUN_COLUMNS.items()})
+    families: dict[str, pd.Series[Any]] = {}
+    for name in FAMILIES:
+        families |= family_columns(name, [json.loads(text or "{}") for text in table[name].to_pylist()])
+    return pd.concat([wide, pd.DataFrame(families, index=wide.index)], axis=1)
 
 
 def load_steps(
@@ -79,12 +94,11 @@ def _names(steps: pa.Table, wanted: Sequence[str] | None) -> list[str]:
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """One row per pipeline stage of every run with steps: medians of the parts of its step; STAGE_COLUMNS."""
     runs = load_runs(path, cache)
-    texts = zip(runs["run"], runs["stage_breakdown"], strict=True)
+    records: list[dict[Any, Any]] = runs.to_dict("records")
     rows = [
-        {"run": run, "stage": stage, **parts}
-        for run, text in texts
-        if isinstance(text, str)
-        for stage, parts in enumerate(json.loads(text))
+        {"run": run["run"], "stage": stage, **parts}
+        for run in records
+        for stage, parts in enumerate(stage_breakdown(run))
     ]
     frame = pd.DataFrame(rows, columns=list(STAGE_COLUMNS))
     return frame.astype(

@@ -18,7 +18,7 @@ from holmes_hpc.records.foreign import from_json, from_yaml, read_file
 from holmes_hpc.records.rates import RATES, first_attempt_of_plan, harmonic_mean
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
-from holmes_hpc.results.columns import PARTS, RUN_COLUMNS
+from holmes_hpc.results.columns import FAMILIES, PARTS, RUN_COLUMNS
 from holmes_hpc.results.loading.steps import Floats, Steps, no_steps, read_steps
 from holmes_hpc.results.plans import mapping, number, plan_columns, read_plan, text, whole
 from holmes_hpc.results.statistics import median_interval
@@ -27,8 +27,9 @@ SECOND = timedelta(seconds=1)  # what starts are written to
 
 
 def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
-    """The row (every documented column) and the steps of one run. What cannot be read is a row that says so."""
-    row: dict[str, Any] = dict.fromkeys(RUN_COLUMNS)
+    """Return the row of one run (RUN_COLUMNS, and FAMILIES as JSON texts) and its steps. What cannot be read is a row
+    that says so."""
+    row: dict[str, Any] = dict.fromkeys([*RUN_COLUMNS, *FAMILIES])
     row.update(run=key, path=plain_name(run.path), name=plain_name(run.name))
     try:
         record = run.read_run()
@@ -128,11 +129,17 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
     overlap = [train.get("overlap_grad_reduce"), train.get("overlap_param_gather")]
     return {
         "pace_layer_ms": number(pace),
-        "overrides": to_json([str(o) for o in record["overrides"] or []]),
-        "config": to_json(config),
+        "overrides": [str(o) for o in record["overrides"] or []],
+        "config": to_json(_two_levels(config)),
         "partition": text(plan.get("partition")),
         "overlap": None if None in overlap else all(overlap),
     }
+
+
+def _two_levels(config: dict[str, Any]) -> dict[str, Any]:
+    """{"name": …, "train": {"lr": …}} as {"name": …, "train.lr": …}."""
+    groups = {group: keys if isinstance(keys, dict) else {"": keys} for group, keys in config.items()}
+    return {f"{group}.{key}".rstrip("."): value for group, keys in groups.items() for key, value in keys.items()}
 
 
 def figures(steps: Steps) -> dict[str, Any]:
@@ -167,7 +174,9 @@ def figures(steps: Steps) -> dict[str, Any]:
         "validation_loss": _last(steps.scalars["validation_loss"]),
         "grad_norm": float(steps.scalars["grad_norm"][-1]),
         **{part: float(parts[i]) for i, part in enumerate(PARTS)},
-        "stage_breakdown": to_json([dict(zip(PARTS, stage, strict=True)) for stage in by_stage.tolist()]),
+        "stage_breakdown": to_json(
+            {f"{n}.{part}": float(v) for n, row in enumerate(by_stage) for part, v in zip(PARTS, row, strict=True)}
+        ),
         "tx_bytes_per_step": to_json(dict(zip(kinds, tx.tolist(), strict=True))),
         "rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True))),
         "peak_memory_bytes": steps.peak,
@@ -197,12 +206,12 @@ def _ending(run: RunDirectory) -> dict[str, Any] | None:
         return {}
 
 
-def _hydra_overrides(directory: Path) -> str:
+def _hydra_overrides(directory: Path) -> list[str]:
     try:
         found = from_yaml(read_file(directory / ".hydra" / "overrides.yaml").decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         found = None
-    return to_json([str(o) for o in found] if isinstance(found, list) else [])
+    return [str(o) for o in found] if isinstance(found, list) else []
 
 
 def _time(value: Any) -> datetime | None:
