@@ -28,6 +28,11 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch):
         ("IB", IB, None, None),
         ("ib_hdr", IB, 200, None),
         ("ib_qdr", IB, 40, None),
+        ("hdr-100", IB, 100, None),
+        ("ib4", IB, None, None),
+        ("mlx5_ib", IB, None, None),
+        ("ib-i4l1s19", IB, None, None),
+        ("ss11", ETHERNET, None, None),
         ("IB:EDR,10g", IB, 100, 10),
         ("ibfdr", IB, 56, None),
         ("hdr100", IB, 100, None),
@@ -44,6 +49,46 @@ def test_what_sites_write(vocabulary, features: str, nic: NicType, rdma: float |
     reading = read_features(features.split(","), vocabulary)
     assert (reading.nic, reading.rdma_gbps, reading.ethernet_gbps) == (nic, rdma, ethernet)
     assert not reading.unknown and not reading.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvidia_a100_80gb_pcie", "a100-pcie-80gb"),
+        ("nvidia_a100-pcie-40gb", "a100-pcie-40gb"),
+        ("a100l", "a100-80gb"),
+        ("gpua100", "a100-40gb"),
+        ("rtx_a1000", None),
+        ("quadro_p1000", None),
+        ("GPU_SKU:V100_SXM2", "v100-16gb"),
+        ("gpuv100x", "v100-32gb"),
+        ("tesla_v100-sxm2-32gb", "v100-32gb"),
+        ("nvidia_h100_80gb_hbm3", "h100"),
+        ("h100sxm", "h100"),
+        ("nvidia_h100_pcie", "h100-pcie"),
+        ("nvidia_gh200_480gb", "gh200"),
+        ("h200", "h200"),
+        ("h20", "h20"),
+        ("A800", "a800"),
+        ("h800", "h800"),
+        ("b300", "b300"),
+        ("gb200", "gb200"),
+        ("quadro_rtx_8000", "rtx-8000"),
+        ("rtx_6000", "rtx-6000"),
+        ("rtx_6000_ada_generation", "rtx-6000-ada"),
+        ("rtxproserver6000", "rtx-pro-6000"),
+        ("mi210", "mi210"),
+        ("mi300a", "mi300a"),
+        ("amd_mi300x", "mi300x"),
+        ("l40s", "l40s"),
+        ("tesla_t4", "t4"),
+        ("a10g", None),
+        ("gen", None),
+    ],
+)
+def test_names_of_gpus_on_real_sites(vocabulary, name: str, kind: str | None) -> None:
+    gpu = vocabulary.gpu(name)
+    assert (gpu.name if gpu else None) == kind
 
 
 def test_features_name_nics(vocabulary) -> None:
