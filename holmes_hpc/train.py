@@ -27,8 +27,8 @@ from holmes_hpc.config.flags import quoted
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
 from holmes_hpc.rank import rank_and_size, run_rank
+from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.trust import careful_umask
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.sweeps.planned import Planned

@@ -15,7 +15,7 @@ from holmes_hpc.cli.app import app
 from holmes_hpc.commit import git_commit
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
-from holmes_hpc.records.trust import careful_umask
+from holmes_hpc.records.ownership import careful_umask
 
 __all__ = ["load", "main"]
 

@@ -15,7 +15,7 @@ import yaml
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu, NicNames
-from holmes_hpc.records.foreign import from_yaml
+from holmes_hpc.records.untrusted import from_yaml
 
 _SECTIONS = ("features", "rates", "ignored", "gpus", "networks")
 _GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu", "interface", "hca", "storage", "ranks")

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
-from holmes_hpc.records.foreign import from_yaml
+from holmes_hpc.records.untrusted import from_yaml
 
 LOCK_WAIT_S = 30.0
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from holmes_hpc import console
 from holmes_hpc.errors import HolmesError, RecordError
+from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import SKIPPED
-from holmes_hpc.records.trust import strangers
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -33,7 +33,7 @@ def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None =
     """The run that `name` means, see :func:`_find`; a warning where others than this user may have written what it
     says."""
     found = _find(name, root)
-    if (who := strangers(found.path)) is not None:
+    if (who := other_writers(found.path)) is not None:
         console.note(f"warning: {found.path}: {who}; what the run says may be theirs")
     return found
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from holmes_hpc.records.foreign import open_file
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import open_file
 
 SPARSE_STEPS, SPARSE_S = 20, 60.0  # ranks but 0 write one line in so many steps, or seconds
 _PIECE = 1 << 20  # bytes read at once

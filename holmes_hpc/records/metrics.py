@@ -30,7 +30,7 @@ PART_NAMES = {
     "optimizer_s": "optimizer",
     "other_s": "other",
 }  # for people
-WAYS = ("tx", "rx")  # of bytes: sent, received
+DIRECTIONS = ("tx", "rx")  # of bytes: sent, received
 
 
 @dataclass(frozen=True)

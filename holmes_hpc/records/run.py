@@ -18,9 +18,9 @@ import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, to_json, write_whole
-from holmes_hpc.records.foreign import from_json, read_file, read_object
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
+from holmes_hpc.records.untrusted import from_json, read_file, read_object
 
 WRITERS = ("follower", "batch")  # of result.json, the lesser first: the batch script has seen the exit codes themselves
 

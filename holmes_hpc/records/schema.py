@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.foreign import from_yaml
+from holmes_hpc.records.untrusted import from_yaml
 
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files

@@ -10,9 +10,9 @@ import yaml
 
 from holmes_hpc.planning.spec.plan_file import flatten
 from holmes_hpc.records.files import to_json
-from holmes_hpc.records.foreign import from_yaml, read_file
 from holmes_hpc.records.rates import number
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import from_yaml, read_file
 
 NIC_WORDS = {
     "ib": "IB",

@@ -27,9 +27,9 @@ from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.planning.spec.transport import TCP
-from holmes_hpc.records.holder import Holder, take
+from holmes_hpc.records.owner import LockOwner, take_lock
+from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.trust import refuse_strangers
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
@@ -204,17 +204,17 @@ def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     """Rank 0 makes the run's directory its own, as long as it lives; the open lock comes back. RecordError where
     another attempt lives in it, or where others may write there; then nothing is recorded."""
     rank_exit.attempt = NO_ATTEMPT
-    refuse_strangers(run.path)
+    refuse_other_writers(run.path)
     job = own.key.removeprefix("slurm-").partition("-")[0] if own.by == "srun" else ""
 
-    def is_over(other: Holder) -> bool:
+    def is_over(other: LockOwner) -> bool:
         """Where its node died, the file server may hold the lock for a while."""
         if not other.job or other.host == own.node:
             return False
         state = None if other.job == job else ending_state(other.job)
         return other.job == job or (state is not None and state.ended)
 
-    return take(run.path / OWNER, Holder.this("an attempt", job), is_over, OWNER_WAIT_S)
+    return take_lock(run.path / OWNER, LockOwner.current("an attempt", job), is_over, OWNER_WAIT_S)
 
 
 def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:

@@ -22,7 +22,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.request import local_site
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.records.holder import Holder, held
+from holmes_hpc.records.owner import LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.training import session
@@ -83,7 +83,7 @@ def test_rank_0_takes_no_directory_in_which_another_attempt_lives(
     monkeypatch.setattr(session, "OWNER_WAIT_S", 0.0)
     run = RunDirectory.create(tmp_path / "run")
     rank_exit, this = SimpleNamespace(attempt=None), Launch(0, 2, 0, "srun", "ib1", "slurm-42-0-0", False)
-    with held(run.path / session.OWNER, Holder("an attempt", "u", "ib7", 1, "41", time.time())):
+    with hold_lock(run.path / session.OWNER, LockOwner("an attempt", "u", "ib7", 1, "41", time.time())):
         for state, ended in ((None, False), (JobState("RUNNING"), False), (JobState("FAILED"), True)):
             monkeypatch.setattr(session, "ending_state", lambda job, state=state: state)
             if ended:  # of a node that died: the file server has not noticed yet

@@ -14,7 +14,7 @@ import yaml
 
 from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
-from holmes_hpc.records.foreign import from_yaml
+from holmes_hpc.records.untrusted import from_yaml
 from holmes_hpc.schema import check, key, make
 
 P = TypeVar("P")  # Plan, whose methods these are

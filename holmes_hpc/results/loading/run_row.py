@@ -14,10 +14,10 @@ import yaml
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json
-from holmes_hpc.records.foreign import from_json, from_yaml, read_file
 from holmes_hpc.records.rates import RATES, first_attempt_of_plan, harmonic_mean
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
+from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
 from holmes_hpc.results.columns import FAMILIES, PARTS, RUN_COLUMNS
 from holmes_hpc.results.loading.steps import Floats, Steps, no_steps, read_steps
 from holmes_hpc.results.plans import mapping, number, plan_columns, read_plan, text, whole

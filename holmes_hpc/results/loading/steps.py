@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 from holmes_hpc.records.files import to_json
-from holmes_hpc.records.foreign import MOST_LEVELS, from_json, too_deep
-from holmes_hpc.records.metrics import FIELDS, PARTS, WAYS
+from holmes_hpc.records.metrics import DIRECTIONS, FIELDS, PARTS
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import MOST_LEVELS, from_json, too_deep
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
 from holmes_hpc.results.plans import mapping, number
 
@@ -168,14 +168,14 @@ def _breakdown(lines: pa.Table) -> Floats:
 
 def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
     """{tx or rx: {fabric or ethernet: [steps]}}; a name that a line leaves out carried nothing in its step."""
-    sent: dict[str, dict[str, Floats]] = {way: {} for way in WAYS}
+    sent: dict[str, dict[str, Floats]] = {way: {} for way in DIRECTIONS}
     if "nic_bytes" not in lines.column_names or not pa.types.is_struct(lines["nic_bytes"].type):
         return sent
     nics = lines["nic_bytes"].combine_chunks()
     for name, pair in zip((one.name for one in nics.type), nics.flatten(), strict=True):
         nothing = pc.and_(nics.is_valid(), pair.is_null())
         ways = dict(zip((one.name for one in pair.type), pair.flatten(), strict=True)) if pair.type.num_fields else {}
-        for way in WAYS:
+        for way in DIRECTIONS:
             counted = ways.get(way, pa.nulls(len(pair))).cast(pa.float64())
             sent[way][name] = pc.if_else(nothing, 0.0, counted).to_numpy(zero_copy_only=False)
     return sent
@@ -204,7 +204,7 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
         "breakdown": [{part: _number(mapping(stage).get(part)) for part in PARTS} for stage in stages]
         if isinstance(stages, list)
         else None,
-        "nic_bytes": {name: {way: _number(mapping(pair).get(way)) for way in WAYS} for name, pair in nics.items()}
+        "nic_bytes": {name: {way: _number(mapping(pair).get(way)) for way in DIRECTIONS} for name, pair in nics.items()}
         if isinstance(nics, dict)
         else None,
         "peak_memory_bytes": [_number(held) for held in (ranks if isinstance(ranks, list) else [ranks])],

@@ -12,8 +12,8 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.files import write_whole
-from holmes_hpc.records.foreign import read_object
 from holmes_hpc.records.logs import tail
+from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.job_states import JobState, out_of_memory
 from holmes_hpc.submission.executor.environment import exit_record_path, preempt_signal

@@ -14,7 +14,7 @@ from pathlib import Path
 from submitit.core import core
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.records.trust import is_own
+from holmes_hpc.records.ownership import is_own
 from holmes_hpc.slurm.commands import Answer, slurm
 from holmes_hpc.slurm.job_queries import (
     parse_sacct,

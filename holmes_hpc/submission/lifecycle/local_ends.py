@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.foreign import from_json, read_file
+from holmes_hpc.records.untrusted import from_json, read_file
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, by_signal
 
 

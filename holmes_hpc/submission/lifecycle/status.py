@@ -19,8 +19,8 @@ from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
+from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.trust import strangers
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
@@ -274,7 +274,7 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
             local = noted_ends(run.path / "submission", job_id)
     result = judge(run, code, signalled=local.told, slurm=state, srun=said + local.complaints(state.nodes))
     with contextlib.suppress(HolmesError):
-        if strangers(run.path) is None:  # else a link of theirs may lead what is written anywhere
+        if other_writers(run.path) is None:  # else a link of theirs may lead what is written anywhere
             run.write_result(result, writer="follower")
     return run.read_result() or {**result, "writer": "follower"}
 

@@ -15,9 +15,9 @@ from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.foreign import read_object
+from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.trust import strangers
+from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob, read_ticket
 from holmes_hpc.submission.executor.watcher import WATCHER, Expected
@@ -102,7 +102,7 @@ def finished(manifest: Manifest, job: SweepJob) -> bool:
 def unread(manifest: Manifest, job: SweepJob) -> str | None:
     """Why the result of a plain job, which may not be there yet, is not read: others may write it, and reading a pickle
     runs what is in it."""
-    who = strangers(result_pickle(manifest, job)) if job.kind == "plain" else None
+    who = other_writers(result_pickle(manifest, job)) if job.kind == "plain" else None
     return None if who is None else f"its result is not read: {who}"
 
 

@@ -26,8 +26,8 @@ from holmes_hpc import console
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
 from holmes_hpc.records.files import locked
+from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.trust import careful_umask, refuse_strangers
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.executor.line import Line
@@ -127,7 +127,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             raise SubmissionError(
                 e.strerror or str(e), where=str(sweep_dir), hint="use a hydra.sweep.dir of your own"
             ) from e
-        refuse_strangers(sweep_dir / NAME)
+        refuse_other_writers(sweep_dir / NAME)
 
     def _launch_all(
         self,
@@ -259,7 +259,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def _submit_plain(self, manifest: Manifest, job: Candidate) -> Launched:
         executor = executor_of(job.config, self._EXECUTOR)
-        refuse_strangers(executor.folder)
+        refuse_other_writers(executor.folder)
         executor._executor.line = self._line
         submitted = time.time()
         with self._shield():

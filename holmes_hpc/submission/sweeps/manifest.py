@@ -18,7 +18,7 @@ import msgspec
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
-from holmes_hpc.records.foreign import from_json, read_file
+from holmes_hpc.records.untrusted import from_json, read_file
 
 VERSION = 2
 NAME = "sweep.json"

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.table import Table
 
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.records.foreign import from_json
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import from_json
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle import starts
 from holmes_hpc.submission.lifecycle.run_states import StateRow, run_state

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.records.files import write_whole
-from holmes_hpc.records.trust import is_own
+from holmes_hpc.records.ownership import is_own
 from holmes_hpc.training.network import admission
 from holmes_hpc.training.network.door import Door, listening
 from holmes_hpc.training.rank.launch import Launch

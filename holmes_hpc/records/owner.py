@@ -21,14 +21,14 @@ from pathlib import Path
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import failed, locked
-from holmes_hpc.records.foreign import from_json, read_file
+from holmes_hpc.records.untrusted import from_json, read_file
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _TAKES_A_MOMENT_S = 0.5  # a holder that has just locked the file and not yet said who it is
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """`what`: what it does, in words; `job`: the Slurm job it belongs to, as JOB_ID/RESTARTS; `since`: Unix seconds."""
 
     what: str
@@ -39,7 +39,7 @@ class Holder:
     since: float
 
     @classmethod
-    def this(cls, what: str, job: str = "") -> Holder:
+    def current(cls, what: str, job: str = "") -> LockOwner:
         """This process."""
         try:
             user = pwd.getpwuid(os.getuid()).pw_name
@@ -57,10 +57,10 @@ class _Gone(Exception):
 
 
 @contextlib.contextmanager
-def held(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: False) -> Iterator[None]:
+def hold_lock(path: Path, own: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
     """Hold the lock file `path` as `own`. RecordError where somebody else holds it, who it is in it, unless `is_over`
     says that its job has ended. On a file system without locks nothing is held, and nothing refused."""
-    handle = take(path, own, is_over)
+    handle = take_lock(path, own, is_over)
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ def held(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
         os.close(handle)  # the file stays: on NFS a node may go on seeing for seconds one that another has removed
 
 
-def says_a_holder(path: Path) -> bool:
+def has_owner(path: Path) -> bool:
     """Whether somebody holds the lock file `path`, or was killed while holding it."""
     try:
         return bool(read_file(path))
@@ -77,7 +77,9 @@ def says_a_holder(path: Path) -> bool:
         return False
 
 
-def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: False, patience_s: float = 0) -> int:
+def take_lock(
+    path: Path, own: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
+) -> int:
     """As :func:`held`, for as long as this process lives: the open file comes back. `patience_s`: for a holder that
     may just be ending."""
     until = time.monotonic() + patience_s
@@ -102,7 +104,7 @@ def take(path: Path, own: Holder, is_over: Callable[[Holder], bool] = lambda _: 
         _put_away(path, other)
 
 
-def _attempt(path: Path, own: Holder) -> int | None:
+def _attempt(path: Path, own: LockOwner) -> int | None:
     """The file at `path`, open, locked and saying who has it; None where somebody else has it. _Gone where it is
     another file by now."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -127,7 +129,7 @@ def _attempt(path: Path, own: Holder) -> int | None:
             os.close(handle)
 
 
-def _put_away(path: Path, over: Holder) -> None:
+def _put_away(path: Path, over: LockOwner) -> None:
     """Remove the lock file of a holder that is over, once: who sees it too may find another's new file there."""
     with locked(path.with_name(".lock")):  # as whoever changes the run's record
         if _said(path) == over:
@@ -147,13 +149,13 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _said(path: Path) -> Holder | None:
+def _said(path: Path) -> LockOwner | None:
     """Who holds the file, as it says; None where it does not say in time."""
     end = time.monotonic() + _TAKES_A_MOMENT_S
     while True:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             said = from_json(read_file(path))
-            return Holder(
+            return LockOwner(
                 str(said["what"]),
                 str(said["user"]),
                 str(said["host"]),

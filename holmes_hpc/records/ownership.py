@@ -33,7 +33,7 @@ def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & 0o777 & ~mode
 
 
-def strangers(path: str | os.PathLike[str]) -> str | None:
+def other_writers(path: str | os.PathLike[str]) -> str | None:
     """Who else may put something in the place of what lies at `path`, in words; None where nobody but this user and
     root may, or, where the site's profile sets HOLMES_TRUST_GROUP=1, the groups of folders."""
     trusted = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # said by no file that such a group could write
@@ -53,9 +53,9 @@ def strangers(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def refuse_strangers(path: str | os.PathLike[str]) -> None:
+def refuse_other_writers(path: str | os.PathLike[str]) -> None:
     """RecordError where somebody else may replace what is to be run from `path`."""
-    if (who := strangers(path)) is not None:
+    if (who := other_writers(path)) is not None:
         hint = (
             "run it as that user, or give a directory of your own"
             if " belongs to " in who

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import RecordError, RunFailed
-from holmes_hpc.records import trust
+from holmes_hpc.records import ownership
 from holmes_hpc.records.files import append_line, locked, write_whole
 from holmes_hpc.records.find import find_run
-from holmes_hpc.records.holder import Holder, take
+from holmes_hpc.records.owner import LockOwner, take_lock
 from holmes_hpc.records.run import RunDirectory
 
 ROOT = os.getuid() == 0
@@ -34,32 +34,32 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_ones_own(folder: Path) -> None:
-    assert trust.strangers(folder) is None and trust.strangers(folder / "new" / "one") is None
+    assert ownership.other_writers(folder) is None and ownership.other_writers(folder / "new" / "one") is None
 
 
 @pytest.mark.parametrize(("mode", "says"), [(0o777, "can be written by everybody"), (0o1777, None), (0o755, None)])
 def test_a_folder_above_it(mode: int, says: str | None, folder: Path) -> None:
     folder.parent.chmod(mode)
-    said = trust.strangers(folder)
+    said = ownership.other_writers(folder)
     assert said is None if says is None else said is not None and said == f"{folder.parent} {says}"
     if says:
         with pytest.raises(RecordError, match="not the only one who decides what would run; chmod go-w it"):
-            trust.refuse_strangers(folder)
+            ownership.refuse_other_writers(folder)
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
 def test_of_another_user_or_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chown(folder.parent, 0, 12345)
     folder.parent.chmod(0o775)
-    assert "can be written by group 12345" in (trust.strangers(folder) or "")
+    assert "can be written by group 12345" in (ownership.other_writers(folder) or "")
     with pytest.raises(RecordError, match="HOLMES_TRUST_GROUP=1"):
-        trust.refuse_strangers(folder)
+        ownership.refuse_other_writers(folder)
     monkeypatch.setenv("HOLMES_TRUST_GROUP", "1")
-    assert trust.strangers(folder) is None
+    assert ownership.other_writers(folder) is None
     folder.parent.chmod(0o777)
-    assert "by everybody" in (trust.strangers(folder) or "")
+    assert "by everybody" in (ownership.other_writers(folder) or "")
     os.chown(folder, 54321, 0)
-    assert trust.strangers(folder) == f"{folder} belongs to user 54321"
+    assert ownership.other_writers(folder) == f"{folder} belongs to user 54321"
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
@@ -67,7 +67,7 @@ def test_behind_a_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(mode=0o755)
     os.chown(tmp_path / "theirs", 54321, 0)
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    assert "belongs to user 54321" in (trust.strangers(tmp_path / "link" / "run") or "")
+    assert "belongs to user 54321" in (ownership.other_writers(tmp_path / "link" / "run") or "")
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
@@ -76,22 +76,22 @@ def test_behind_a_link_of_a_link(folder: Path, tmp_path: Path) -> None:
     theirs.mkdir(mode=0o755)
     (theirs / "latest").symlink_to(folder)
     (tmp_path / "link").symlink_to("theirs/latest")
-    assert trust.strangers(tmp_path / "link" / "run") is None
+    assert ownership.other_writers(tmp_path / "link" / "run") is None
     os.chown(theirs, 54321, 0)  # who may let it lead elsewhere at any time
-    assert trust.strangers(tmp_path / "link" / "run") == f"{theirs} belongs to user 54321"
-    assert trust.strangers(theirs / ".." / "runs") == f"{theirs} belongs to user 54321"
+    assert ownership.other_writers(tmp_path / "link" / "run") == f"{theirs} belongs to user 54321"
+    assert ownership.other_writers(theirs / ".." / "runs") == f"{theirs} belongs to user 54321"
 
 
 def test_links_in_a_circle(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    assert trust.strangers(tmp_path / "a" / "run") is None  # nothing can be run there
+    assert ownership.other_writers(tmp_path / "a" / "run") is None  # nothing can be run there
 
 
 def test_a_sticky_folder_lets_others_put_files_beside_ones_own(folder: Path) -> None:
     folder.chmod(0o1777)
-    assert trust.strangers(folder / "new") is None
-    assert trust.strangers(folder) == f"{folder} can be written by everybody"
+    assert ownership.other_writers(folder / "new") is None
+    assert ownership.other_writers(folder) == f"{folder} can be written by everybody"
 
 
 def test_a_lock_is_no_link(folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_lock_is_no_link(folder: Path) -> None:
     with pytest.raises(RunFailed, match=r"\.lock: Too many levels of symbolic links"), locked(folder / ".lock"):
         pass
     with pytest.raises(RunFailed, match="symbolic links"):
-        take(folder / ".lock", Holder.this("one"))
+        take_lock(folder / ".lock", LockOwner.current("one"))
     assert not (folder / "elsewhere").exists()
 
 
@@ -120,7 +120,7 @@ def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixt
 )
 def test_what_is_made(said: int, files: int, folders: int, tmp_path: Path, umask: None) -> None:
     os.umask(said)
-    trust.careful_umask()
+    ownership.careful_umask()
     run = RunDirectory.create(tmp_path / "run", "plan")
     append_line(run.metrics_path, "{}")
     write_whole(tmp_path / "secret", "", 0o600)

@@ -12,55 +12,55 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.holder import Holder, held, take
+from holmes_hpc.records.owner import LockOwner, hold_lock, take_lock
 
 
 def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
     with (
-        held(tmp_path / "lock", Holder.this("`holmes resume`", "41")),
+        hold_lock(tmp_path / "lock", LockOwner.current("`holmes resume`", "41")),
         pytest.raises(
             RecordError,
             match=rf"{tmp_path}: it is taken by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
             r"for 0 s\); wait for its end",
         ),
     ):
-        take(tmp_path / "lock", Holder.this("another"))
+        take_lock(tmp_path / "lock", LockOwner.current("another"))
     assert not (tmp_path / "lock").read_text()
-    with held(tmp_path / "lock", Holder.this("a third")):
+    with hold_lock(tmp_path / "lock", LockOwner.current("a third")):
         pass
 
 
 def test_a_lock_that_a_file_server_keeps_for_a_dead_node(tmp_path: Path) -> None:
-    asked: list[Holder] = []
-    with held(tmp_path / "lock", Holder.this("an attempt", "41")):
+    asked: list[LockOwner] = []
+    with hold_lock(tmp_path / "lock", LockOwner.current("an attempt", "41")):
 
-        def over(other: Holder) -> bool:
+        def over(other: LockOwner) -> bool:
             asked.append(other)
             return other.job == "41"
 
-        handle = take(tmp_path / "lock", Holder.this("an attempt", "42"), over)
+        handle = take_lock(tmp_path / "lock", LockOwner.current("an attempt", "42"), over)
     assert asked[0].what == "an attempt"
     assert '"job": "42"' in (tmp_path / "lock").read_text()  # the first one, at its end, leaves it alone
     with pytest.raises(RecordError, match=r"taken by an attempt .* job 42"):
-        take(tmp_path / "lock", Holder.this("an attempt", "43"), over)
+        take_lock(tmp_path / "lock", LockOwner.current("an attempt", "43"), over)
     os.close(handle)
 
 
 def test_of_many_who_see_that_a_holder_is_over_one_takes_its_place(tmp_path: Path) -> None:
     barrier, taken, refused = threading.Barrier(8), [], []
 
-    def over(other: Holder) -> bool:
+    def over(other: LockOwner) -> bool:
         if other.job == "41":
             barrier.wait()  # all have seen it before any of them acts
         return other.job == "41"
 
     def work(number: int) -> None:
         try:
-            taken.append(take(tmp_path / "lock", Holder.this("an attempt", str(number)), over))
+            taken.append(take_lock(tmp_path / "lock", LockOwner.current("an attempt", str(number)), over))
         except RecordError:
             refused.append(number)
 
-    with held(tmp_path / "lock", Holder.this("an attempt", "41")):
+    with hold_lock(tmp_path / "lock", LockOwner.current("an attempt", "41")):
         threads = [threading.Thread(target=work, args=(50 + number,)) for number in range(8)]
         for thread in threads:
             thread.start()
@@ -73,15 +73,15 @@ def test_of_many_who_see_that_a_holder_is_over_one_takes_its_place(tmp_path: Pat
 def test_who_holds_it_is_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bytes] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.pread(handle, 1000, 0)))
-    with held(tmp_path / "lock", Holder.this("first", "41")):
+    with hold_lock(tmp_path / "lock", LockOwner.current("first", "41")):
         pass
     assert b'"job": "41"' in synced[0]  # on NFS another node reads what the server has
 
 
 def test_one_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
-    first = take(tmp_path / "lock", Holder.this("first"))
+    first = take_lock(tmp_path / "lock", LockOwner.current("first"))
     threading.Timer(0.3, os.close, [first]).start()
-    os.close(take(tmp_path / "lock", Holder.this("second"), patience_s=30))
+    os.close(take_lock(tmp_path / "lock", LockOwner.current("second"), patience_s=30))
 
 
 def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
         for _ in range(20):
             barrier.wait()
             try:
-                with held(tmp_path / "lock", Holder.this("one of many")):
+                with hold_lock(tmp_path / "lock", LockOwner.current("one of many")):
                     at_work[0] += 1
                     most[0] = max(most[0], at_work[0])
                     time.sleep(0.001)
@@ -113,7 +113,10 @@ def test_a_file_system_without_locks_holds_nothing_up(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with held(tmp_path / "lock", Holder.this("first")), held(tmp_path / "lock", Holder.this("second")):
+    with (
+        hold_lock(tmp_path / "lock", LockOwner.current("first")),
+        hold_lock(tmp_path / "lock", LockOwner.current("second")),
+    ):
         pass
 
 
@@ -132,5 +135,5 @@ def test_a_file_that_its_holder_has_just_removed_is_left_for_the_next(
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", ending)
-    with held(tmp_path / "lock", Holder.this("second")):
+    with hold_lock(tmp_path / "lock", LockOwner.current("second")):
         assert len(tried) == 2

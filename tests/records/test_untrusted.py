@@ -13,9 +13,9 @@ from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.records.find import find_run
-from holmes_hpc.records.foreign import MOST_LEVELS, from_json, from_yaml
 from holmes_hpc.records.logs import GrowingFile, follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import MOST_LEVELS, from_json, from_yaml
 
 DEEP = 100_000  # levels, at which libyaml and pyarrow end the process
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
