@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import getpass
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holmes_hpc.slurm.commands import patient
 
+_OF_USER = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
 _OF_QOS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit")
 
 
@@ -25,39 +27,26 @@ class Qos:
 
 def read_job_limits() -> dict[str, int]:
     """Limits on the number of this user's jobs, where the site's accounting sets any."""
-    names = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
-    answer = patient(
-        [
-            "sacctmgr",
-            "--noheader",
-            "--parsable2",
-            "show",
-            "association",
-            "where",
-            f"user={getpass.getuser()}",
-            "format=" + ",".join(names),
-        ],
-        patience_s=0,
-        timeout_s=10,
-    )
     least: dict[str, int] = {}
-    for line in answer.out.splitlines() if answer.ok else ():
-        for name, text in zip(names, line.split("|"), strict=False):
-            if text.isdecimal():
-                least[name] = min(int(text), least.get(name, int(text)))
+    for row in _shown("association", *_OF_USER):
+        least |= {name: min(limit, least.get(name, limit)) for name, limit in _numbers(_OF_USER, row).items()}
     return least
 
 
 def read_qos() -> Qos:
     """The site's QOS as far as they limit numbers of jobs; nothing where the accounting does not answer."""
+    limits = {name: _numbers(_OF_QOS, texts) for name, *texts in _shown("qos", "Name", *_OF_QOS)}
+    return Qos(limits, next((row[0] for row in _shown("association", "DefaultQOS") if row[0]), ""))
 
-    def rows(*words: str) -> list[list[str]]:
-        answer = patient(["sacctmgr", "--noheader", "--parsable2", "show", *words], patience_s=0, timeout_s=10)
-        return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
 
-    limits = {
-        name: {key: int(text) for key, text in zip(_OF_QOS, texts, strict=False) if text.isdecimal()}
-        for name, *texts in rows("qos", "format=" + ",".join(("Name", *_OF_QOS)))
-    }
-    own = [row[0] for row in rows("association", "where", f"user={getpass.getuser()}", "format=DefaultQOS") if row[0]]
-    return Qos(limits, own[0] if own else "")
+def _shown(what: str, *fields: str) -> list[list[str]]:
+    """Return what sacctmgr shows of all QOS or this user's associations; nothing where it does not answer at once."""
+    of_user = ["where", f"user={getpass.getuser()}"] if what == "association" else []
+    words = ["sacctmgr", "--noheader", "--parsable2", "show", what, *of_user, f"format={','.join(fields)}"]
+    answer = patient(words, patience_s=0, timeout_s=10)
+    return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
+
+
+def _numbers(names: Sequence[str], texts: Sequence[str]) -> dict[str, int]:
+    """Return the limits that are set, by name."""
+    return {name: int(text) for name, text in zip(names, texts, strict=False) if text.isdecimal()}

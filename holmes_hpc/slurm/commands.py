@@ -30,6 +30,7 @@ AWAY = (
     "Message receive failure",
 )
 OUTPUT_WAIT_S = 30
+TIMED_OUT = 124  # in place of a command's exit code, as timeout(1) has it
 WITHOUT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
 # sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
 _COMPONENT_OPTIONS = (
@@ -101,9 +102,8 @@ class Answer:
     @property
     def reason(self) -> str:
         """Its complaint in one line, without Slurm's prefixes."""
-        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
-        kept = []
-        for line in lines:
+        kept = list[str]()
+        for line in map(str.strip, (self.err or self.out).splitlines()):
             for prefix in (
                 "sbatch: ",
                 "scontrol: ",
@@ -164,20 +164,26 @@ def interrupt_here() -> None:
         raise KeyboardInterrupt
 
 
-def _run(words: Sequence[str], timeout_s: float, **more: str) -> subprocess.CompletedProcess[str]:
-    """The command in a clean environment, with `more` variables. It does not hear Ctrl-C."""
-    environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **more}
-    return subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
-        env=environment,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # a terminal's Ctrl-C goes to all that was started in it
+def _run(words: Sequence[str], timeout_s: float, **more: str) -> Answer:
+    """Run the command in a clean environment, with `more` variables. It does not hear Ctrl-C. OSError where it cannot
+    be started; TIMED_OUT, with what it has printed, where it takes longer than `timeout_s`."""
+    try:
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env={"LC_ALL": "C.UTF-8", **clean_environment(), **more},
+            check=False,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # a terminal's Ctrl-C goes to all that was started in it
+    except subprocess.TimeoutExpired as e:
+        printed = e.stdout or b""
+        text = printed if isinstance(printed, str) else printed.decode(errors="replace")
+        return Answer(TIMED_OUT, text, f"{words[0]}: Socket timed out after {timeout_s:.0f} s")
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def _lost() -> str:
@@ -193,16 +199,13 @@ def slurm(*words: str, timeout_s: float = 60, seconds_as_epoch: bool = False) ->
         return Answer(1, "", lost)
     more = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
     try:
-        done = _run(words, timeout_s, **more)
+        return _run(words, timeout_s, **more)
     except FileNotFoundError as e:
         raise SubmissionError(
             f"no {words[0]} on this machine",
             where="Slurm",
             hint="load Slurm's client commands, or bring the testbed up; " + WITHOUT,
         ) from e
-    except subprocess.TimeoutExpired:
-        return Answer(124, "", f"{words[0]}: Socket timed out after {timeout_s:.0f} s")
-    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
@@ -223,37 +226,31 @@ def output(*words: str) -> str:
     if lost := _lost():
         raise SiteError(lost, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + WITHOUT)
     try:
-        done = _run(words, OUTPUT_WAIT_S)
+        answer = _run(words, OUTPUT_WAIT_S)
     except FileNotFoundError as e:
         raise SiteError(f"no command {words[0]}", where="Slurm", hint="load Slurm's client commands; " + WITHOUT) from e
-    except subprocess.TimeoutExpired as e:
+    if answer.code == TIMED_OUT:
         raise SiteError(
             f"no answer to {' '.join(words)} in {OUTPUT_WAIT_S} s",
             where="Slurm",
             hint="see that slurmctld runs (scontrol ping); " + WITHOUT,
-        ) from e
-    if done.returncode:
-        text = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        )
+    if not answer.ok:
         raise SiteError(
-            text,
+            (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1],
             where=" ".join(words),
             hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT,
         )
-    return done.stdout
+    return answer.out
 
 
 def partial_output(*words: str, timeout_s: float) -> tuple[str, str]:
     """What a command printed, whatever became of it; and what went wrong, empty where nothing did. For an srun on many
     nodes, of which some may fail."""
     try:
-        done = _run(words, timeout_s)
+        answer = _run(words, timeout_s)
     except OSError as e:
         return "", f"{words[0]}: {e.strerror}"
-    except subprocess.TimeoutExpired as e:
-        printed = e.stdout or b""
-        return printed if isinstance(printed, str) else printed.decode(errors="replace"), (
-            f"no answer in {timeout_s:.0f} s"
-        )
-    if not done.returncode:
-        return done.stdout, ""
-    return done.stdout, (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    if answer.code == TIMED_OUT:
+        return answer.out, f"no answer in {timeout_s:.0f} s"
+    return answer.out, "" if answer.ok else (answer.err.strip() or f"exit code {answer.code}").splitlines()[-1]

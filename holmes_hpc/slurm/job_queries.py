@@ -12,7 +12,7 @@ from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 
 SEPARATOR = "\x1f"
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName", "SubmitLine")
-_TOKEN = re.compile(r"submission_file_([0-9a-f]{32})")  # in the path of a batch script of the executor's
+_TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of a batch script of the executor's
 
 
 def sacct_command(ids: Iterable[str]) -> list[str]:
@@ -119,8 +119,7 @@ def _value(pattern: str, line: str) -> str:
 
 def _token(command: str) -> str:
     """What makes a submission unique, where its batch script was the executor's."""
-    found = _TOKEN.search(command)
-    return found.group(1) if found else ""
+    return _value(_TOKEN, command)
 
 
 def _word(state: str) -> SlurmState:
@@ -137,16 +136,14 @@ def _number(text: str) -> float | None:
 
 def _identities(job_id: str) -> list[tuple[str, int]]:
     """``12+1`` -> ("12", 1); ``12_[3-4%2]`` -> ("12_3", 0), ("12_4", 0); of steps and the like none."""
-    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", job_id.strip())
-    if match:
-        return [(match.group(1), int(match.group(2) or 0))]
-    match = re.fullmatch(r"(\d+)_\[?([\d,-]+)(?:%\d+)?\]?", job_id.strip())
-    found = []
-    for part in match.group(2).split(",") if match else ():
-        low, _, high = part.partition("-")
-        if low.isdecimal():
-            found += [(f"{match.group(1)}_{i}", 0) for i in range(int(low), int(high or low) + 1)] if match else []
-    return found
+    match = re.fullmatch(r"(\d+)(?:\+(\d+)|_\[?([\d,-]+)(?:%\d+)?\]?)?", job_id.strip())
+    if match is None:
+        return []
+    if match[3] is None:
+        return [(match[1], int(match[2] or 0))]
+    ranges = [part.partition("-") for part in match[3].split(",")]
+    elements = [i for low, _, high in ranges if low.isdecimal() for i in range(int(low), int(high or low) + 1)]
+    return [(f"{match[1]}_{i}", 0) for i in elements]
 
 
 def _none(text: str) -> str:

@@ -123,33 +123,39 @@ class Config:
 
     def against_hetjobs(self) -> list[tuple[str, str]]:
         """What of the scheduler's settings lets no heterogeneous job run, each with what to do."""
-        found = []
         scheduler = self.get("SchedulerType")
-        if scheduler != "sched/backfill":
-            found.append(
-                (
-                    f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
-                    "set SchedulerType=sched/backfill",
-                )
-            )
-        if "disable_hetjob_steps" in self.options("SchedulerParameters"):
-            found.append(
-                (
-                    "SchedulerParameters has disable_hetjob_steps: no step can span the components of a job",
-                    "remove disable_hetjob_steps",
-                )
-            )
-        return found
+        found = (
+            (
+                scheduler != "sched/backfill",
+                f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
+                "set SchedulerType=sched/backfill",
+            ),
+            (
+                "disable_hetjob_steps" in self.options("SchedulerParameters"),
+                "SchedulerParameters has disable_hetjob_steps: no step can span the components of a job",
+                "remove disable_hetjob_steps",
+            ),
+        )
+        return [(what, fix) for is_so, what, fix in found if is_so]
 
 
 def parse_record(line: str) -> dict[str, str]:
     """One line of `scontrol -o show`: `Key=value` pairs whose values may hold spaces. A key's first value counts, for
     free text (Reason, Comment) comes last and may hold anything."""
     record: dict[str, str] = {}
-    marks = list(_KEY.finditer(line))
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        value = line[mark.end() : following.start() if following else len(line)].strip()
-        record.setdefault(mark[1], "" if value == "(null)" else value)
+    _, *pairs = _KEY.split(line)
+    for key, value in zip(pairs[::2], map(str.strip, pairs[1::2]), strict=True):
+        record.setdefault(key, "" if value == "(null)" else value)
+    return record
+
+
+def _shown(line: str, key: str, what: str) -> dict[str, str]:
+    """Return the record in a line of `scontrol show WHAT -o`. SiteError for one without `key`."""
+    record = parse_record(line)
+    if key not in record:
+        raise SiteError(
+            f"{line[:60]!r} is not a {what}", where=f"scontrol show {what}", hint="report it with `scontrol --version`"
+        )
     return record
 
 
@@ -169,22 +175,14 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
 
 def parse_states(text: str) -> tuple[str, ...]:
     """``IDLE*+DRAIN`` as its words; the marks of a state become words of their own."""
-    states = []
-    for word in text.split("+"):
-        bare = word.rstrip("*~#!%$@^-")
-        states.append(bare.upper())
-        if "*" in word[len(bare) :]:
-            states.append("NOT_RESPONDING")
+    words = [re.fullmatch(r"(.*?)([*~#!%$@^-]*)", word, re.DOTALL) for word in text.split("+")]
+    states = [s for word in words if word for s in (word[1].upper(), "NOT_RESPONDING" if "*" in word[2] else "")]
     return tuple(dict.fromkeys(s for s in states if s))
 
 
 def parse_node(line: str) -> Node:
     """A node from its line of `scontrol show node -o`."""
-    record = parse_record(line)
-    if "NodeName" not in record:
-        raise SiteError(
-            f"{line[:60]!r} is not a node", where="scontrol show node", hint="report it with `scontrol --version`"
-        )
+    record = _shown(line, "NodeName", "node")
     available = _words(record.get("AvailableFeatures", record.get("Features", "")))
     active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
     return Node(
@@ -204,13 +202,7 @@ def parse_node(line: str) -> Node:
 
 def parse_partition(line: str) -> Partition:
     """A partition from its line of `scontrol show partition -o`."""
-    record = parse_record(line)
-    if "PartitionName" not in record:
-        raise SiteError(
-            f"{line[:60]!r} is not a partition",
-            where="scontrol show partition",
-            hint="report it with `scontrol --version`",
-        )
+    record = _shown(line, "PartitionName", "partition")
     return Partition(
         record["PartitionName"],
         nodes=tuple(expand(record.get("Nodes", ""))),
