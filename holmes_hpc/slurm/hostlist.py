@@ -22,6 +22,17 @@ def expand(text: str) -> list[str]:
     return _names(iter([*_TOKEN.findall(text), ""]), "", text) if text else []
 
 
+def numbers(text: str) -> list[int]:
+    """The numbers in a list of tasks or of an array's elements (``0-2,5``), without what is none."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [
+        n
+        for low, _, high in ranges
+        if low.isdecimal()
+        for n in range(int(low), int(high if high.isdecimal() else low) + 1)
+    ]
+
+
 def compress(hosts: Iterable[str]) -> str:
     """A host list for `hosts`, without duplicates; numbers ascending, names in the order of their first appearance.
     Only numbers at the end of a name make ranges: Slurm takes no others everywhere."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 from holmes_hpc.slurm.commands import slurm
+from holmes_hpc.slurm.hostlist import numbers
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 
 SEPARATOR = "\x1f"
@@ -141,9 +142,7 @@ def _identities(job_id: str) -> list[tuple[str, int]]:
         return []
     if match[3] is None:
         return [(match[1], int(match[2] or 0))]
-    ranges = [part.partition("-") for part in match[3].split(",")]
-    elements = [i for low, _, high in ranges if low.isdecimal() for i in range(int(low), int(high or low) + 1)]
-    return [(f"{match[1]}_{i}", 0) for i in elements]
+    return [(f"{match[1]}_{number}", 0) for number in numbers(match[3])]
 
 
 def _none(text: str) -> str:

@@ -22,7 +22,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalJobEnvironment
 
 from holmes_hpc.lifetime import end_with
-from holmes_hpc.submission.lifecycle.local_ends import note_ends
+from holmes_hpc.submission.lifecycle.failed_rank import note_ends
 
 F = TypeVar("F", bound=Callable[..., Any])
 PICKLE_WAIT_S = 60  # as submitit: the job's number, and so its pickle's name, is known only after its start

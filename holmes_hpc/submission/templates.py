@@ -15,7 +15,7 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.environment import LEADER
+from holmes_hpc.submission.executor.environment import LEADER, tasks_per_node
 from holmes_hpc.submission.plan_job import plan_components
 
 RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # become variables of the script
@@ -105,7 +105,6 @@ def _script(
     overrides: Sequence[str] = (),
 ) -> str:
     """The script with marks for run directory, plan and Python."""
-    per_node = [(f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)]
     job = JobRequest(
         parts,
         name="holmes",
@@ -116,7 +115,7 @@ def _script(
         rank_output=f"{RUN}/logs/rank-%t.txt",
         step_errors=f"{RUN}/logs/srun.txt",
         requeue=True,
-        environment=((LEADER, "%j"), *per_node),
+        environment=((LEADER, "%j"), *tasks_per_node(parts)),
         container=container,
     )
     judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.submission.executor.component import ComponentRequest, Value, option, sbatch_word, shell_word
+from holmes_hpc.schema import refuse
+from holmes_hpc.submission.executor.component import ComponentRequest, Value, as_list, option, sbatch_word, shell_word
 
 USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
 SIGNAL_DELAY_S = 90  # submitit's
@@ -83,14 +84,13 @@ class JobRequest:
     additional: tuple[tuple[str, Value], ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in ("components", "setup", "teardown", "srun_args", "directories"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise SubmissionError(f"{name} is a text, must be a list", where="job", hint="write [one, two]")
-            object.__setattr__(self, name, tuple(value or ()))
+        object.__setattr__(self, "components", tuple(self.components))
+        for name in ("setup", "teardown", "srun_args", "directories"):
+            object.__setattr__(self, name, as_list(getattr(self, name), name, "job"))
         several = len(self.components) > 1
         named, keys = self.dependency or "", [option(key, "job") for key, _ in self.additional]
-        for is_wrong, what, hint in (
+        refuse(
+            "job",
             (not self.components, "no component", "give at least one"),
             (not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "leave srun in"),
             (
@@ -113,9 +113,8 @@ class JobRequest:
                 "a heterogeneous job cannot be an array",
                 "use executor.batch() or map_array: a throttled chain of jobs",
             ),
-        ):
-            if is_wrong:
-                raise SubmissionError(what, where="job", hint=hint)
+            error=SubmissionError,
+        )
 
     @property
     def ranks(self) -> int:

@@ -96,6 +96,13 @@ def shell_word(text: str, job_id: str = '"$SLURM_JOB_ID"') -> str:
     return job_id.join(parts) or "''"
 
 
+def as_list(value: Iterable[object] | None, key: str, where: str) -> tuple[str, ...]:
+    """Return what users write for a list; SubmissionError for a text, whose letters would be its elements."""
+    if isinstance(value, str):
+        raise SubmissionError(f"{key} is a text, must be a list", where=where, hint="write [one, two]")
+    return tuple(map(str, value or ()))
+
+
 def option(key: str, where: str) -> str:
     """The name of an sbatch option as it is written after ``--``."""
     name = str(key).lstrip("-").replace("_", "-")
@@ -145,24 +152,19 @@ class ComponentRequest:
             value = getattr(self, key)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SubmissionError(f"{key} is {value!r}", where="component", hint="use a whole number above 0")
-        for key in ("additional", "environment"):
-            if isinstance(getattr(self, key), Mapping):
-                object.__setattr__(self, key, tuple(getattr(self, key).items()))
-        for key in ("mounts", "setup", "srun_args"):
-            if isinstance(getattr(self, key), str):
-                raise SubmissionError(f"{key} is a text, must be a list", where="component", hint="write [one, two]")
-            object.__setattr__(self, key, tuple(str(v) for v in getattr(self, key) or ()))
-        object.__setattr__(self, "environment", tuple((str(k), str(v)) for k, v in self.environment or ()))
+        additional, environment = (dict(pairs or ()) for pairs in (self.additional, self.environment))
+        plain = {key: as_list(getattr(self, key), key, "component") for key in ("mounts", "setup", "srun_args")} | {
+            "additional": tuple((option(k, "component"), v) for k, v in additional.items() if v is not None),
+            "environment": tuple((str(k), str(v)) for k, v in environment.items()),
+            "nodelist": ",".join(self.nodelist) if isinstance(self.nodelist, list | tuple) else self.nodelist,
+        }
+        for key, value in plain.items():
+            object.__setattr__(self, key, value)
         for name, _ in self.environment:
             if not _VARIABLE.fullmatch(name):
                 raise SubmissionError(
                     f"{name!r} is no name of a variable", where="component", hint="write {NAME: value}"
                 )
-        object.__setattr__(
-            self, "additional", tuple((option(k, "component"), v) for k, v in self.additional if v is not None)
-        )
-        if isinstance(self.nodelist, list | tuple):
-            object.__setattr__(self, "nodelist", ",".join(self.nodelist))
         for key, value in self.options():
             check_line(str(value), key)
 
@@ -216,57 +218,36 @@ def memory(gigabytes: float) -> str:
     return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
 
 
-def component(values: Mapping[str, Any], index: int = 0) -> ComponentRequest:
-    """A request from plain data (what users write); an unknown key is named."""
+def component(
+    values: Mapping[str, Any] | ComponentRequest, index: int = 0, defaults: Mapping[str, Any] | None = None
+) -> ComponentRequest:
+    """A request from plain data (what users write); `defaults` fill what it does not say, an unknown key is named."""
+    if isinstance(values, ComponentRequest):
+        return values
     where = f"component {index}"
-    known: dict[str, Any] = {}
-    for raw, value in values.items():
-        key = ALIASES.get(raw, raw)
-        if key == "mem_gb":
-            key, value = "mem", None if value is None else memory(value)
-        if key not in COMPONENT_KEYS:
-            raise SubmissionError(f"unknown key {raw!r}", where=where, hint=nearest(str(raw), COMPONENT_KEYS))
-        if value is not None:
-            known[key] = value
+    if not isinstance(values, Mapping):
+        hint = "write {partition: …, nodes: …, tasks_per_node: …}"
+        raise SubmissionError(f"{values!r} is no mapping of options", where=where, hint=hint)
+    for key in values:
+        if ALIASES.get(key, key) not in (*COMPONENT_KEYS, "mem_gb"):
+            raise SubmissionError(f"unknown key {key!r}", where=where, hint=nearest(str(key), COMPONENT_KEYS))
+    known = {**(defaults or {}), **{ALIASES.get(k, k): v for k, v in values.items() if v is not None}}
+    if "mem_gb" in known:
+        known["mem"] = memory(known.pop("mem_gb"))
     try:
         return ComponentRequest(**known)
     except SubmissionError as e:
         raise SubmissionError(e.what, where=where, hint=e.hint) from e
 
 
-def components(
-    parts: Iterable[Mapping[str, Any] | ComponentRequest], defaults: Mapping[str, Any] | None = None
-) -> tuple[ComponentRequest, ...]:
-    """Requests from a list of mappings; `defaults` fill what a mapping does not say."""
-    made = []
-    for index, part in enumerate(parts):
-        if isinstance(part, ComponentRequest):
-            made.append(part)
-            continue
-        if not isinstance(part, Mapping):
-            raise SubmissionError(
-                f"{part!r} is no mapping of options",
-                where=f"component {index}",
-                hint="write {partition: …, nodes: …, tasks_per_node: …}",
-            )
-        own = {ALIASES.get(k, k): v for k, v in part.items() if v is not None}
-        made.append(component({**(defaults or {}), **own}, index))
-    return tuple(made)
-
-
 def node_share(
     gpus: int, of: int, cpus: int | None, memory_gib: float | None, ranks: int, exclusive: bool = False
-) -> dict[str, Value]:
+) -> dict[str, Value | None]:
     """What a component asks for beside `gpus` of a node's `of` GPUs, where nobody says: for each of its `ranks` there
     an equal part of those CPUs that go with the GPUs, and their part of the memory; all memory of a node that is taken
-    whole (Slurm's --mem=0). What Slurm does not tell (None) is not asked for."""
-    asked: dict[str, Value] = {}
+    whole (Slurm's --mem=0). What Slurm does not tell is not asked for: None."""
     whole = exclusive or gpus >= of
-    if cpus is not None:
-        each = (cpus if whole else cpus * gpus // of) // ranks
-        asked["cpus_per_task"] = each - each % 2 if each > 1 else 1  # whole cores, where a core is two CPUs
-    if whole:
-        asked["mem"] = "0"
-    elif memory_gib is not None:
-        asked["mem"] = f"{int(memory_gib * 1024 * gpus / of)}M"
-    return asked
+    each = ((cpus or 0) if whole else (cpus or 0) * gpus // of) // ranks
+    whole_cores = each - each % 2 if each > 1 else 1  # where a core is two CPUs
+    part = None if memory_gib is None else f"{int(memory_gib * 1024 * gpus / of)}M"
+    return {"cpus_per_task": None if cpus is None else whole_cores, "mem": "0" if whole else part}

@@ -8,7 +8,9 @@ whole, SLURMD_NODENAME, and the node list of every component. So a task finds it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from submitit.core import job_environment, logger, utils
@@ -17,10 +19,13 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
+from holmes_hpc.submission.executor.component import ComponentRequest
 
 LEADER = "HOLMES_LEADER_JOB_ID"  # exported by the batch script
+TASKS_PER_NODE = "HOLMES_TASKS_PER_NODE_{}"  # of a component, by its number
 MAX_REQUEUES = "HOLMES_MAX_REQUEUES"
 PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # what tasks listen for, where it is not USER_SIGNAL
+_HINT = "start the step with srun from the job's batch script"
 
 
 def preempt_signal() -> str:
@@ -28,51 +33,47 @@ def preempt_signal() -> str:
     return os.environ.get(PREEMPT_SIGNAL) or USER_SIGNAL
 
 
-def component_nodes(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
-    """Node names of every component, in component order; of a plain job the one list."""
-    size = int(environ.get("SLURM_HET_SIZE", 0))
-    if size:
-        try:
-            return [expand(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"]) for i in range(size)]
-        except KeyError as e:
-            raise SubmissionError(
-                f"no {e.args[0]} in the environment",
-                where="task",
-                hint="start the step with srun from the job's batch script",
-            ) from e
-    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    return [expand(nodes)] if nodes else []
+@dataclass(frozen=True)
+class ComponentRanks:
+    """A component as srun counts in it: its nodes, and the rank of its first task."""
+
+    nodes: tuple[str, ...]
+    first_rank: int
+    tasks_per_node: int
+
+
+def tasks_per_node(parts: Iterable[ComponentRequest]) -> list[tuple[str, str]]:
+    """Return the variables that tell a job of these components how many tasks a node of each has."""
+    return [(TASKS_PER_NODE.format(index), str(part.tasks_per_node)) for index, part in enumerate(parts)]
+
+
+def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks]:
+    """Return the components of the job that has `environ`, in order; of a plain job the one."""
+    size = int(environ.get("SLURM_HET_SIZE") or 0)
+    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(size)] or ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
+    lists = [environ[name] for name in names if environ.get(name)][: size or 1]
+    if len(lists) < size:
+        missing = next(name for name in names if not environ.get(name))
+        raise SubmissionError(f"no {missing} in the environment", where="task", hint=_HINT)
+    nodes = [tuple(expand(text)) for text in lists]
+    tasks = [int(environ.get(TASKS_PER_NODE.format(i)) or 1) for i in range(len(nodes))]
+    first_ranks = accumulate((len(n) * t for n, t in zip(nodes, tasks, strict=True)), initial=0)
+    return [ComponentRanks(n, first, t) for n, first, t in zip(nodes, first_ranks, tasks, strict=False)]
 
 
 def own_component(environ: Mapping[str, str] = os.environ) -> int:
     """The component that this task runs in, by its node's name."""
-    groups = component_nodes(environ)
-    if len(groups) <= 1:
+    parts, node = ranks_of_job(environ), environ.get("SLURMD_NODENAME", "")
+    if len(parts) <= 1:
         return 0
-    node = environ.get("SLURMD_NODENAME", "")
-    found = [i for i, names in enumerate(groups) if node in names]
+    found = [i for i, part in enumerate(parts) if node in part.nodes]
     if not found:
-        raise SubmissionError(
-            f"node {node!r} is in no component ({groups})",
-            where="task",
-            hint="start the step with srun from the job's batch script",
-        )
-    if len(found) > 1:  # two components share the node: ranks run over components in order
-        rank = int(environ.get("SLURM_PROCID", 0))
-        end = 0
-        for index, names in enumerate(groups):
-            end += len(names) * int(environ.get(f"HOLMES_TASKS_PER_NODE_{index}", 1))
-            if rank < end:
-                return index
-    return found[0]
-
-
-def leader_id(environ: Mapping[str, str] = os.environ) -> str:
-    """The job id that users see: the first component's."""
-    for key in (LEADER, "SLURM_HET_JOB_ID", "SLURM_JOB_ID"):
-        if environ.get(key):
-            return environ[key]
-    raise SubmissionError("no job id in the environment", where="task", hint="run inside a Slurm job")
+        groups = [list(part.nodes) for part in parts]
+        raise SubmissionError(f"node {node!r} is in no component ({groups})", where="task", hint=_HINT)
+    if len(found) == 1:
+        return found[0]
+    rank = int(environ.get("SLURM_PROCID", 0))  # components share the node: ranks run over components in order
+    return max(i for i, part in enumerate(parts) if part.first_rank <= rank)
 
 
 class TaskCount(int):
@@ -80,8 +81,8 @@ class TaskCount(int):
     (TorchDistributedEnvironment's LOCAL_WORLD_SIZE); where components differ, only this node's own number is right."""
 
     def __floordiv__(self, nodes: int) -> int:
-        groups = component_nodes()
-        own = os.environ.get(f"HOLMES_TASKS_PER_NODE_{own_component()}") if nodes == sum(map(len, groups)) else None
+        is_of_job = nodes == sum(len(part.nodes) for part in ranks_of_job())
+        own = os.environ.get(TASKS_PER_NODE.format(own_component())) if is_of_job else None
         return int(own) if own else int(self) // nodes
 
 
@@ -98,13 +99,8 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
     }
 
     @property
-    def raw_job_id(self) -> str:
-        return leader_id()
-
-    @property
     def hostnames(self) -> Sequence[str]:
-        names = [name for group in component_nodes() for name in group]
-        return names or [self.hostname]
+        return [name for part in ranks_of_job() for name in part.nodes] or [self.hostname]
 
     @property
     def num_tasks(self) -> int:
@@ -117,7 +113,7 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
 
     @property
     def num_components(self) -> int:
-        return max(1, len(component_nodes()))
+        return max(1, len(ranks_of_job()))
 
     def _requeue(self, countdown: int) -> None:
         """Requeue the whole job at its leader, at most as often as the executor allowed."""

@@ -26,8 +26,14 @@ from submitit.core import core, utils
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
-from holmes_hpc.submission.executor.component import COMPONENT_KEYS, OF_THE_JOB, components, memory, option
-from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES, PREEMPT_SIGNAL, preempt_signal
+from holmes_hpc.submission.executor.component import COMPONENT_KEYS, OF_THE_JOB, component, memory, option
+from holmes_hpc.submission.executor.environment import (
+    LEADER,
+    MAX_REQUEUES,
+    PREEMPT_SIGNAL,
+    preempt_signal,
+    tasks_per_node,
+)
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.executor.preflight import preflight
@@ -166,36 +172,35 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return self._request(self.parameters)
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        given = {k: v for k, v in parameters.items() if v is not None and k not in _SLURM_ONLY}
-        given |= {_SLURM_ONLY[k]: v for k, v in parameters.items() if v is not None and k in _SLURM_ONLY}
+        given = {k: v for k, v in parameters.items() if v is not None}
+        given |= {_SLURM_ONLY[k]: given.pop(k) for k in _SLURM_ONLY if k in given}
         defaults = {k: v for k, v in given.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
-        parts = components(given.get("components") or [{}], defaults)
         whole = {_JOB_KEYS[k]: v for k, v in given.items() if k in _JOB_KEYS}
         options = {option(k, "job"): v for k, v in (whole.get("additional") or {}).items()}
         whole["additional"] = tuple((k, v) for k, v in options.items() if k in OF_THE_JOB)
-        parts = tuple(part.filled(options) for part in parts)
+        parts = [component(part, i, defaults).filled(options) for i, part in enumerate(given.get("components") or [{}])]
         paths = utils.JobPaths(folder=self.folder)
         apart = not given.get("stderr_to_stdout", False)
         separate = batch_log(self.folder)
         if token:
             whole["comment"] = " ".join(w for w in (whole.get("comment"), token) if w)
-        environment = [
-            ("SUBMITIT_EXECUTOR", self.name()),
-            (LEADER, "%j"),
-            (MAX_REQUEUES, str(given.get("max_requeues") or 0)),
-            *([(PREEMPT_SIGNAL, preempt_signal())] if preempt_signal() != USER_SIGNAL else []),
-            *((f"HOLMES_TASKS_PER_NODE_{i}", str(c.tasks_per_node)) for i, c in enumerate(parts)),
-        ]
+        most_requeues = int(given.get("max_requeues") or 0)
         return JobRequest(
-            components=parts,
+            components=tuple(parts),
             output=str(separate or str(paths.stdout).replace("%t", "0")),
             error=str(paths.stderr).replace("%t", "0") if separate is None and apart else None,
             rank_output=str(paths.stdout),
             rank_error=str(paths.stderr) if apart else None,
             directories=(str(self.folder),),
             exit_record=str(self.folder / "%j_exit"),
-            max_requeues=int(given.get("max_requeues") or 0),
-            environment=tuple(environment),
+            max_requeues=most_requeues,
+            environment=(
+                ("SUBMITIT_EXECUTOR", self.name()),
+                (LEADER, "%j"),
+                (MAX_REQUEUES, str(most_requeues)),
+                *(((PREEMPT_SIGNAL, preempt_signal()),) if preempt_signal() != USER_SIGNAL else ()),
+                *tasks_per_node(parts),
+            ),
             signal=preempt_signal(),
             **{"name": "submitit", "timeout_min": 5, **whole},
         )

@@ -19,6 +19,7 @@ from holmes_hpc.config.composition import check_overrides, load
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.environment import TASKS_PER_NODE
 from holmes_hpc.submission.lifecycle.finish import again
 from holmes_hpc.submission.lifecycle.new_run import new_run
 from holmes_hpc.submission.lifecycle.starting import starting
@@ -74,7 +75,7 @@ def _check_components(plan: Plan, where: str) -> None:
         nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or (
             os.environ.get("SLURM_JOB_NUM_NODES") if found == 1 else None
         )
-        ranks = os.environ.get(f"HOLMES_TASKS_PER_NODE_{index}")
+        ranks = os.environ.get(TASKS_PER_NODE.format(index))
         if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
             raise ConfigError(
                 f"component {index} ({part.fabric}) of the plan is {part.nodes} nodes x"

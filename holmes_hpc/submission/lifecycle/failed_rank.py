@@ -1,7 +1,7 @@
 """Which rank ended a run, and how: from the ranks' own words and srun's complaints.
 
 A rank that was killed says nothing itself; srun names it (``srun: error: ib2: task 3: Killed``) before it kills the
-others.
+others. Of a local job the ranks' parent process notes what srun would say.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.records.files import to_json, write_whole
+from holmes_hpc.records.foreign import read_object
+from holmes_hpc.slurm.hostlist import expand, numbers
 from holmes_hpc.slurm.job_states import out_of_memory
-from holmes_hpc.submission.executor.environment import component_nodes
+from holmes_hpc.submission.executor.environment import ComponentRanks
 
 _COMPLAINT = re.compile(
     r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
@@ -62,32 +69,13 @@ class Complaint:
         return self.how.startswith(_SIGNALS)
 
 
-@dataclass(frozen=True)
-class ComponentRanks:
-    """A component as srun counts in it: its nodes, and the rank of its first task."""
-
-    nodes: tuple[str, ...]
-    first_rank: int
-    tasks_per_node: int
-
-
-def ranks_of_job(environ: Mapping[str, str]) -> list[ComponentRanks]:
-    """The components of the job whose batch script has `environ`."""
-    found, first = [], 0
-    for index, nodes in enumerate(component_nodes(environ)):
-        per_node = int(environ.get(f"HOLMES_TASKS_PER_NODE_{index}") or 1)
-        found.append(ComponentRanks(tuple(nodes), first, per_node))
-        first += len(nodes) * per_node
-    return found
-
-
 def ranks_of_plan(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
     """The components of a plan's job that ran on `nodes` (a host list per component)."""
-    found, first = [], 0
-    for component, names in zip(plan.components, nodes, strict=False):
-        found.append(ComponentRanks(tuple(expand(names)), first, component.gpus_per_node))
-        first += component.ranks
-    return found
+    first_ranks = accumulate((component.ranks for component in plan.components), initial=0)
+    return [
+        ComponentRanks(tuple(expand(names)), first, component.gpus_per_node)
+        for component, names, first in zip(plan.components, nodes, first_ranks, strict=False)
+    ]
 
 
 def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complaint]:
@@ -106,17 +94,9 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
                 if match[4] in p.nodes
             ][:1]
             continue
-        tasks: list[int] = []
-        for part in match.group(2).strip("[]").split(","):
-            low, _, high = part.partition("-")
-            if low.isdecimal():
-                tasks += range(int(low), int(high if high.isdecimal() else low) + 1)
-        if tasks:
-            how = match.group(3)
-            if how == "Killed":
-                how = by_signal(signal.SIGKILL)
-                if memory:
-                    how = how.replace(f": {_KILLED})", f"): out of memory ({memory})")
+        if tasks := numbers(match[2].strip("[]")):
+            killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else by_signal(signal.SIGKILL)
+            how = killed if match[3] == "Killed" else match[3]
             found.append(Complaint(match[1], _ranks(match[1], tasks, parts), how))
     return found
 
@@ -125,9 +105,8 @@ def _ranks(nodes: str, tasks: Sequence[int], parts: Sequence[ComponentRanks]) ->
     first = expand(nodes)[0]
     for part in parts:
         if first in part.nodes:
-            at = part.nodes.index(first) * part.tasks_per_node
-            local = at <= tasks[0] < at + part.tasks_per_node  # else they are global ranks already
-            return tuple(t + part.first_rank for t in tasks) if local else tuple(tasks)
+            is_local = tasks[0] // part.tasks_per_node == part.nodes.index(first)  # else they are global ranks already
+            return tuple(t + part.first_rank * is_local for t in tasks)
     return tuple(tasks)
 
 
@@ -176,3 +155,36 @@ def culprit(
 def _node(complaint: Complaint, task: int) -> str:
     nodes = expand(complaint.nodes)
     return nodes[complaint.tasks.index(task)] if len(nodes) == len(complaint.tasks) else nodes[0]
+
+
+@dataclass(frozen=True)
+class LocalEnds:
+    """`told`: the job was told to end, by SIGTERM; `codes`: (rank, exit code, below 0 of a signal), first end first."""
+
+    told: bool = False
+    codes: tuple[tuple[int, int], ...] = ()
+
+    def complaints(self, node: str) -> list[Complaint]:
+        """As of srun, about the ranks that did not end well."""
+        return [
+            Complaint(node, (rank,), f"exited with exit code {code}" if code > 0 else by_signal(-code))
+            for rank, code in self.codes
+            if code
+        ]
+
+
+def note_ends(folder: Path, job_id: str, told: bool, codes: Sequence[tuple[int, int]]) -> None:
+    """In the ranks' parent, when all have ended."""
+    with contextlib.suppress(HolmesError):
+        write_whole(_ends_path(folder, job_id), to_json({"told": told, "codes": codes}) + "\n")
+
+
+def noted_ends(folder: Path, job_id: str) -> LocalEnds:
+    """What the parent of the ranks noted; nothing where it could not, or there was none (ranks with GPUs)."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(read_object(_ends_path(folder, job_id)), LocalEnds, strict=False)
+    return LocalEnds()
+
+
+def _ends_path(folder: Path, job_id: str) -> Path:
+    return folder / f"{job_id}_ends.json"

@@ -22,7 +22,8 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
 from holmes_hpc.slurm.job_queries import end_for_good, ending_state
 from holmes_hpc.slurm.job_states import told_to_end
-from holmes_hpc.submission.lifecycle.failed_rank import complaints, ranks_of_job
+from holmes_hpc.submission.executor.environment import ranks_of_job
+from holmes_hpc.submission.lifecycle.failed_rank import complaints
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.starting import is_starting
 from holmes_hpc.submission.lifecycle.starts import failures, gained, note_progress, noted, of_newest_start

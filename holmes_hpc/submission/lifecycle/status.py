@@ -23,8 +23,7 @@ from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.failed_rank import Complaint, complaints, ranks_of_plan
-from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, noted_ends
+from holmes_hpc.submission.lifecycle.failed_rank import Complaint, LocalEnds, complaints, noted_ends, ranks_of_plan
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.lifecycle.run_states import StateRow, job_state
 from holmes_hpc.submission.lifecycle.starts import of_newest_start, why

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.submission.executor.batch_script import JobRequest, directives, script_text, words
-from holmes_hpc.submission.executor.component import ComponentRequest, component, components, sbatch_word, shell_word
+from holmes_hpc.submission.executor.component import ComponentRequest, component, sbatch_word, shell_word
 
 IB = ComponentRequest(2, 2, "ib", "nic_ib", gpus_per_node=2)
 ETH = ComponentRequest(1, 2, "eth", "nic_ethernet")
@@ -297,7 +297,7 @@ def test_without_srun_the_task_writes_into_its_files_too(tmp_path: Path) -> None
 )
 def test_impossible_components_are_refused(bad: dict[str, object], words_of_error: str) -> None:
     with pytest.raises(SubmissionError, match=words_of_error):
-        components([bad])
+        component(bad)
 
 
 def test_component_reads_submitits_names() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.submission.lifecycle.local_ends import LocalEnds, note_ends, noted_ends
+from holmes_hpc.submission.lifecycle.failed_rank import LocalEnds, note_ends, noted_ends
 
 
 def test_only_bad_ends_are_complaints_in_their_order(tmp_path: Path) -> None:
