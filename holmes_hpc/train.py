@@ -31,7 +31,7 @@ from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.new_run import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.sweeps.planned import Planned
+from holmes_hpc.submission.plan_job import Planned
 
 
 def _local_plan(config: Configuration) -> Configuration:

@@ -40,7 +40,7 @@ from holmes_hpc.submission.executor.submit import Unsure
 from holmes_hpc.submission.lifecycle import follow, status
 from holmes_hpc.submission.lifecycle.new_run import new_run_path
 from holmes_hpc.submission.lifecycle.resume import continuation
-from holmes_hpc.submission.lifecycle.starting import starting
+from holmes_hpc.submission.lifecycle.starts import starting
 from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.submission.templates import script_for
 from holmes_hpc.training.checkpoint import checkpoint_directory

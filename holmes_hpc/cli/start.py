@@ -92,7 +92,7 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
     has a job, or may have one, is kept, whatever happens here."""
     from holmes_hpc.submission.executor.submit import Unsure
     from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
-    from holmes_hpc.submission.lifecycle.starting import starting
+    from holmes_hpc.submission.lifecycle.starts import starting
 
     given = config.name is not None or bool(config.run_dir)
     config = replace(config, run_dir=str(new_run_path(config, chosen)))
@@ -120,7 +120,7 @@ def _make_room(record: RunDirectory) -> None:
     """Take away a run that ended, or was never submitted, without having made a step: its name may be used again. Its
     directory stays, with the lock of who starts it."""
     from holmes_hpc.submission.lifecycle.run_states import is_end
-    from holmes_hpc.submission.lifecycle.starting import others
+    from holmes_hpc.submission.lifecycle.starts import others
     from holmes_hpc.submission.lifecycle.status import run_status
 
     if not record.exists() or record.metrics_bytes() or any(record.checkpoints.glob("*")):

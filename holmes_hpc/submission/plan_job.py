@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,18 @@ from holmes_hpc.submission.executor.submit import cancelled_on_error, refusals
 from holmes_hpc.submission.lifecycle.starts import START_MARK, gained, note_progress, start_of
 
 WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job with a Plan: every rank calls ``function(config)``. `settings`: the site's (group slurm); `record`: more
+    keys for run.yaml."""
+
+    plan: Plan
+    config: dict[str, Any]
+    function: Callable[[dict[str, Any]], Any]
+    settings: SlurmSettings
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 class RankTask:

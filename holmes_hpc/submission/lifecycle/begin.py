@@ -22,7 +22,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import TASKS_PER_NODE
 from holmes_hpc.submission.lifecycle.finish import again
 from holmes_hpc.submission.lifecycle.new_run import new_run
-from holmes_hpc.submission.lifecycle.starting import starting
+from holmes_hpc.submission.lifecycle.starts import starting
 from holmes_hpc.submission.lifecycle.status import job_of
 
 

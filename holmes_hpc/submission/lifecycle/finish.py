@@ -25,8 +25,7 @@ from holmes_hpc.slurm.job_states import told_to_end
 from holmes_hpc.submission.executor.environment import ranks_of_job
 from holmes_hpc.submission.lifecycle.failed_rank import complaints
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.lifecycle.starting import is_starting
-from holmes_hpc.submission.lifecycle.starts import failures, gained, note_progress, noted, of_newest_start
+from holmes_hpc.submission.lifecycle.starts import failures, gained, is_starting, note_progress, noted, of_newest_start
 
 RECORDED_WAIT_S = 30.0  # from sbatch's answer to the record
 

@@ -17,7 +17,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.engine import check_engine, installed_version
-from holmes_hpc.submission.lifecycle.starting import others
+from holmes_hpc.submission.lifecycle.starts import others
 
 VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 

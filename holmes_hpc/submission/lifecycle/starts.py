@@ -1,15 +1,61 @@
-"""The starts of a run's job: which one this is, whether it gained steps, how many failed; what a requeue depends on."""
+"""The starts of a run's job: one at a time; which one this is, whether it gained steps, how many failed before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from holmes_hpc.errors import RecordError
+from holmes_hpc.records.holder import Holder, held, says_a_holder
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.trust import refuse_strangers
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
 
 START_MARK = "holmes: start of job"  # in the batch script's log, at every start
+LOCK = ".starting"  # held by who looks at a run in order to submit it, until its job is recorded
+
+
+@contextlib.contextmanager
+def starting(path: Path, what: str) -> Iterator[None]:
+    """Hold the run directory `path`, which is made where there is none, while `what` (a verb) starts its job.
+    RecordError where somebody else is starting it, or where others than its owner may write."""
+    refuse_strangers(path)
+    made = not path.exists()
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as e:
+        raise RecordError(
+            e.strerror or str(e),
+            where=str(path),
+            hint="give a directory that can be made, on a file system all nodes share",
+        ) from e
+    refuse_strangers(path)  # again: in a sticky folder somebody else may have been quicker
+    try:
+        with held(path / LOCK, Holder.this(what)):
+            try:
+                yield
+            finally:
+                if not RunDirectory(path).exists():  # nothing came of it
+                    with contextlib.suppress(OSError):
+                        os.unlink(path / LOCK)
+    finally:
+        if made:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+
+def is_starting(path: Path) -> bool:
+    """Whether somebody starts the job of the run in `path`, or was killed at it."""
+    return says_a_holder(path / LOCK)
+
+
+def others(path: Path) -> list[str]:
+    """What lies in `path` besides the lock."""
+    return sorted(name for name in os.listdir(path) if name != LOCK) if path.is_dir() else []
 
 
 def of_newest_start(run: RunDirectory) -> list[str] | None:

@@ -11,9 +11,9 @@ from typing import Any
 from hydra.core.utils import filter_overrides
 from omegaconf import DictConfig, OmegaConf
 
+from holmes_hpc.submission.plan_job import Planned
 from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, key_of
-from holmes_hpc.submission.sweeps.planned import Planned
 from holmes_hpc.submission.sweeps.program import Program
 from holmes_hpc.submission.sweeps.returns import task_config
 

@@ -33,12 +33,11 @@ from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
 from holmes_hpc.submission.local import deaf_to_ctrl_c, run_plan_here
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import Planned, submit_plan
 from holmes_hpc.submission.sweeps.candidate import Candidate
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, note_outcome, states, unread
 from holmes_hpc.submission.sweeps.launcher_settings import executor_of, settings_of_plan
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, key_of, open_manifest
-from holmes_hpc.submission.sweeps.planned import Planned
 from holmes_hpc.submission.sweeps.program import program_of
 from holmes_hpc.submission.sweeps.progress import Progress
 from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, save_hydra, wait

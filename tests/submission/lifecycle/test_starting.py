@@ -25,7 +25,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.slurm.scontrol import Config
 from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run, status
-from holmes_hpc.submission.lifecycle.starting import is_starting, starting
+from holmes_hpc.submission.lifecycle.starts import is_starting, starting
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
 PAIRS = 50

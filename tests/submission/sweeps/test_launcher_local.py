@@ -48,7 +48,7 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.sweeps.planned import Planned
+from holmes_hpc.submission.plan_job import Planned
 cloudpickle.register_pickle_by_value(plans)
 
 def rank(config):
