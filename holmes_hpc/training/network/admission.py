@@ -12,18 +12,20 @@ The gate only admits: what a rank and the store say to each other goes between t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import resource
 import secrets
-import selectors
 import socket
+import socketserver
 import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Any
 
-from holmes_hpc.training.network.door import Door, connections, end_of, listening, own_inodes, packed
+import psutil
+
+from holmes_hpc.training.network.door import BACKLOG, Door, listening, packed
 
 SECRET_BYTES = 32
 PATIENCE_S = 5.0  # for a greeting, and for a relay's connection
@@ -49,130 +51,71 @@ def _mac(secret: bytes, who: bytes, parts: Iterable[bytes]) -> bytes:
 # -- the gate: rank 0's side ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Visitor:
-    """A connection to the gate. `proved`: it knows the secret; `port`: which it was let in for, None before that."""
-
-    connection: socket.socket
-    address: bytes
-    nonce: bytes
-    until: float
-    said: bytes = b""
-    proved: bool = False
-    port: int | None = None
-
-
-@dataclass
 class Gate:
     """Listens on `address`, and opens `door` for those that know `secret`. Stops with :meth:`close`."""
 
-    address: str
-    secret: bytes
-    door: Door
-    _visitors: dict[int, _Visitor] = field(default_factory=dict)
-    _admitted: dict[tuple[bytes, int], float] = field(default_factory=dict)  # -> until when the door is open for it
-    _closed: bool = False
-
-    def __post_init__(self) -> None:
-        self._listener = listening(self.address)
-        self._listener.setblocking(False)
+    def __init__(self, address: str, secret: bytes, door: Door) -> None:
+        self.address, self.secret, self.door = address, secret, door
+        self._listener = listening(address)
         self.port = int(self._listener.getsockname()[1])
         self._most = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="rendezvous gate", daemon=True)
+        self._has_proved: dict[asyncio.StreamWriter, bool] = {}  # of each connection, the oldest first
+        self._admitted: set[tuple[bytes, int]] = set()
+        self._room = asyncio.Semaphore(door.room)
+        self._closed = False
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), name="rendezvous gate", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed = True
         self._thread.join()
 
-    def _serve(self) -> None:
-        while not self._closed:
-            for key, _ in self._selector.select(timeout=0.2):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif (visitor := self._visitors.get(key.fd)) is not None:
-                    self._read(visitor)
-            self._open()
-            for visitor in [v for v in self._visitors.values() if v.until < time.monotonic()]:
-                self._leave(visitor)
-        for visitor in list(self._visitors.values()):
-            self._leave(visitor)
-        self._listener.close()
-        self._selector.close()
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        with contextlib.closing(await asyncio.start_server(self._visit, sock=self._listener, backlog=BACKLOG)):
+            while not self._closed:
+                await asyncio.sleep(0.2)
 
-    def _accept(self) -> None:
-        for _ in range(64):
-            try:
-                connection, peer = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # no file left for it: the oldest visitor goes
-                self._drop_oldest()
-                return
-            if len(self._visitors) >= self._most:
-                self._drop_oldest()
-            connection.setblocking(False)
-            visitor = _Visitor(connection, packed(peer[0]), secrets.token_bytes(_NONCE), time.monotonic() + PATIENCE_S)
-            self._visitors[connection.fileno()] = visitor
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._send(visitor, visitor.nonce)
-
-    def _read(self, visitor: _Visitor) -> None:
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection. Of too many the oldest that has not proved itself is dropped."""
+        if len(self._has_proved) >= self._most:
+            oldest = min(self._has_proved, key=lambda connection: self._has_proved[connection])
+            del self._has_proved[oldest]
+            oldest.close()
+        self._has_proved[writer] = False
         try:
-            data = visitor.connection.recv(_GREETING + 1 - len(visitor.said))
-        except BlockingIOError:
+            # it left, was silent too long, or the gate closes
+            with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
+                await self._let_in(reader, writer)
+        finally:
+            self._has_proved.pop(writer, None)
+            writer.close()
+
+    async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Open the door for the port that this connection names, once it has proved that it knows the secret."""
+        nonce, address = secrets.token_bytes(_NONCE), packed(writer.get_extra_info("peername")[0])
+        writer.write(nonce)
+        greeting = await asyncio.wait_for(reader.readexactly(_GREETING), PATIENCE_S)
+        theirs, own_port, proof = greeting[:_NONCE], greeting[_NONCE:-_MAC], greeting[-_MAC:]
+        expected = _mac(self.secret, b"rank", (nonce, theirs, own_port, address, packed(self.address)))
+        if not hmac.compare_digest(expected, proof):
             return
-        except OSError:
-            data = b""
-        if visitor.port is not None:  # it has connected, or given up
-            self._admitted[visitor.address, visitor.port] = time.monotonic() + LINGER_S
-            self._leave(visitor)
+        self._has_proved[writer] = True
+        port, source = self.door.port.to_bytes(2, "big"), (address, int.from_bytes(own_port, "big"))
+        answer = port + _mac(self.secret, b"gate", (theirs, nonce, port))
+        if source[1] == 0:  # it only wants to know whether this gate is the right one
+            writer.write(answer)
             return
-        visitor.said += data
-        if not data or len(visitor.said) > _GREETING:
-            self._leave(visitor)
-        elif len(visitor.said) == _GREETING:
-            theirs, port = visitor.said[:_NONCE], visitor.said[_NONCE : _NONCE + 2]
-            want = _mac(self.secret, b"rank", (visitor.nonce, theirs, port, visitor.address, packed(self.address)))
-            if hmac.compare_digest(want, visitor.said[-_MAC:]):
-                visitor.proved = True
-            else:
-                self._leave(visitor)
-
-    def _open(self) -> None:
-        """Let in those that have proved themselves, as many as the filter holds."""
-        now = time.monotonic()
-        before = len(self._admitted)
-        self._admitted = {who: until for who, until in self._admitted.items() if until > now}
-        waiting = [v for v in self._visitors.values() if v.proved and v.port is None]
-        turn = waiting[: max(0, self.door.room - len(self._admitted))]
-        for visitor in turn:
-            visitor.port, visitor.until = int.from_bytes(visitor.said[_NONCE : _NONCE + 2], "big"), now + PATIENCE_S
-            if visitor.port:  # 0: it only wants to know whether this gate is the right one
-                self._admitted[visitor.address, visitor.port] = now + PATIENCE_S
-        if turn or len(self._admitted) != before:
-            self.door.admit(list(self._admitted))
-        for visitor in turn:
-            port = self.door.port.to_bytes(2, "big")
-            self._send(visitor, port + _mac(self.secret, b"gate", (visitor.said[:_NONCE], visitor.nonce, port)))
-            if not visitor.port:
-                self._leave(visitor)
-
-    def _send(self, visitor: _Visitor, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is gone, or reads nothing: it is dropped in time
-            visitor.connection.send(data)
-
-    def _drop_oldest(self) -> None:
-        if self._visitors:
-            self._leave(min(self._visitors.values(), key=lambda visitor: (visitor.proved, visitor.until)))
-
-    def _leave(self, visitor: _Visitor) -> None:
-        self._visitors.pop(visitor.connection.fileno(), None)
-        with contextlib.suppress(KeyError, ValueError, OSError):
-            self._selector.unregister(visitor.connection)
-        visitor.connection.close()
+        async with self._room:
+            try:
+                self._admitted.add(source)
+                self.door.admit(self._admitted)
+                writer.write(answer)
+                await asyncio.wait_for(reader.read(1), PATIENCE_S)  # it has connected, or given up
+                await asyncio.sleep(LINGER_S)
+            finally:
+                self._admitted.discard(source)
+                self.door.admit(self._admitted)
 
 
 # -- the relay: every rank's side ----------------------------------------------------------------------------------
@@ -208,57 +151,46 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def connect(address: str, port: int, secret: bytes, timeout_s: float = PATIENCE_S) -> socket.socket:
-    """A connection to the store whose gate is at `address`:`port`."""
-    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
+    """Return a connection to the store whose gate is at `address`:`port`."""
+    with contextlib.ExitStack() as on_error:
+        made = on_error.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
         made.settimeout(timeout_s)
         with socket.create_connection((address, port), timeout=timeout_s) as gate:
             made.bind((gate.getsockname()[0], 0))
             made.connect((address, _greet(gate, address, secret, made.getsockname()[1])))
         made.settimeout(None)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        made.close()
-        raise
+        on_error.pop_all()
     return made
 
 
-class Relay:
+class Relay(socketserver.ThreadingTCPServer):
     """A port on the loopback interface behind which this process, and no other, finds the store whose gate is at
     `address`:`port`. It lives as long as the process. `own_port`: which port that is, 0: any."""
 
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = BACKLOG
+
     def __init__(self, address: str, port: int, secret: bytes, own_port: int = 0) -> None:
-        self._to, self.address = (address, port, secret), _OWN_MACHINE
-        self._listener = listening(self.address, own_port)
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="rendezvous relay", daemon=True).start()
+        super().__init__((_OWN_MACHINE, own_port), socketserver.BaseRequestHandler)
+        self._to, (self.address, self.port) = (address, port, secret), self.socket.getsockname()
+        threading.Thread(target=self.serve_forever, name="rendezvous relay", daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection, peer), name="rendezvous relay", daemon=True).start()
+    def verify_request(self, _: Any, peer: Any) -> bool:
+        """Return whether a connection is this process's own."""
+        connections = psutil.Process().net_connections("tcp")
+        # TCPStore reaches IPv4 addresses through IPv6 sockets
+        ends = [[(end.ip.removeprefix("::ffff:"), end.port) for end in (c.laddr, c.raddr) if end] for c in connections]
+        return [peer, (self.address, self.port)] in ends
 
-    def _serve(self, own: socket.socket, peer: tuple[str, int]) -> None:
-        try:
-            with own:
-                if not self._is_own(peer):
-                    return
-                with connect(*self._to) as store:
-                    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    back = threading.Thread(target=_pump, args=(store, own), name="rendezvous relay", daemon=True)
-                    back.start()
-                    _pump(own, store)
-                    back.join()
-        except OSError:
-            return  # TCPStore says it in its own words: its connection is closed
-
-    def _is_own(self, peer: tuple[str, int]) -> bool:
-        theirs, here = end_of(*peer), end_of(self.address, self.port)
-        own = own_inodes()
-        return any(inode in own for inode, local, remote in connections() if local == theirs and remote == here)
+    def finish_request(self, own: Any, _: Any) -> None:
+        """Pass bytes between a connection, in a thread of its own, and the store."""
+        with contextlib.suppress(OSError), connect(*self._to) as store:  # TCPStore says in its own words what is wrong
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            back = threading.Thread(target=_pump, args=(store, own), name="rendezvous relay", daemon=True)
+            back.start()
+            _pump(own, store)
+            back.join()
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

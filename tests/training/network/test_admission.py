@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import socket
@@ -14,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -96,23 +98,23 @@ def test_a_flood_drops_the_oldest(gate: Gate, monkeypatch: pytest.MonkeyPatch) -
     gate._most = 20
     idle = [socket.create_connection((HERE, gate.port)) for _ in range(60)]
     with connect(HERE, gate.port, gate.secret):
-        assert len(gate._visitors) <= 21
+        assert len(gate._has_proved) <= 21
     for connection in idle:
         connection.close()
 
 
 def test_a_flood_does_not_drop_who_has_proved_itself_and_waits(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PATIENCE_S", 60.0)
-    room, most = gate.door.room, gate._most
-    gate.door.room, gate._most = 0, 16
+    most, gate._most, gate._room = gate._most, 16, asyncio.Semaphore(0)
     let_in: list[socket.socket] = []
     rank = threading.Thread(target=lambda: let_in.append(connect(HERE, gate.port, gate.secret, 60.0)))
     rank.start()
-    while not any(visitor.proved for visitor in list(gate._visitors.values())):
+    while not any(list(gate._has_proved.values())):
         time.sleep(0.01)
     idle = [socket.create_connection((HERE, gate.port)) for _ in range(60)]
     assert len(idle[-1].recv(16)) == 16  # all of them have come in
-    gate.door.room, gate._most = room, most
+    gate._most = most
+    gate.loop.call_soon_threadsafe(gate._room.release)
     rank.join()
     for connection in (*idle, *let_in):
         connection.close()
@@ -140,7 +142,7 @@ def test_a_relay_serves_its_own_process_alone(gate: Gate, monkeypatch: pytest.Mo
     store.set("a", "b")
     assert store.clone().get("a") == b"b"
     assert store.get("a") == b"b" and server.get("a") == b"b" and shut_out(gate.door.port)
-    monkeypatch.setattr(admission, "own_inodes", set)  # as another process looks to it
+    monkeypatch.setattr(psutil.Process, "net_connections", lambda *_: [])  # as another process looks to it
     with socket.create_connection((relay.address, relay.port)) as stranger:
         assert stranger.recv(1) == b""
 
