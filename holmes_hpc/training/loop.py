@@ -123,7 +123,7 @@ class Trainer:
         self._gathering: metrics_line.Gathering | None = None
         # what warns of NICs, links and nodes that are slow, from every rank's row of a step
         self._monitors: list[Callable[[list[torch.Tensor]], Iterable[object]]] = []
-        self._alone = True  # nothing but the step's traffic since the step before
+        self._alone = False  # nothing but the step's traffic since the step before, and no connections are made
         self._said = 0.0
         self._saved_at = 0  # the step whose state was saved last
         self._pause_s = 0.0  # between the last two steps: validation, checkpoint
@@ -357,7 +357,7 @@ class Trainer:
         self._gathering = metrics_line.Gathering(
             row, here.launch.rank, self.plan.world_size, self.control, self.step, figures
         )
-        self._alone = "pause_before_s" not in figures and not self.checkpoints.unsettled
+        self._alone = bool(self.final) and "pause_before_s" not in figures and not self.checkpoints.unsettled
         due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._said > SPARSE_S
         if here.launch.rank > 0 and due:
             self._said = time.monotonic()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holmes_hpc.errors import NetworkError
@@ -31,12 +32,15 @@ class Load:
     bytes: float
 
 
-def expected(loads: Iterable[Load]) -> dict[str, dict[str, float]]:
+def _sums() -> defaultdict[str, defaultdict[str, float]]:
+    return defaultdict(lambda: defaultdict(float))
+
+
+def expected(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
     """Return node -> kind of NIC -> bytes per step on the wire."""
-    totals: dict[str, dict[str, float]] = {}
+    totals = _sums()
     for load in loads:
-        kinds = totals.setdefault(load.node, {})
-        kinds[load.kind] = kinds.get(load.kind, 0.0) + load.bytes
+        totals[load.node][load.kind] += load.bytes
     return totals
 
 
@@ -57,7 +61,7 @@ def audit_bytes(
     wire, 0 where the kernel does not tell (RDMA).
     """
     loads, names, own = list(loads), names or {}, own or {}
-    planned = expected(loads)
+    planned: Mapping[str, Mapping[str, float]] = expected(loads)
     found: list[Finding] = []
     for node, kinds in counted.items():
         plan = planned.get(node, {})
@@ -70,29 +74,32 @@ def audit_bytes(
         for kind, extra in surplus.items():
             nic = names.get(node, {}).get(kind, kind)
             ours = _ours(kind, kinds, own.get(node, {}))
-            anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
-            group = None if anothers else _culprit(node, extra, lacking, loads)
-            what = (
-                f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
-                f"{plan.get(kind, 0.0) / 1e6:.1f} MB"
-            )
+            is_anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
+            group = None if is_anothers else _culprit(node, extra, lacking, loads)
             if group is not None:
-                what += f": probably group {group.label}, which belongs on {group.kind}"
+                cause = f": probably group {group.label}, which belongs on {group.kind}"
                 hint = (
                     f"see that the {group.kind} NIC of {node} is up and has its address (holmes "
                     "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it"
                 )
             else:  # all that this run sends is where it belongs
-                what += f", this run's own connections sent {ours / 1e6:.1f} MB of it" if ours else ""
-                if anothers:
-                    what += ", the rest is another job's, or a service's"
-                else:
-                    what += ", none of this run's groups sends less than planned"
-                    what += "" if ours else ": probably another job's, or a service's"
+                cause = (
+                    (f", this run's own connections sent {ours / 1e6:.1f} MB of it" if ours else "")
+                    + (", the rest is" if is_anothers else ", none of this run's groups sends less than planned")
+                    + (
+                        ""
+                        if ours and not is_anothers
+                        else f"{'' if ours else ': probably'} another job's, or a service's"
+                    )
+                )
                 hint = (
                     f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
                     "slurm.exclusive=true, keeps others away"
                 )
+            what = (
+                f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
+                f"{plan.get(kind, 0.0) / 1e6:.1f} MB{cause}"
+            )
             found.append(Finding("warning" if group is None else "error", f"node {node}", what, hint, node, nic))
         for kind, missing in lacking.items() if not surplus else ():
             nic = names.get(node, {}).get(kind, kind)
@@ -111,22 +118,20 @@ def _ours(kind: str, counted: Mapping[str, float], own: Mapping[str, float]) -> 
 
 def _culprit(node: str, extra: float, lacking: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
     """The group of this node whose bytes, missing on their own kind of NIC, are nearest to the surplus."""
-    sums: dict[tuple[str, str], float] = {}
+    sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
         if load.node == node and load.kind in lacking:
-            sums[(load.kind, load.label)] = sums.get((load.kind, load.label), 0.0) + load.bytes
+            sums[load.kind, load.label] += load.bytes
     if not sums:
         return None
     (kind, label), size = min(sums.items(), key=lambda item: abs(item[1] - extra))
     return Load(node, kind, label, size)
 
 
-def nic_faults(interfaces: Iterable[str], node: str = "", sysfs: Path = Path("/sys")) -> list[Finding]:
-    """Errors for NICs in use that went down or vanished since the start; two small reads a NIC, for use in mid-run.
-
-    `interfaces`: kernel names, or ``device:port`` of RDMA ports.
-    """
-    found = []
+def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys")) -> dict[str, NetworkError]:
+    """Return the errors of NICs in use that went down or vanished since the start; two small reads a NIC, for use in
+    mid-run. `interfaces`: kernel names, or ``device:port`` of RDMA ports."""
+    faults = {}
     for name in interfaces:
         device, _, port = name.partition(":")
         path = sysfs / (f"class/infiniband/{device}/ports/{port}/state" if port else f"class/net/{name}/operstate")
@@ -135,18 +140,11 @@ def nic_faults(interfaces: Iterable[str], node: str = "", sysfs: Path = Path("/s
         except OSError:
             state = "gone"
         if state not in ("up", "unknown", "dormant") and not state.endswith(": ACTIVE"):
-            hint = "see its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
-            found.append(
-                Finding(
-                    "error",
-                    f"node {node}" if node else "this node",
-                    f"NIC {name} went down ({state})",
-                    f"{hint}, then `holmes resume`",
-                    node,
-                    name,
-                )
+            fix = "see its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
+            faults[name] = NetworkError(
+                f"NIC {name} went down ({state})", where=f"node {node}", hint=f"{fix}, then `holmes resume`"
             )
-    return found
+    return faults
 
 
 def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
@@ -174,19 +172,12 @@ class Audit:
     ) -> None:
         self._nodes = [n.node for n in nodes]
         self._kinds = [str(plan.site.fabric(n.fabric).nic) for n in nodes]
-        fabrics = dict(zip(self._nodes, (n.fabric for n in nodes), strict=True))
         self._factors = {
-            n.node: {"ethernet": factors.get("ethernet", 1.0), rdma: factors.get(n.fabric, 1.0)}
+            n.node: {rdma: factors.get(n.fabric, 1.0), "ethernet": factors.get("ethernet", 1.0)}
             for n, rdma in zip(nodes, self._kinds, strict=True)
         }
         self._loads = [
-            Load(
-                x.node,
-                x.kind,
-                x.label,
-                x.bytes * factors.get("ethernet" if x.kind == "ethernet" else fabrics[x.node], 1.0),
-            )
-            for x in loads(plan, self._nodes, dtype)
+            replace(x, bytes=x.bytes * self._factors[x.node][x.kind]) for x in loads(plan, self._nodes, dtype)
         ]
         self._names = {
             n.node: {
@@ -199,25 +190,21 @@ class Audit:
             }
             for n, rdma in zip(nodes, self._kinds, strict=True)
         }
-        self._sums: dict[str, dict[str, float]] = {}
-        self._own: dict[str, dict[str, float]] = {}
-        self._warm, self._steps = False, 0
-        self._said: set[tuple[str, str]] = set()
+        self._sums, self._own, self._steps = _sums(), _sums(), 0
+        self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Sequence[float]], alone: bool = True) -> list[Finding]:
-        """One step's counters of every rank (see :meth:`Traffic.take`). What is wrong comes back with every tenth step,
+        """Take one step's counters of every rank (see :meth:`Traffic.take`); with every tenth return what is wrong,
         once for each NIC. `alone`: nothing but the step happened since the step before; other steps are not counted."""
-        if not self._warm or not alone:
-            self._warm = True  # connections are made in the first step
+        if not alone:
             return []
         self._steps += 1
         for rank, (ethernet, _, rdma, _, other, *by_own) in enumerate(rows):
-            node = self._nodes[rank]
-            sums, owns = self._sums.setdefault(node, {}), self._own.setdefault(node, {})
-            for kind, sent in (("ethernet", ethernet), (self._kinds[rank], rdma), ("other", other)):
-                sums[kind] = sums.get(kind, 0.0) + sent
-            for kind, sent in zip(("ethernet", self._kinds[rank]), by_own, strict=True):
-                owns[kind] = owns.get(kind, 0.0) + sent * self._factors[node][kind]
+            node, kinds = self._nodes[rank], ("ethernet", self._kinds[rank], "other")
+            for kind, sent in zip(kinds, (ethernet, rdma, other), strict=True):
+                self._sums[node][kind] += sent
+            for kind, sent in zip(kinds[:2], by_own, strict=True):
+                self._own[node][kind] += sent * self._factors[node][kind]
         if self._steps < EVERY_STEPS:
             return []
         counted, own = (
@@ -225,34 +212,30 @@ class Audit:
             for sums in (self._sums, self._own)
         )
         found = audit_bytes(counted, self._loads, names=self._names, own=own)
-        self._sums, self._own, self._steps = {}, {}, 0
-        new = [f for f in found if (f.node, f.nic) not in self._said]
-        self._said.update((f.node, f.nic) for f in new)
+        self._sums, self._own, self._steps = _sums(), _sums(), 0
+        new = [f for f in found if (f.node, f.nic) not in self._reported]
+        self._reported.update((f.node, f.nic) for f in new)
         return new
 
 
-def nics_in_use(node: NodeTransports) -> list[str]:
-    """Kernel interfaces and RDMA ports that carry this node's groups, as :func:`nic_faults` names them."""
-    ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=")
+def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
+    """Return the kernel interfaces and RDMA ports that carry this node's groups, as :func:`nic_faults` names them. RDMA
+    ports are left out where `sysfs` shows none (a container)."""
+    ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=") if (sysfs / "class/infiniband").is_dir() else ""
     return [
         *(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
-        *(ports.split(",") if ports else []),
+        *filter(None, ports.split(",")),
     ]
 
 
 def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:
-    """A cheap look at the NICs in use: the error of the first that went down and is still down at the next look (links
-    that come back within a second harm no connection). RDMA ports are left out where `sysfs` shows none (a container).
-    """
-    names, before = nics_in_use(node), set[str]()
-    if not (sysfs / "class/infiniband").is_dir():
-        names = [name for name in names if any(name == interface for interface, _, _ in node.interfaces.values())]
+    """Return a cheap look at the NICs in use: it returns the error of the first that went down and is still down at the
+    next look (links that come back within a second harm no connection)."""
+    names, faults = nics_in_use(node, sysfs), dict[str, NetworkError]()
 
     def look() -> NetworkError | None:
-        nonlocal before
-        faults = nic_faults(names, node.node)
-        again = next((f for f in faults if f.nic in before), None)
-        before = {f.nic for f in faults}
-        return NetworkError(again.what, where=again.where, hint=again.hint) if again else None
+        nonlocal faults
+        before, faults = faults, nic_faults(names, node.node)
+        return next((fault for name, fault in faults.items() if name in before), None)
 
     return look

@@ -39,27 +39,25 @@ def read_counters(sysfs: Path = Path("/sys")) -> Counters:
     counts too); interfaces count what the kernel sends.
     """
     counters: Counters = {}
-    for name in _names(sysfs / "class/net"):
-        statistics = sysfs / "class/net" / name / "statistics"
+    for interface in (sysfs / "class/net").glob("*/statistics"):
         with contextlib.suppress(OSError, ValueError):
-            counters[name] = _number(statistics / "tx_bytes"), _number(statistics / "rx_bytes")
-    for device in _names(sysfs / "class/infiniband"):
-        ports = sysfs / "class/infiniband" / device / "ports"
-        for port in _names(ports):
-            words = ports / port / "counters"
-            with contextlib.suppress(OSError, ValueError):
-                tx, rx = _number(words / "port_xmit_data"), _number(words / "port_rcv_data")
-                counters[f"{device}:{port}"] = (tx * WORD_BYTES, rx * WORD_BYTES)
+            counters[interface.parent.name] = _number(interface / "tx_bytes"), _number(interface / "rx_bytes")
+    for port in (sysfs / "class/infiniband").glob("*/ports/*/counters"):
+        with contextlib.suppress(OSError, ValueError):
+            tx, rx = _number(port / "port_xmit_data"), _number(port / "port_rcv_data")
+            counters[f"{port.parents[2].name}:{port.parent.name}"] = (tx * WORD_BYTES, rx * WORD_BYTES)
     return counters
 
 
 def difference(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Counters:
-    """Bytes between two readings, for NICs in both. A counter that went back (a NIC was reset) counts from zero."""
-    result: Counters = {}
-    for name in before.keys() & after.keys():
-        (tx0, rx0), (tx1, rx1) = before[name], after[name]
-        result[name] = (tx1 - tx0 if tx1 >= tx0 else tx1, rx1 - rx0 if rx1 >= rx0 else rx1)
-    return result
+    """Return the bytes between two readings, for NICs in both. A counter that went back (a NIC was reset) counts from
+    zero."""
+
+    def since(old: int, new: int) -> int:
+        return new - old if new >= old else new
+
+    names = before.keys() & after.keys()
+    return {n: (since(before[n][0], after[n][0]), since(before[n][1], after[n][1])) for n in names}
 
 
 def by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str, tuple[int, int]]:
@@ -85,24 +83,15 @@ def by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str
     ):
         kinds[best[0].name] = "ethernet"  # a RoCE port counts RDMA, its interface what the kernel sends
     kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
-    totals: dict[str, tuple[int, int]] = {}
-    for name, kind in kinds.items():
-        if name in counters:
-            tx, rx = totals.get(kind, (0, 0))
-            totals[kind] = (tx + counters[name][0], rx + counters[name][1])
-    return totals
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    counted = [(kind, *counters[name]) for name, kind in kinds.items() if name in counters]
+    return {
+        kind: (sum(tx for k, tx, _ in counted if k == kind), sum(rx for k, _, rx in counted if k == kind))
+        for kind, _, _ in counted
+    }
 
 
 def _number(path: Path) -> int:
-    with open(path, "rb", buffering=0) as file:
-        return int(file.read(64))
+    return int(path.read_bytes())
 
 
 class OwnSockets:
@@ -120,20 +109,17 @@ class OwnSockets:
 
 
 def _sent() -> dict[int, tuple[str, int]]:
-    """Inode of each TCP connection of this process -> (local address, bytes that the other side has acknowledged)."""
+    """Return inode of each TCP connection of this process -> (local address, bytes that the other side has
+    acknowledged)."""
     found: dict[int, tuple[str, int]] = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed meanwhile, not connected, or not TCP
             status = os.fstat(int(name))
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as own:
-                if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
-                    continue
-                told = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                if len(told) == _TCP_INFO_BYTES:
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as own:
+                    tcp_info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                     address = str(own.getsockname()[0]).removeprefix("::ffff:")
-                    found[status.st_ino] = address, struct.unpack_from("=Q", told, _BYTES_ACKED)[0]
+                    found[status.st_ino] = address, struct.unpack_from("=Q", tcp_info, _BYTES_ACKED)[0]
     return found
 
 
@@ -142,10 +128,8 @@ class Traffic:
     counted (zeros), so that sums over ranks are sums over nodes. `by_nic`: what the last call of `take` found."""
 
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
-        self.fabric = plan.site.fabric(plan.places[min(launch.rank, plan.world_size - 1)].fabric)
-        first = launch.local_rank == 0
-        self.counts, self.one_host = first and not launch.one_host, launch.one_host
-        self._nics = nics
+        self._nics, self._nic = nics, plan.site.fabric(plan.places[launch.rank].fabric).nic
+        self.counts, self.one_host = launch.local_rank == 0 and not launch.one_host, launch.one_host
         self._last = read_counters() if self.counts else {}
         self._own = None if launch.one_host else OwnSockets()
         self.by_nic: Counters = {}
@@ -155,18 +139,15 @@ class Traffic:
         does not use; sent by this rank's own TCP connections over Ethernet and over RDMA NICs."""
         sent = {} if self._own is None else self._own.take()
         own = self._kinds({nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent})
-        sent_here = own[0], own[2]
-        if not self.counts:
-            return (*[0.0] * 5, *sent_here)
-        now = read_counters()
-        self.by_nic, self._last = difference(self._last, now), now
-        return (*self._kinds(self.by_nic), *sent_here)
+        if self.counts:
+            now = read_counters()
+            self.by_nic, self._last = difference(self._last, now), now
+        return (*self._kinds(self.by_nic), own[0], own[2])
 
     def _kinds(self, counted: Counters) -> tuple[float, float, float, float, float]:
-        """Ethernet sent and received, RDMA sent and received, others sent."""
+        """Return the bytes over Ethernet sent and received, over RDMA sent and received, over others sent."""
         kinds = by_kind(counted, self._nics)
-        ethernet = kinds.pop("ethernet", (0, 0))
-        rdma = kinds.pop(str(self.fabric.nic), (0, 0)) if self.fabric.nic is not NicType.ETHERNET else (0, 0)
+        ethernet, rdma = kinds.pop("ethernet", (0, 0)), kinds.pop(str(self._nic), (0, 0))
         other = sum(sent for sent, _ in kinds.values())
         return float(ethernet[0]), float(ethernet[1]), float(rdma[0]), float(rdma[1]), float(other)
 
@@ -189,9 +170,8 @@ class NicLog:
             for name, (tx, rx) in sorted(counted.items())
             if (tx or rx) and role_of(name) != "virtual"
         }
-        if not nics:
-            return
-        self._lines.append(to_json({"step": step, "attempt": self._attempt, "node": self._node, "nics": nics}))
+        if nics:
+            self._lines.append(to_json({"step": step, "attempt": self._attempt, "node": self._node, "nics": nics}))
         if time.monotonic() - self._wrote > 1:
             self.write()
 
@@ -220,11 +200,10 @@ def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
     """For every NIC kind that the plan uses, two ranks on different nodes whose group uses it: the ends of a sample."""
     pairs: dict[str, tuple[int, int]] = {}
     for group in plan.transports():
-        if group.kind not in ("edge", "dp", "intra_dp", "inter_dp") or group.transport.kind == "local":
-            continue
-        kind = group.transport.fabric if group.transport.kind == "rdma" else "ethernet"
-        other = next(r for r in group.ranks if plan.places[r] != plan.places[group.ranks[0]])
-        pairs.setdefault(str(kind), (group.ranks[0], other))
+        if group.kind in ("edge", "dp", "intra_dp", "inter_dp") and group.transport.kind != "local":
+            kind = group.transport.fabric if group.transport.kind == "rdma" else "ethernet"
+            other = next(r for r in group.ranks if plan.places[r] != plan.places[group.ranks[0]])
+            pairs.setdefault(str(kind), (group.ranks[0], other))
     return pairs
 
 
@@ -256,13 +235,7 @@ def header_factors(
 
 
 def _send(ranks: tuple[int, int], rank: int, group: Any, data: torch.Tensor) -> None:
-    """From the first to the second, and a word back, so that both know that it has arrived."""
-    if rank not in ranks:
-        return
-    word = torch.zeros(1)
-    if rank == ranks[0]:
-        dist.send(data, ranks[1], group=group)
-        dist.recv(word, ranks[1], group=group)
-    else:
-        dist.recv(data, ranks[0], group=group)
-        dist.send(word, ranks[0], group=group)
+    """Send from the first to the second, and a word back, so that both know that it has arrived."""
+    if rank in ranks:
+        dist.broadcast(data, ranks[0], group=group)
+        dist.broadcast(torch.zeros(1), ranks[1], group=group)

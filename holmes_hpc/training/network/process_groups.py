@@ -170,12 +170,11 @@ class Groups:
         kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
         if self.cuda:
             group = self.new(members, kind, gloo=backend == "gloo")
-        elif members in self._shared:
-            group = self._shared[members]
-        elif members == tuple(range(self.plan.world_size)):
-            group = self._shared[members] = dist.group.WORLD
         else:
-            group = self._shared[members] = self.new(members, kind)
+            if members not in self._shared:
+                everyone = len(members) == self.plan.world_size
+                self._shared[members] = dist.group.WORLD if everyone else self.new(members, kind)
+            group = self._shared[members]
         if self.rank in members:
             if parallel_state._global_process_group_list is None:
                 parallel_state._global_process_group_list = [None]

@@ -14,7 +14,7 @@ from holmes_hpc.training.network.interfaces import NodeTransports, short
 
 TIMES = 3.0  # as long as planned, and as long as before
 LEAST_S = 0.02  # a step: less than that is no loss
-WINDOW = 5  # steps whose median is compared; the first of them connect, and are left out
+WINDOW = 5  # steps whose median is compared
 _DP = ("dp", "intra_dp", "inter_dp")
 
 
@@ -27,27 +27,21 @@ class SlowLinks:
         self._stages, self._names, self._expected_s = stages, names, expected_s
         self._seen: list[Sequence[float]] = []
         self._before: list[float] = []
-        self._said: set[int] = set()
-        self._warm = False
+        self._reported: set[int] = set()
 
     def step(self, sync_s: Sequence[float]) -> list[Finding]:
-        """Take one step's seconds of every rank; what is slow comes back with every window."""
-        if not self._warm:
-            self._warm = True
-            return []
+        """Take one step's seconds of every rank; return what is slow with every window."""
         self._seen.append(sync_s)
         if len(self._seen) < WINDOW:
             return []
         now = [statistics.median(min(step[rank] for rank in ranks) for step in self._seen) for ranks in self._stages]
         self._seen.clear()
-        if not self._before:
-            self._before = now
-            return []
+        self._before = self._before or now
         found = []
         for stage, (own, before, planned) in enumerate(zip(now, self._before, self._expected_s, strict=True)):
             slow = own > max(TIMES * before, TIMES * planned, LEAST_S)
-            if slow and stage not in self._said:
-                self._said.add(stage)
+            if slow and stage not in self._reported:
+                self._reported.add(stage)
                 found.append(
                     Finding(
                         "warning",
@@ -59,7 +53,7 @@ class SlowLinks:
                     )
                 )
             elif not slow:
-                self._said.discard(stage)
+                self._reported.discard(stage)
                 self._before[stage] = min(before, own)
         return found
 
@@ -70,26 +64,16 @@ def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, f
     groups = {f"{g.kind} of ranks {short(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
     expected, names = [0.0] * len(stages), []
     for load in loads(plan, [n.node for n in nodes], dtype):
-        group = groups.get(load.label)
-        if group is None:
-            continue
-        ring = [plan.places[rank].fabric for rank in group.ranks]
-        gbps = plan.site.slowest_gbps(group.transport.kind, ring)
-        factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
-        seconds = 8 * load.bytes * factor / (gbps * 1e9)
-        for stage in group.stages:
-            expected[stage] = max(expected[stage], seconds)
+        if (group := groups.get(load.label)) is not None:
+            ring = [plan.places[rank].fabric for rank in group.ranks]
+            gbps = plan.site.slowest_gbps(group.transport.kind, ring)
+            factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
+            for stage in group.stages:
+                expected[stage] = max(expected[stage], 8 * load.bytes * factor / (gbps * 1e9))
     for ranks in stages:
-        kinds = {g.transport.kind for g in groups.values() if set(g.ranks) <= set(ranks)}
-        nics = dict.fromkeys(
-            nodes[r].interfaces[kind][0]
-            for r in ranks
-            for kind in ("rdma", "tcp")
-            if kind in kinds and kind in nodes[r].interfaces
-        )
+        kinds = sorted({g.transport.kind for g in groups.values() if set(g.ranks) <= set(ranks)} - {"local"})
+        interfaces = [nodes[r].interfaces[kind][0] for r in ranks for kind in kinds if kind in nodes[r].interfaces]
         hosts = list(dict.fromkeys(nodes[r].node for r in ranks))
-        names.append(
-            f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}"
-            + (f" (NIC {', '.join(nics)})" if nics else "")
-        )
+        nics = f" (NIC {', '.join(dict.fromkeys(interfaces))})" if interfaces else ""
+        names.append(f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}{nics}")
     return SlowLinks(stages, names, expected)

@@ -10,6 +10,7 @@ import pytest
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
@@ -101,7 +102,7 @@ def test_as_planned_nothing_is_said() -> None:
     assert not any(watched.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
 
 
-@pytest.mark.parametrize("wrong_from", [1, 2, 13, 30, 35, 100])
+@pytest.mark.parametrize("wrong_from", [1, 2, 12, 29, 34, 99])
 def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps(wrong_from) -> None:
     plan = make(TWO, pp=2)
     watched, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
@@ -162,9 +163,9 @@ def test_own_connections_that_a_route_leads_over_another_nic_are_not_anothers() 
     assert found.level == "error" and "probably group dp of ranks 0,1, which belongs on ib" in found.what
 
 
-def test_a_nic_must_be_down_twice(monkeypatch) -> None:
-    down = Finding("error", "node n1", "NIC ib0 went down (down)", "bring it up again", "n1", "ib0")
-    answers = iter([[], [down], [], [down], [down]])
+def test_a_nic_must_be_down_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    down = {"ib0": NetworkError("NIC ib0 went down (down)", where="node n1", hint="bring it up again")}
+    answers = iter([{}, down, {}, down, down])
     monkeypatch.setattr(audit, "nic_faults", lambda names, node: next(answers))
     node = NodeTransports(
         "n1",
@@ -173,7 +174,8 @@ def test_a_nic_must_be_down_twice(monkeypatch) -> None:
         {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
         False,
     )
-    assert audit.nics_in_use(node) == ["ib0", "mlx5_0:1", "mlx5_1:1"]
+    (tmp_path / "class/infiniband").mkdir(parents=True)
+    assert audit.nics_in_use(node, tmp_path) == ["ib0", "mlx5_0:1", "mlx5_1:1"]
     look = audit.nic_check(node)
     assert [look() for _ in range(4)] == [None] * 4
     assert str(look()) == "node n1: NIC ib0 went down (down); bring it up again"
@@ -181,7 +183,7 @@ def test_a_nic_must_be_down_twice(monkeypatch) -> None:
 
 def test_ports_that_a_container_does_not_show_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[list[str]] = []
-    monkeypatch.setattr(audit, "nic_faults", lambda names, node: looked.append(names) or [])
+    monkeypatch.setattr(audit, "nic_faults", lambda names, node: looked.append(names) or {})
     node = NodeTransports("n1", "ib-a", {"tcp": ("eth0", "10.0.1.1", 24)}, {"NCCL_IB_HCA": "=mlx5_0"}, False)
     audit.nic_check(node, tmp_path)()
     (tmp_path / "class/infiniband").mkdir(parents=True)
