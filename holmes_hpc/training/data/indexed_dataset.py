@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import torch.distributed as dist
 from megatron.core.datasets import gpt_dataset, helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
@@ -32,7 +32,7 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.data.prefix import (
     Prefix,
     bounds_of,
-    check_length,
+    check_lengths,
     digest,
     parse_blend,
     parse_split,
@@ -115,9 +115,9 @@ def build(
     data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
 ) -> tuple[Samples, Samples | None]:
     """See build.build_datasets. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
-    names, weights = parse_blend(data.prefix)
-    parts = parse_split(data.split)[: 2 if evaluates else 1]
-    length, wanted = plan.batch.sequence_length, [names, weights, parts, seed, plan.batch.sequence_length]
+    (names, weights), split = parse_blend(data.prefix), parse_split(data.split, evaluates)
+    length = plan.batch.sequence_length
+    wanted = [names, weights, list(split.values()), seed, length]
     root = Path(data.cache or (Path(run_dir) / "data" if run_dir else f"{names[0]}.cache"))
 
     def open_all() -> tuple[list[Prefix], Path]:
@@ -139,15 +139,14 @@ def build(
             create_attention_mask=False,
         )
         made: list[Samples] = []
-        for part, split in zip(parts, (Split.train, Split.valid), strict=False):
-            sources = [Source(p, part, split, config) for p in prefixes if samples_of(p, part, length) > 0]
+        for part, kind in zip(split.values(), (Split.train, Split.valid), strict=False):
+            sources = [Source(p, part, kind, config) for p in prefixes if samples_of(p, part, length) > 0]
             made.append(sources[0] if len(sources) == 1 else Blend(sources, weights or [len(s) for s in sources]))
         return made
 
     def prepare() -> None:
         prefixes, cache = open_all()
-        for part, what in zip(parts, ("training", "validation"), strict=False):
-            check_length(prefixes, part, what, plan.batch, each=weights is not None)
+        check_lengths(prefixes, split, plan.batch, each=weights is not None)
         checked = cache / f"vocabulary-{plan.model.vocab}"  # an earlier start has read all tokens of these files
         if not checked.exists():
             for prefix in prefixes:
@@ -215,15 +214,14 @@ def _make_cache(cache: Path, make: Callable[[Path], object]) -> None:
 
 def _first_on_rank0(key: str, prepare: Callable[[], None]) -> None:
     """Run `prepare` on rank 0 alone; the others wait for its answer. Its DataError is raised on every rank."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return prepare()
-    store = torch.distributed.distributed_c10d._get_default_store()
-    if torch.distributed.get_rank() == 0:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
         try:
             prepare()
         except DataError as e:
-            store.set(key, json.dumps({"what": e.what, "where": e.where, "hint": e.hint}))
+            store.set(key, json.dumps(vars(e)))
             raise
         return store.set(key, "null")
     try:

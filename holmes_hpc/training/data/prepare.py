@@ -20,17 +20,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from holmes_hpc.errors import ConfigError, DataError, RunFailed
 from holmes_hpc.training.data import text_files
-from holmes_hpc.training.data.prefix import digest
+from holmes_hpc.training.data.prefix import Prefix, digest, notes
 from holmes_hpc.training.data.tokenizer import Tokenizer, load
 
 PART_BYTES = 16 << 20
@@ -108,8 +109,7 @@ def prepare(
         "json_key": json_key,
         "files": hashlib.sha256(json.dumps([asdict(e) for e in extents]).encode()).hexdigest(),
     }
-    already = _finished(prefix, made_from)
-    if already:
+    if (already := _finished(prefix, made_from)) is not None:
         return already
     if not force:
         _refuse_others(prefix, made_from)
@@ -118,9 +118,10 @@ def prepare(
             limit = max(part_bytes, total // _MOST_PARTS)
             parts = _parts(extents, directory, limit, loaded.id + json_key)
             resumed = _remove_strangers(directory, parts)
-            _tokenize(parts, tokenizer, json_key, workers or _usable_cpus(), report)
+            _tokenize(parts, tokenizer, json_key, workers or len(os.sched_getaffinity(0)), report)
             made = _join(parts, prefix, loaded, report, files=len(files), input_bytes=total, resumed_parts=resumed)
-            _write_atomically(f"{prefix}.json", json.dumps({**asdict(made), "made_from": made_from}, indent=1))
+            with _written_whole(f"{prefix}.json") as file:
+                file.write(json.dumps({**asdict(made), "made_from": made_from}, indent=1).encode())
     except OSError as e:
         kind, hint = (RunFailed, "free some space") if e.errno in _FULL else (DataError, "correct that")
         raise kind(
@@ -150,46 +151,33 @@ def demo_corpus(
         directories[:] = [d for d in directories if d not in skipped]
         names += [Path(at, f) for f in files if f.endswith(".py")]
     names.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
-    chosen, size = [], 0
-    for path in names:
-        size += path.stat().st_size
-        if size > limit_bytes:
-            break
-        if path.stat().st_size:
-            chosen.append(path)
+    sizes = [path.stat().st_size for path in names]
+    chosen = [
+        path for path, size, end in zip(names, sizes, accumulate(sizes), strict=True) if size > 0 and end <= limit_bytes
+    ]
     return prepare(chosen, prefix, workers=workers, progress=progress, force=force)
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _finished(prefix: str, made_from: dict[str, str]) -> Prepared | None:
     """What an earlier call made of the same files, if it is all still there."""
-    try:
-        said = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-        if said.pop("made_from") != made_from or not os.path.exists(f"{prefix}.idx"):
-            return None
-        width = np.dtype(_token_type(said["vocab"])).itemsize
-        whole = os.path.getsize(f"{prefix}.bin") == said["tokens"] * width
-        return Prepared(**{**said, "prefix": prefix, "resumed_parts": 0}) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    said = notes(prefix)
+    with suppress(DataError, TypeError):
+        if said.pop("made_from", None) == made_from and Prefix.open(prefix).vocab() == said.get("vocab"):
+            return Prepared(**{**said, "prefix": prefix, "resumed_parts": 0})
+    return None
 
 
 def _files(given: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files that are given; in place of a folder all below it, by path, but hidden ones."""
     found: list[Path] = []
     for path in map(Path, given):
-        below = (
-            [
+        below = [path]
+        if path.is_dir():
+            below = [
                 p
                 for p in sorted(path.rglob("*"))
                 if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
             ]
-            if path.is_dir()
-            else [path]
-        )
         if not below:
             raise DataError("no file in this folder", where=str(path), hint="give files of text, or folders of them")
         found += below
@@ -201,14 +189,13 @@ def _refuse_others(prefix: str, made_from: dict[str, str]) -> None:
     there = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if os.path.exists(path)]
     if not there or os.path.isdir(f"{prefix}.parts"):  # there: an interrupted preparation, which was let in already
         return
-    try:
-        said = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-        same, held = said["made_from"] == made_from, f"{said['documents']:,} documents, {said['tokens']:,} tokens"
-    except (OSError, ValueError, KeyError, TypeError):
-        same, held = False, f"{os.path.getsize(there[0]):,} bytes"
-    if not same:
+    said = notes(prefix)
+    if said.get("made_from") != made_from:
+        size = f"{os.path.getsize(there[0]):,} bytes"
+        if {"documents", "tokens"} <= said.keys():
+            size = f"{said['documents']:,} documents, {said['tokens']:,} tokens"
         raise ConfigError(
-            f"holds another data set already ({held})",
+            f"holds another data set already ({size})",
             where=there[0],
             hint="--force replaces it; or give another -o PREFIX",
         )
@@ -321,34 +308,23 @@ def _tokenize_part(part: _Part, tokenizer: Tokenizer, json_key: str, read: Calla
     lengths: list[int] = []
     ends: list[bool] = []
     dtype = np.dtype(_token_type(tokenizer.vocab))
-    temporary = f"{part.target}.{os.getpid()}"
-    with open(f"{temporary}.tmp", "wb") as out:
+    with _written_whole(f"{part.target}.bin") as out:
         for extent in part.extents:
-            begun = False
+            document: list[int] = []  # lengths of its sequences so far
             for text, last in text_files.documents(extent, json_key, read):
                 ids = tokenizer.encode(text).astype(dtype, copy=False) if text else np.empty(0, dtype)
                 out.write(ids.tobytes())
-                for start in range(0, len(ids), _SEQUENCE_TOKENS):
-                    lengths.append(min(_SEQUENCE_TOKENS, len(ids) - start))
-                    ends.append(False)
-                    begun = True
+                document += [min(_SEQUENCE_TOKENS, len(ids) - at) for at in range(0, len(ids), _SEQUENCE_TOKENS)]
                 if last:
                     out.write(np.array([tokenizer.eod], dtype).tobytes())
-                    if begun:
-                        lengths[-1] += 1
-                        ends[-1] = True
-                    else:
-                        lengths.append(1)
-                        ends.append(True)
-                    begun = False
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(f"{temporary}.tmp", f"{part.target}.bin")
-    with open(f"{temporary}.tmp", "wb") as out:
+                    *whole, final = document or [0]
+                    lengths += [*whole, final + 1]
+                    ends += [False] * len(whole) + [True]
+                    document = []
+            lengths += document
+            ends += [False] * len(document)
+    with _written_whole(f"{part.target}.npz") as out:
         np.savez(out, lengths=np.array(lengths, np.int64), ends=np.array(ends, np.bool_))
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(f"{temporary}.tmp", f"{part.target}.npz")
 
 
 def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Progress, **counts: int) -> Prepared:
@@ -362,13 +338,12 @@ def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Pro
     builder = IndexedDatasetBuilder(f"{new}.bin", dtype=dtype.type)
     for part in parts:
         with np.load(f"{part.target}.npz") as said, open(f"{part.target}.bin", "rb") as f:
-            for length, ends in zip(said["lengths"].tolist(), said["ends"].tolist(), strict=True):
+            lengths, all_ends = said["lengths"].tolist(), said["ends"].tolist()
+            for length, ends in zip(lengths, all_ends, strict=True):
                 builder.add_item(torch.from_numpy(np.fromfile(f, dtype, length)))
                 if ends:
                     builder.end_document()
-                    documents += 1
-                sequences += 1
-            done += f.tell()
+            sequences, documents, done = sequences + len(lengths), documents + sum(all_ends), done + f.tell()
         report("join", done, total)
     tokens = done // dtype.itemsize
     if tokens == documents:  # nothing but ends of documents
@@ -385,7 +360,12 @@ def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Pro
     return Prepared(prefix, vocab=tokenizer.vocab, eod=tokenizer.eod, **counts)
 
 
-def _write_atomically(path: str, text: str) -> None:
-    temporary = f"{path}.{os.getpid()}"
-    Path(temporary).write_text(text, encoding="utf-8")
+@contextmanager
+def _written_whole(path: str) -> Iterator[IO[bytes]]:
+    """Yield a file that takes its place at `path` when the block ends well, all of its bytes on disk."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
     os.replace(temporary, path)

@@ -41,14 +41,14 @@ Watch = Callable[[str, Any, float, float], None]
 class Transfer:
     """A tensor on its way. :meth:`wait` returns once it has left or arrived, and again at once when asked again."""
 
-    def __init__(self, channel: Channel, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
-        self._channel, self._tensor, self._finish = channel, tensor, finish
+    def __init__(self, edge: str, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._edge, self._tensor, self._finish = edge, tensor, finish
         self.done = False
 
     def wait(self) -> torch.Tensor:
         """The tensor sent or received. Raises NetworkError with the edge's name when the other end is gone."""
         if not self.done:
-            with _named(self._channel.name):
+            with _named(self._edge):
                 self._finish()
             self.done = True
         return self._tensor
@@ -111,7 +111,7 @@ class Channel:
             return self._start_staged(operation, wire, tensor, label, tag, after)
         posted = time.time()
         works = self._post(operation, wire, tag)
-        wait: Callable[[], None] = partial(_wait_all, works)
+        wait: Callable[[], None] = partial(wait_all, works)
         if self.watch is not None:
             landed = self._in_background(partial(self._wait_and_tell, works, operation, label, posted))
             wait = wait if self._nccl else landed  # a gloo work can be waited for once only
@@ -120,7 +120,7 @@ class Channel:
             wait()
             after()
 
-        return Transfer(self, tensor, finish)
+        return Transfer(self.name, tensor, finish)
 
     def _through_host(self, wire: torch.Tensor) -> bool:
         """Gloo reads and writes host memory only."""
@@ -150,7 +150,7 @@ class Channel:
         def carry() -> None:
             if sending:
                 side.synchronize()  # holds this thread only: the copy must be complete before its bytes are sent
-            _wait_all(works or self._post(operation, staging, tag))
+            wait_all(works or self._post(operation, staging, tag))
             if not sending:
                 with torch.cuda.stream(side):
                     wire.copy_(staging, non_blocking=True)
@@ -164,7 +164,7 @@ class Channel:
                 torch.cuda.current_stream(wire.device).wait_stream(side)
             after()
 
-        return Transfer(self, tensor, finish)
+        return Transfer(self.name, tensor, finish)
 
     def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
         stripes = wire.view(-1).tensor_split(len(self.connections))
@@ -185,7 +185,7 @@ class Channel:
             while not all(work.is_completed() for work in works):  # its wait() would only hold a CUDA stream
                 time.sleep(2e-4)
         else:
-            _wait_all(works)
+            wait_all(works)
         self._tell(operation, label, posted)
 
     def _tell(self, operation: Any, label: Any, posted: float) -> None:
@@ -205,7 +205,7 @@ def _named(edge: str) -> Iterator[None]:
         ) from e
 
 
-def _wait_all(works: Iterable[Any]) -> None:
+def wait_all(works: Iterable[Any]) -> None:
     for work in works:
         work.wait()
 
@@ -249,13 +249,14 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         """This rank's row of an :class:`Order`: its stage."""
         return int(self.pp_group.rank())
 
-    def stream(self, role: str, peer: int) -> Channel:
-        """What goes in `role` between this stage and `peer`: there is one neighbour only."""
+    def stream(self, role: str, peer: int = 0) -> Channel:
+        """Return the channel of `role`; `peer` is the one neighbour there. ConfigError where this stage has none: the
+        first and the last need one to each other for virtual stages."""
         if role not in self.channels:
             raise ConfigError(
-                "virtual stages need an edge from the last stage to the first",
-                where="plan.parallel",
-                hint="make the model with as many chunks as the plan has virtual stages",
+                f"the schedule asks for {role}, and stage {self.row} has no such edge",
+                where="plan.schedule",
+                hint="use the schedule that the plan's virtual_stages ask for, and as many chunks of the model",
             )
         return self.channels[role]
 
@@ -274,31 +275,20 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         received: dict[str, torch.Tensor] = {}
         # The order matters where a launch waits for the one before it: see planning/schedule/launches.py.
         for forward, sends in exchange_order(self.pp_group.rank()):
-            way, peer = "forward" if forward else "backward", "next" if forward == sends else "prev"
-            channel = self.channels.get(f"{way}_{'out' if sends else 'in'}")
-            name, tensor = f"{'send' if sends else 'recv'}_{peer}", tensor_send_next if forward else tensor_send_prev
+            role = f"{'forward' if forward else 'backward'}_{'out' if sends else 'in'}"
+            name = f"{'send' if sends else 'recv'}_{'next' if forward == sends else 'prev'}"
+            tensor = tensor_send_next if forward else tensor_send_prev
             if sends and tensor is not None:
-                there = self._there(channel, name)
-                there.settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept for ever
-                started[name] = there.send(tensor)
+                self.stream(role).settle(keep=1)  # Megatron does not wait for a step's last sends: they would be kept
+                started[name] = self.stream(role).send(tensor)
             elif not sends and (recv_prev if forward else recv_next):
                 received[name] = torch.empty(
                     tensor_shape, dtype=self.config.pipeline_dtype, device=self.device, requires_grad=True
                 )
-                started[name] = self._there(channel, name).receive(received[name])
+                started[name] = self.stream(role).receive(received[name])
         if wait_on_reqs:
-            for transfer in started.values():
-                transfer.wait()
+            wait_all(started.values())
         return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else started
-
-    def _there(self, channel: Channel | None, name: str) -> Channel:
-        if channel is None:
-            raise ConfigError(
-                f"the schedule asks for {name}, and stage {self.pp_group.rank()} has no such edge",
-                where="plan.schedule",
-                hint="use the schedule that the plan's virtual_stages ask for",
-            )
-        return channel
 
 
 def is_nccl(group: dist.ProcessGroup) -> bool:

@@ -7,15 +7,13 @@ crosses once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import GroupTransport, Plan
-from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup, Transfer, connect, is_nccl
+from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup, Transfer, connect, is_nccl, wait_all
 
 
 class Cut:
@@ -29,26 +27,14 @@ class Cut:
         for channel, rows in self.pieces:
             channel.send(tensor[rows], label)
 
-    def receive(self, into: torch.Tensor, label: Any = None) -> Joined:
+    def receive(self, into: torch.Tensor, label: Any = None) -> Transfer:
         target = into.detach()  # the same memory without a gradient, so that its parts can be written
-        return Joined(into, [channel.receive(target[rows], label) for channel, rows in self.pieces])
+        parts = [channel.receive(target[rows], label) for channel, rows in self.pieces]
+        return Transfer("of several parts", into, partial(wait_all, parts))
 
     def settle(self, keep: int = 0) -> None:
         for channel, _ in self.pieces:
             channel.settle(keep)
-
-
-class Joined:
-    """A tensor whose pieces are on their way."""
-
-    def __init__(self, tensor: torch.Tensor, pieces: Sequence[Transfer]) -> None:
-        self._tensor, self._pieces = tensor, pieces
-
-    def wait(self) -> torch.Tensor:
-        """The tensor, once all of it is there."""
-        for piece in self._pieces:
-            piece.wait()
-        return self._tensor
 
 
 class RoutedEdges(Edges):
@@ -72,35 +58,18 @@ class RoutedEdges(Edges):
 
 
 def build_routed(
-    plan: Plan, parallel: Parallel, new_group: NewGroup, *, rank: int, place: Any, config: Any, device: torch.device
+    plan: Plan, new_group: NewGroup, *, rank: int, place: Any, config: Any, device: torch.device
 ) -> RoutedEdges:
     """The edges of this rank. All ranks of the job call it at the same time, as they do `new_group`."""
-    order = plan.order
-    stage, replica, part = parallel.coordinates(rank)
+    p, order = plan.parallel, plan.order
+    stage, replica, part = p.coordinates(rank)
     edges = RoutedEdges(place, order.row(stage, replica), device)
-    for edge in plan.transports():
-        if edge.kind == "edge":
-            _add(edges, edge, plan, parallel, order, new_group=new_group, rank=rank, part=part, config=config)
+    for edge in (group for group in plan.transports() if group.kind == "edge"):
+        for role, other, channel in connect(plan, edge, new_group, rank=rank, config=config, device=device):
+            peer_stage, peer, peer_part = p.coordinates(other)
+            rows = shared_rows(plan.batch.sequence_length, (part, p.tp_of(stage)), (peer_part, p.tp_of(peer_stage)))
+            edges.add(role, order.row(peer_stage, peer), channel, rows)
     return edges
-
-
-def _add(
-    edges: RoutedEdges,
-    edge: GroupTransport,
-    plan: Plan,
-    parallel: Parallel,
-    order: Order,
-    *,
-    new_group: NewGroup,
-    rank: int,
-    part: int,
-    config: Any,
-) -> None:
-    own_part = (part, parallel.tp_of(parallel.coordinates(rank)[0]))
-    for role, other, channel in connect(plan, edge, new_group, rank=rank, config=config, device=edges.device):
-        peer_stage, peer, peer_part = parallel.coordinates(other)
-        rows = shared_rows(plan.batch.sequence_length, own_part, (peer_part, parallel.tp_of(peer_stage)))
-        edges.add(role, order.row(peer_stage, peer), channel, rows)
 
 
 def shared_rows(length: int, own: tuple[int, int], other: tuple[int, int]) -> slice:

@@ -34,10 +34,11 @@ import torch
 from megatron.core.pipeline_parallel import schedules as megatron
 from megatron.core.utils import get_model_config, get_model_type
 
-from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.pipeline.point_to_point import Edges
 
@@ -86,8 +87,8 @@ def run_ahead(
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, in_flight)
     order = routed or Order(kind, stages, num_microbatches, len(models), tuple(in_flight))
-    own = order.own(edges.row)
-    model_type = get_model_type(models[0])
+    own, depth = order.own(edges.row), order.depth(edges.row)
+    recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
     losses: list[Any] = []
     reduction = GradientReduction(config, models, first_stage=stage == 0)
 
@@ -101,7 +102,10 @@ def run_ahead(
             forward_data_store=losses,
             config=config,
             cp_group_size=pg_collection.cp.size(),
-            checkpoint_activations_microbatch=_checkpointed(config, step, order.depth(edges.row)),
+            # Megatron-Core's rule for a window of `depth`: the last ones of it are recomputed
+            checkpoint_activations_microbatch=(
+                None if recomputed_from is None else step.micro_batch % depth >= recomputed_from
+            ),
             is_first_microbatch=step.micro_batch == own[0],
             current_microbatch=step.micro_batch,
             vp_stage=step.chunk if len(models) > 1 else None,
@@ -109,8 +113,9 @@ def run_ahead(
         )
 
     def backward(step: Pass, *tensors: Any) -> Any:
-        with reduction.around(step, step.micro_batch == own[-1]):
-            return backward_step(*tensors, model_type=model_type, config=config)
+        is_last = step.micro_batch == own[-1]
+        with reduction.around_last(step.chunk) if is_last else contextlib.nullcontext():
+            return backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
 
     if not forward_only:
         embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
@@ -156,38 +161,48 @@ def _run_passes(
     program = launches(order, row, backward is None, edges.on_device)
     needs = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
     report = TraceReporter(tracer, edges)
-    inputs, output_grads = Inbox(edges, "forward_in", new), Inbox(edges, "backward_in", new)
-    outputs, input_grads = Outbox(edges, "forward_out", order), Outbox(edges, "backward_out", order)
+    arriving: dict[Pass, Any] = {}  # what a pass works on, on its way
     held: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input, output: what backward needs
     leaving: Any = None  # the result of the last pass
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
     for step in program:
         if isinstance(step, Post):
-            is_forward = step.transfer.made.forward
+            transfer = step.transfer
             if not step.sends:
-                (inputs if is_forward else output_grads).post(needs[step.transfer], step.transfer)
+                stream, needed = edges.stream(_role(transfer, "in"), transfer.source), needs[transfer]
+                arriving[needed] = stream.receive(new(), needed)
                 continue
-            (outputs if is_forward else input_grads).give(leaving, step.transfer)
-            if is_forward:
+            _send(edges.stream(_role(transfer, "out"), transfer.target), leaving, transfer, order)
+            if transfer.made.forward:
                 megatron.deallocate_output_tensor(leaving, config.deallocate_pipeline_outputs)
             continue
-        arrives, key = order.transfer_to(row, step) is not None, (step.micro_batch, step.chunk)
+        way, key = "forward" if step.forward else "backward", (step.micro_batch, step.chunk)
+        with report.span(f"wait_{way}", step, held):
+            arrived = arriving.pop(step).wait() if step in arriving else None
         if step.forward:
-            with report.span("wait_forward", step, held):
-                input_tensor = inputs.take(step) if arrives else None
-            held[key] = input_tensor, None
+            held[key] = arrived, None
             with report.span("forward", step, held):
-                leaving, count = forward(step, input_tensor)
+                leaving, count = forward(step, arrived)
             tokens += count
-            held[key] = input_tensor, leaving
+            held[key] = arrived, leaving
             if backward is None:
                 del held[key]
         elif backward is not None:
-            with report.span("wait_backward", step, held):
-                output_grad = output_grads.take(step) if arrives else None
             with report.span("backward", step, held):
-                leaving = backward(step, *held.pop(key), output_grad)
+                leaving = backward(step, *held.pop(key), arrived)
     return tokens
+
+
+def _role(transfer: StageTransfer, end: str) -> str:
+    """Return the role of the stream that a transfer goes over, at its `end`: "in" or "out"."""
+    return f"{'forward' if transfer.made.forward else 'backward'}_{end}"
+
+
+def _send(stream: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
+    """Send in the background. The other end is at most a window behind, so a tensor older than that has arrived: to
+    wait for it takes no time, and bounds the memory. Sends under way when a step ends complete during the next one."""
+    stream.send(tensor, transfer.made)
+    stream.settle(keep=order.window(transfer))
 
 
 class TraceReporter:
@@ -196,84 +211,45 @@ class TraceReporter:
     def __init__(self, tracer: Tracer | None, edges: Edges) -> None:
         self._tracer, self._held, self._cuda = tracer, 0, edges.device.type == "cuda"
         for channel in edges.channels.values():
-            channel.watch = None if tracer is None else self._transferred
-
-    def span(self, kind: str, step: Pass, held: Sized) -> contextlib.AbstractContextManager[None]:
-        """Around one thing that the stage does."""
-        return contextlib.nullcontext() if self._tracer is None else self._timed(kind, step, held)
+            channel.watch = None if tracer is None else self._tell
 
     @contextlib.contextmanager
-    def _timed(self, kind: str, step: Pass, held: Sized) -> Iterator[None]:
-        assert self._tracer is not None
+    def span(self, kind: str, step: Pass, held: Sized) -> Iterator[None]:
+        """Time one thing that the stage does."""
         start, self._held = time.time(), len(held)
         yield
-        if self._cuda:
+        if self._tracer is not None and self._cuda:
             torch.cuda.current_stream().synchronize()  # so that the times are the device's, at the cost of some overlap
-        self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, time.time(), self._held))
+        self._tell(kind, step, start, time.time())
 
-    def _transferred(self, kind: str, step: Any, posted: float, done: float) -> None:
+    def _tell(self, kind: str, step: Any, start: float, end: float) -> None:
         if self._tracer is not None and isinstance(step, Pass):
-            self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, posted, done, self._held))
-
-
-def _checkpointed(config: Any, step: Pass, depth: int) -> bool | None:
-    """Are all layers of this pass recomputed? None: as the model says. Megatron's rule for a window of `depth`."""
-    partial_ones = config.num_microbatches_with_partial_activation_checkpoints
-    return None if partial_ones is None else step.micro_batch % depth >= partial_ones
+            self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, end, self._held))
 
 
 def _refuse_unsupported(config: Any, edges: Any, in_flight: Sequence[int]) -> None:
-    if len(in_flight) != (stages := edges.pp_group.size()):
-        raise PlanError(
-            f"in_flight is given for {len(in_flight)} stages of {stages}",
-            where="plan.schedule",
-            hint="give one number per stage",
-        )
-    for name in ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "fine_grained_activation_offloading"):
-        if getattr(config, name, False):
-            raise ConfigError(
-                f"{name} does not go with the schedule that runs ahead",
-                where="model",
-                hint="unset it, or use plan.schedule=1f1b",
+    stages, instead = edges.pp_group.size(), "unset it, or use plan.schedule=1f1b"
+    counts = f"in_flight is given for {len(in_flight)} stages of {stages}"
+    refuse("plan.schedule", (len(in_flight) != stages, counts, "give one number per stage"), error=PlanError)
+    refuse(
+        "model",
+        *(
+            (getattr(config, name, False), f"{name} does not go with the schedule that runs ahead", instead)
+            for name in (
+                "overlap_moe_expert_parallel_comm",
+                "hybrid_context_parallel",
+                "fine_grained_activation_offloading",
             )
-    if edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigError(
+        ),
+    )
+    refuse(
+        "environment",
+        (
+            edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
             "with CUDA_DEVICE_MAX_CONNECTIONS=1 a send that waits holds up all computing",
-            where="environment",
-            hint="unset it, or use plan.schedule=1f1b",
-        )
-
-
-class Inbox:
-    """What a stage receives in one direction (`role`: forward_in, backward_in), from whichever row has it."""
-
-    def __init__(self, edges: Any, role: str, new: Callable[[], torch.Tensor]) -> None:
-        self._edges, self._role, self._new = edges, role, new
-        self._posted: dict[Pass, Any] = {}
-
-    def post(self, needed: Pass, transfer: StageTransfer) -> None:
-        """Be ready for the tensor that pass `needed` works on."""
-        self._posted[needed] = self._edges.stream(self._role, transfer.source).receive(self._new(), needed)
-
-    def take(self, needed: Pass) -> torch.Tensor:
-        """That tensor, once it is there."""
-        return self._posted.pop(needed).wait()
-
-
-class Outbox:
-    """What a stage sends in one direction (`role`: forward_out, backward_out), in the background.
-
-    The other end is at most a window behind, so a tensor older than that has arrived: to wait for it takes no time,
-    and bounds the memory. Sends that are under way when a step ends complete during the next one.
-    """
-
-    def __init__(self, edges: Any, role: str, order: Order) -> None:
-        self._edges, self._role, self._order = edges, role, order
-
-    def give(self, tensor: torch.Tensor, transfer: StageTransfer) -> None:
-        stream = self._edges.stream(self._role, transfer.target)
-        stream.send(tensor, transfer.made)
-        stream.settle(keep=self._order.window(transfer))
+            instead,
+        ),
+    )
 
 
 class GradientReduction:
@@ -302,12 +278,9 @@ class GradientReduction:
             self._held.close()
             self._held = None
 
-    def around(self, step: Pass, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around a backward pass; `last`: of its chunk."""
-        return self._around_last(step.chunk) if last else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _around_last(self, chunk: int) -> Iterator[None]:
+    def around_last(self, chunk: int) -> Iterator[None]:
+        """Around the last backward pass of a `chunk`."""
         if self._early:
             self.release()
         yield

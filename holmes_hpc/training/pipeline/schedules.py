@@ -48,9 +48,7 @@ def communicator(
     (benchmarks/one_connection.py): over it plain Megatron-LM gets a connection a direction as well, so that it is not
     slower than it would be on GPUs."""
     if plan.is_per_stage:
-        return routed_edges.build_routed(
-            plan, plan.parallel, new_group, rank=rank, place=groups.pp, config=config, device=device
-        )
+        return routed_edges.build_routed(plan, new_group, rank=rank, place=groups.pp, config=config, device=device)
     if plan.parallel.pp == 1:
         return None
     if plan.transport_mode == "single" and plan.order.schedule.megatron and point_to_point.is_nccl(groups.pp):
