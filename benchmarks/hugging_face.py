@@ -21,7 +21,7 @@ import torch
 
 from holmes_hpc.config.hugging_face import config_of
 from holmes_hpc.config.model import ModelSpec
-from holmes_hpc.training.checkpoint import begin, weight_names
+from holmes_hpc.training.checkpoint import hugging_face_folder, weight_names
 
 LARGE = ModelSpec("large", 16, 1280, 20, 32000, ffn=3456, kv_heads=20, max_positions=512)
 ALLOWED = 100 * 2**20
@@ -72,7 +72,7 @@ def _load(rank: int, root: Path) -> None:
     own = [p.nbytes for p in chunk.parameters()]
     Path("/proc/self/clear_refs").write_text("5")  # the peak, from here on
     before, began = _status("VmRSS"), time.perf_counter()
-    assert begin.read(root / "large", LARGE, [chunk], rank % 2) is None
+    hugging_face_folder.fill_model(root / "large", LARGE, [chunk], rank % 2)
     took, above = time.perf_counter() - began, _status("VmHWM") - before
     within = above <= sum(own) + max(own) + ALLOWED
     for turn in range(4):

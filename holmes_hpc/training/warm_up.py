@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.training.model import gpt
-from holmes_hpc.training.model.random_states import generators, set_generators
+from holmes_hpc.training.model.gpt import generators, set_generators
 
 # Of Megatron-Core's groups those whose communicators a step uses; several names may mean one group.
 USED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "pp", "embd", "pos_embd", "mp", "intra_dist_opt", "tp_dp_cp")

@@ -75,7 +75,7 @@ def rank(number: int, root: Path, layout: str) -> None:
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
     from holmes_hpc.config.hugging_face import read_model
-    from holmes_hpc.training.checkpoint import begin
+    from holmes_hpc.training.checkpoint.hugging_face_folder import fill_model
     from holmes_hpc.training.model import gpt
     from holmes_hpc.training.rank import cpu
 
@@ -89,7 +89,7 @@ def rank(number: int, root: Path, layout: str) -> None:
         plan = spawn.plan(tp=tp, pp=pp, model=spec)
         config = gpt.transformer_config(plan, torch.float32, cuda=False)
         (model,) = gpt.build(plan, config, None, torch.device("cpu"))
-        assert begin.read(root / name, spec, [model], parallel_state.get_tensor_model_parallel_rank()) is None
+        fill_model(root / name, spec, [model], parallel_state.get_tensor_model_parallel_rank())
         tokens = torch.load(root / f"{name}.pt")["tokens"]
         logits = _logits(model, tokens, number, tp, pp)
         if tp * pp == 4:

@@ -26,7 +26,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.training import warm_up
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, optimizer
-from holmes_hpc.training.model.random_states import generators
+from holmes_hpc.training.model.gpt import generators
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
 parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=True)

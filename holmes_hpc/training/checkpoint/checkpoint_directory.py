@@ -21,7 +21,8 @@ from typing import Any
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
-from holmes_hpc.schema import keys
+from holmes_hpc.records.files import write_whole
+from holmes_hpc.schema import keys, refuse
 
 DESCRIPTION = "holmes.json"
 STRUCTURE = ".metadata"  # where every piece of the state lies; PyTorch's
@@ -101,14 +102,15 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
 def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> None:
     """Raise DataError when the model that was `saved` (plain data) is another one than `model`."""
     own, at_first = asdict(model), {k: d.default for k, d in keys(ModelSpec).items()}
-    saved = {**at_first, **saved}  # an older version's lacks the keys that came later
-    for name in _IDENTITY:
-        if saved[name] != own[name]:
-            raise DataError(
-                f"it is of a model with {name} {saved[name]}, the plan's has {own[name]}",
-                where=where,
-                hint="use a plan for the model that was trained",
-            )
+    saved, hint = {**at_first, **saved}, "use a plan for the model that was trained"  # older ones lack later keys
+    refuse(
+        where,
+        *(
+            (saved[name] != own[name], f"it is of a model with {name} {saved[name]}, the plan's has {own[name]}", hint)
+            for name in _IDENTITY
+        ),
+        error=DataError,
+    )
 
 
 def complete(folder: Path) -> list[Checkpoint]:
@@ -179,7 +181,7 @@ def _describe(path: Path) -> dict[str, Any] | str:
     if not isinstance(about, dict) or not all(isinstance(about.get(key, {}), dict) for key in ("model", "parallel")):
         return f"{DESCRIPTION} is damaged"
     files = about.get("files")
-    if not isinstance(files, dict) or not all(_is_file(name, said) for name, said in files.items()):
+    if not isinstance(files, dict) or not all(map(_is_file, files, files.values())):
         return f"{DESCRIPTION} names no files with their sizes and checksums"
     if STRUCTURE not in files and not about.get(IMPORTED):
         return f"{DESCRIPTION} does not name {STRUCTURE}"
@@ -209,9 +211,7 @@ def checksum(path: Path) -> tuple[int, int]:
 
 def damage(checkpoint: Checkpoint, share: int = 0, shares: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None when nothing is. With `shares` readers each reads its own."""
-    for index, (name, (size, crc)) in enumerate(sorted(checkpoint.about["files"].items())):
-        if index % shares != share:
-            continue
+    for name, (size, crc) in sorted(checkpoint.about["files"].items())[share::shares]:
         try:
             if os.stat(checkpoint.path / name).st_size != size:
                 return f"{name} is not {size} bytes long"
@@ -227,10 +227,7 @@ def finish(unfinished: Path, step: int, about: Mapping[str, Any], files: Mapping
     folder = unfinished.parent
     target = folder / name_of(step)
     try:
-        with open(unfinished / DESCRIPTION, "w", encoding="utf-8") as file:
-            json.dump({**about, "step": step, "files": {k: list(v) for k, v in files.items()}}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(unfinished / DESCRIPTION, json.dumps({**about, "step": step, "files": files}, indent=1))
         _sync(unfinished)
         if target.exists():  # of an earlier attempt, or damaged: set aside first, so that there is always one of them
             old = folder / f".old-{target.name}"

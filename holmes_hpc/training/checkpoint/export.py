@@ -24,10 +24,10 @@ from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
-from holmes_hpc.training.checkpoint.begin import KEPT
-from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small, new_folder
+from holmes_hpc.training.checkpoint.hugging_face_folder import KEPT, Folder, FolderWeights, copy_small, new_folder
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 from holmes_hpc.training.checkpoint.weight_names import Weight
+from holmes_hpc.training.data.prefix import notes
 from holmes_hpc.training.data.tokenizer import ByteTokenizer
 
 SHARD_BYTES = 5_000_000_000  # of one .safetensors file, as Hugging Face's own
@@ -96,14 +96,8 @@ def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
     """As PREFIX.json says, which `holmes data prepare` writes beside the data."""
     prefix = data.get("prefix")
     names = [p for p in (prefix if isinstance(prefix, list) else [prefix]) if isinstance(p, str)]
-    for name in names:
-        try:
-            said = json.loads(Path(f"{name}.json").read_text(encoding="utf-8"))["eod"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if isinstance(said, int) and 0 <= said < spec.vocab:
-            return said
-    return ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None
+    of_bytes = ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None
+    return next((eod for name in names if 0 <= (eod := notes(name).get("eod", -1)) < spec.vocab), of_bytes)
 
 
 def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:

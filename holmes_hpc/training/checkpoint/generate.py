@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from holmes_hpc.errors import ConfigError, DataError
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import export
 from holmes_hpc.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -25,27 +26,27 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
             "it is not UTF-8 text", where="--prompt", hint="check the terminal's encoding (`locale`)"
         ) from e
     chosen = export.choose(name)
-    tokenizer = _tokenizer(chosen)
+    tokenizer, vocab, longest = _tokenizer(chosen), chosen.model.vocab, chosen.model.max_positions
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
-    if max(ids) >= chosen.model.vocab:
-        raise ConfigError(
-            f"token id {max(ids)} is not in the model's vocabulary of {chosen.model.vocab}",
-            where="--prompt",
-            hint="set data.tokenizer to the tokenizer of the run's data",
-        )
-    if len(ids) + tokens > chosen.model.max_positions:
-        raise ConfigError(
-            f"{len(ids)} tokens and {tokens} more are above the model's {chosen.model.max_positions}",
-            where="--prompt",
-            hint="shorten it, or lower --tokens",
-        )
+    refuse(
+        "--prompt",
+        (
+            max(ids) >= vocab,
+            f"token id {max(ids)} is not in the model's vocabulary of {vocab}",
+            "set data.tokenizer to the tokenizer of the run's data",
+        ),
+        (
+            len(ids) + tokens > longest,
+            f"{len(ids)} tokens and {tokens} more are above the model's {longest}",
+            "shorten it, or lower --tokens",
+        ),
+    )
     model = _model(chosen)
-    device = next(model.parameters()).device
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with torch.no_grad():
         out = model.generate(
-            torch.tensor([ids], device=device),
+            torch.tensor([ids], device=model.device),
             max_new_tokens=tokens,
             eos_token_id=tokenizer.eod,
             pad_token_id=tokenizer.eod,

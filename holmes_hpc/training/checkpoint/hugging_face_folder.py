@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from holmes_hpc.config import hugging_face
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.weight_names import Weight
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
+KEPT = "hugging_face"  # in the run directory: what an export carries along of the folder that a run began with
 SMALL = (
     "config.json",
     "generation_config.json",
@@ -68,22 +70,19 @@ class Folder:
                 hint=_AGAIN,
             )
         wanted = weight_names.tensors(self.model)
+        family = hugging_face.family_of(self.model)
         for name, (file, own, shape, dtype) in found.items():
-            known = next((n for n in (name, _BASE + name) if n in wanted), None)
-            if known is None:
-                if name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight"):
-                    continue
-                raise DataError(
-                    f"holds {name}, which a {hugging_face.family_of(self.model)} of its config.json has not",
-                    where=str(file),
-                    hint=_AGAIN,
-                )
-            if shape != wanted[known]:
-                raise DataError(
-                    f"{own} has shape {shape}, its config.json says {wanted[known]}", where=str(file), hint=_AGAIN
-                )
-            if dtype not in _TYPES:
-                raise DataError(f"{own} is of type {dtype}", where=str(file), hint=f"use {', '.join(_TYPES)}")
+            known = next((n for n in (name, _BASE + name) if n in wanted), "")
+            if not known and (name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight")):
+                continue
+            shape_said = wanted.get(known)
+            refuse(
+                str(file),
+                (not known, f"holds {name}, which a {family} of its config.json has not", _AGAIN),
+                (shape != shape_said, f"{own} has shape {shape}, its config.json says {shape_said}", _AGAIN),
+                (dtype not in _TYPES, f"{own} is of type {dtype}", f"use {', '.join(_TYPES)}"),
+                error=DataError,
+            )
             self._held[known] = file, own
         missing = [name for name in wanted if name not in self._held]
         if missing:
@@ -126,16 +125,15 @@ class Folder:
                     hint=_AGAIN,
                 )
             return [self.path / name for name in names]
-        if single.is_file():
-            return [single]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        if pickles:
-            raise DataError(
-                f"{pickles[0]} is a pickle, which may run any code when it is read",
-                where=str(self.path),
-                hint="convert it to safetensors, or fetch those",
-            )
-        raise DataError("no model.safetensors and no index of shards", where=str(self.path), hint=_AGAIN)
+        is_missing, code = not single.is_file(), "is a pickle, which may run any code when it is read"
+        refuse(
+            str(self.path),
+            (is_missing and pickles, f"{''.join(pickles[:1])} {code}", "convert it to safetensors, or fetch those"),
+            (is_missing, "no model.safetensors and no index of shards", _AGAIN),
+            error=DataError,
+        )
+        return [single]
 
     def _check_tokenizer(self) -> None:
         """tokenizer.json may have no id beyond the model's vocabulary."""
@@ -145,8 +143,8 @@ class Folder:
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             vocab, added = said["model"]["vocab"], said.get("added_tokens") or []
-            ids = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-            most = max([ids, *(int(token["id"]) for token in added)])
+            ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+            most = max([*ids, *(int(token["id"]) for token in added)], default=-1)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError("not a tokenizer", where=str(path), hint=_AGAIN) from e
         if most >= self.model.vocab:
@@ -200,6 +198,28 @@ class Folder:
 
     def close(self) -> None:
         self._open = None
+
+
+def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> None:
+    """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`.
+
+    Beside the weights themselves it takes memory for at most one tensor's slice: files are mapped, one at a time.
+    DataError where the folder is of another model or cannot be read.
+    """
+    from holmes_hpc.training.model import gpt  # Megatron-Core, which no other reader of a folder needs
+
+    try:
+        folder = Folder(path)
+        folder.check_model(model)
+        weights = weight_names.weights(folder.model).values()
+        table = {name: w for w in weights for name in (w.name, weight_names.in_transformer_engine(w.name))}
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                folder.fill(parameter.data, table[gpt.global_name(name, chunk, model.tied)], rank)
+        folder.close()
+    except (OSError, RuntimeError, SafetensorError) as e:  # of a file that changes under our hands
+        reason = f"cannot be read: {' '.join(str(e).split())[:200]}"
+        raise DataError(reason, where=str(path), hint=_AGAIN) from e
 
 
 @contextlib.contextmanager

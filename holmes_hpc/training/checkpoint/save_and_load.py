@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.config.hugging_face import folder_of
-from holmes_hpc.errors import DataError, RunFailed
+from holmes_hpc.errors import DataError, HolmesError, RunFailed
 from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
-from holmes_hpc.training.model import gpt, megatron_versions, random_states
+from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import say
 
 METADATA = {
@@ -200,7 +201,7 @@ class Checkpoints:
         DataError for a checkpoint of another model, and when none of those there are is whole.
         """
         folder = folder_of(chosen)
-        found = self._found(Path(chosen) if chosen and folder is None else None)
+        found = self._everywhere(partial(self._found, Path(chosen) if chosen and folder is None else None))[0]
         problem = ""
         for path in found:
             checkpoint = checkpoint_directory.seen(path)
@@ -230,37 +231,28 @@ class Checkpoints:
     def _begin_with(self, path: Path) -> None:
         """Weights of a Hugging Face folder; the optimizer's moments as at a first step. DataError on all ranks when one
         cannot read its own."""
-        from holmes_hpc.training.checkpoint import begin  # needs safetensors, which no other run does
+        from holmes_hpc.training.checkpoint import hugging_face_folder  # needs safetensors, which no other run does
 
-        began = time.perf_counter()
-        chunks = [gpt.inner(m) for m in self.models]
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        said = self._everywhere(lambda: begin.read(path, self.plan.model, chunks, rank))
-        if (problem := next(filter(None, said), None)) is not None:
-            raise DataError(**problem)
+        began, model = time.perf_counter(), self.plan.model
+        chunks, rank = [gpt.inner(m) for m in self.models], parallel_state.get_tensor_model_parallel_rank()
+        self._everywhere(partial(hugging_face_folder.fill_model, path, model, chunks, rank))
         self.optimizer.reload_model_params()
         if self._rank == 0:
-            begin.keep(path, self.folder.parent)
+            kept = self.folder.parent / hugging_face_folder.KEPT  # config and tokenizer, for the run's exports
+            kept.mkdir(exist_ok=True)
+            hugging_face_folder.copy_small(path, kept)
             say(f"starts from the weights in {path}, read in {time.perf_counter() - began:.1f} s")
 
     def _found(self, chosen: Path | None) -> list[Path]:
-        """What to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a file
-        system that shows changes late each rank might see something else."""
-        said: list[Any] = [None, None]
-        if self._rank == 0:
-            checkpoint_directory.sweep(self.folder)
-            for path, why in checkpoint_directory.passed_over(self.folder):
-                say(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
-            said[0] = [str(checkpoint.path) for checkpoint in checkpoint_directory.complete(self.folder)]
-            if chosen is not None and not said[0]:
-                try:
-                    said[0] = [str(checkpoint_directory.at(chosen.absolute()).path)]
-                except DataError as e:
-                    said[1] = {"what": e.what, "where": e.where, "hint": e.hint}
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        if said[1] is not None:
-            raise DataError(**said[1])
-        return [Path(path) for path in said[0]]
+        """Clean up; return what to load, the latest first. Rank 0 looks for all, for on a file system that shows
+        changes late each rank might see something else."""
+        if self._rank > 0:
+            return []
+        checkpoint_directory.sweep(self.folder)
+        for path, why in checkpoint_directory.passed_over(self.folder):
+            say(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
+        found = [checkpoint.path for checkpoint in checkpoint_directory.complete(self.folder)]
+        return found or ([] if chosen is None else [checkpoint_directory.at(chosen.absolute()).path])
 
     def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
         """What any rank found wrong; every rank reads its share of the files, however long that takes."""
@@ -275,14 +267,20 @@ class Checkpoints:
         return next((text for text in self._everywhere(own) if text is not None), None)
 
     def _everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work`, in a thread, gives on each rank, however long it takes."""
+        """Return what `work`, in a thread, gives on each rank, however long it takes; the first rank's DataError is
+        raised on all."""
         with ThreadPoolExecutor(1) as pool:
             doing = pool.submit(work)
             while self._anywhere(not doing.done()):
                 time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, doing.result(), group=self._group)
-        return said
+        error = doing.exception()
+        results: list[Any] = [None] * dist.get_world_size()
+        own = error if isinstance(error, HolmesError) else doing.result()
+        dist.all_gather_object(results, own, group=self._group)
+        for result in results:
+            if isinstance(result, HolmesError):
+                raise result
+        return results
 
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in megatron_versions.distributed(self.optimizer):
@@ -309,7 +307,7 @@ class Checkpoints:
                 if "step" in values:  # one tensor for all parameters, which each of them would count up
                     values["step"] = values["step"].clone()
         if same_layout:
-            random_states.set_generators(loaded["generators"])
+            gpt.set_generators(loaded["generators"])
 
     def _state(self, is_loading: bool, generators: bool = True) -> dict[str, Any]:
         metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -321,7 +319,7 @@ class Checkpoints:
         if generators:
             state["generators"] = ShardedObject(
                 "generators",
-                random_states.generators(),
+                gpt.generators(),
                 *self._place_of_generators(),
                 replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
             )

@@ -53,26 +53,23 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             self._reader = FileSystemReader(self.directory)
             metadata = no_code.read_metadata(self.directory)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+            saved = metadata.state_dict_metadata.items()
         except (OSError, pickle.UnpicklingError, MemoryError) as e:
             raise DataError(
                 f"not a checkpoint that can be read: {e}", where=self.directory, hint="export an earlier checkpoint"
             ) from e
-        prefixes = sorted((k.removesuffix(_KNOWN) for k in found if k.endswith(_KNOWN)), key=len)
-        if not prefixes:
+        prefix = min((key.removesuffix(_KNOWN) for key, _ in saved if key.endswith(_KNOWN)), key=len, default=None)
+        if prefix is None:
             raise DataError("holds no GPT model", where=self.directory, hint="export a checkpoint of a run")
         self._saved: dict[str, tuple[str, TensorStorageMetadata, int | None]] = {}
-        for key, value in found.items():
-            if key.startswith(prefixes[0]):
-                self._name(key.removeprefix(prefixes[0]), key, value)
-
-    def _name(self, name: str, key: str, value: TensorStorageMetadata) -> None:
-        inside = name.removeprefix(_LAYERS)
-        if inside == name or inside.split(".")[0].isdecimal():
-            self._saved[name] = key, value, None
-        else:
-            for layer in range(value.size[0]):
-                self._saved[f"{_LAYERS}{layer}.{inside}"] = key, value, layer
+        tensors = {k: v for k, v in saved if isinstance(v, TensorStorageMetadata) and k.startswith(prefix)}
+        for key, value in tensors.items():
+            name = key.removeprefix(prefix)
+            inside = name.removeprefix(_LAYERS)
+            if inside == name or inside.split(".")[0].isdecimal():
+                self._saved[name] = key, value, None
+            else:
+                self._saved |= {f"{_LAYERS}{n}.{inside}": (key, value, n) for n in range(value.size[0])}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._saved)

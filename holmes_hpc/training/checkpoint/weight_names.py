@@ -86,13 +86,6 @@ def in_transformer_engine(name: str) -> str:
     return name
 
 
-def in_megatron(name: str) -> str:
-    """The inverse of :func:`in_transformer_engine`."""
-    for norm, linear in _NORMS:
-        name = name.replace(f"{linear}.layer_norm_", f"{norm}.")
-    return name
-
-
 _NORMS = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1"))
 
 

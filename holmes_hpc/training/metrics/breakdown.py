@@ -41,18 +41,22 @@ _GRADIENTS = ("all-grads-sync", "all-reduce")
 
 
 class Timer:
-    """What Megatron-Core expects of one of its timers."""
+    """What Megatron-Core expects of one of its timers. `watch`, when set, is told when a span began that ends now."""
 
     def __init__(self, breakdown: Breakdown, part: str | None) -> None:
-        self._breakdown, self._part = breakdown, part
+        self._breakdown, self._part, self._began = breakdown, part, 0.0
+        self.watch: Callable[[float], None] | None = None
 
     def start(self, barrier: bool = False) -> None:
         if self._part is not None:
             self._breakdown.enter(self._part)
+        self._began = time.time()
 
     def stop(self, barrier: bool = False) -> None:
         if self._part is not None:
             self._breakdown.leave()
+        if self.watch is not None:
+            self.watch(self._began)
 
 
 class Breakdown:
@@ -64,17 +68,13 @@ class Breakdown:
         self._totals = dict.fromkeys(PARTS, 0.0)
         self._last = time.perf_counter()
         self._events: list[tuple[Any, str]] = []
-        self.timers: dict[str, Any] = {}  # Megatron-Core's, by name
+        self._timers: dict[str, Timer] = {}  # Megatron-Core's, by name
 
-    def __call__(self, name: str, log_level: int | None = None) -> Any:
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """Megatron-Core's interface: the timer called `name`."""
-        timer = self.timers.get(name)
-        if timer is None:
-            part = next((p for start, p in _TIMERS if name.startswith(start)), None)
-            if part is None and any(word in name for word in _GRADIENTS):
-                part = "grad_sync_s"
-            timer = self.timers[name] = Timer(self, part)
-        return timer
+        reduces = "grad_sync_s" if any(word in name for word in _GRADIENTS) else None
+        part = next((p for start, p in _TIMERS if name.startswith(start)), reduces)
+        return self._timers.setdefault(name, Timer(self, part))
 
     def _switch(self, part: str) -> None:
         """The time since the last switch belongs to `part`."""
@@ -108,7 +108,6 @@ class Breakdown:
 
     def begin(self) -> None:
         """Start counting: what was before does not count."""
-        self._totals = dict.fromkeys(PARTS, 0.0)
         self._events.clear()
         self._switch(self._stack[-1])
         self._totals = dict.fromkeys(PARTS, 0.0)
@@ -187,18 +186,4 @@ def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> 
         held -= not done.forward
 
     for name in ("forward-compute", "backward-compute"):
-        breakdown.timers[name] = _TracedTimer(breakdown(name), computed)
-
-
-class _TracedTimer:
-    def __init__(self, timer: Timer, computed: Callable[[float], None]) -> None:
-        self._timer, self._computed = timer, computed
-        self._start = 0.0
-
-    def start(self, barrier: bool = False) -> None:
-        self._timer.start(barrier)
-        self._start = time.time()
-
-    def stop(self, barrier: bool = False) -> None:
-        self._timer.stop(barrier)
-        self._computed(self._start)
+        breakdown(name).watch = computed

@@ -21,6 +21,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
@@ -40,20 +41,21 @@ class SdpaAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        for name, wanted in (
-            ("softmax_type", "vanilla"),
-            ("window_size", None),
-            ("apply_query_key_layer_scaling", False),
-            ("context_parallel_size", 1),
-        ):
-            if getattr(config, name, wanted) != wanted:
-                raise ConfigError(f"torch's fused attention knows no {name}", where="model", hint="unset it")
-        if attn_mask_type != AttnMaskType.causal:
-            raise ConfigError(
-                f"torch's fused attention is causal here, not {attn_mask_type.name}",
-                where="model",
-                hint="use a decoder",
-            )
+        known = {
+            "softmax_type": "vanilla",
+            "window_size": None,
+            "apply_query_key_layer_scaling": False,
+            "context_parallel_size": 1,
+        }
+        kind = attn_mask_type.name
+        refuse(
+            "model",
+            *(
+                (getattr(config, name, value) != value, f"torch's fused attention knows no {name}", "unset it")
+                for name, value in known.items()
+            ),
+            (kind != "causal", f"torch's fused attention is causal here, not {kind}", "use a decoder"),
+        )
         self._scale = softmax_scale  # none: one over the root of the head's width
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 

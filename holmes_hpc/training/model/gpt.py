@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -25,6 +25,11 @@ from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
+_RECOMPUTE: dict[str, dict[str, Any]] = {  # of a plan, as Megatron-Core is told
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def layout(plan: Plan) -> list[list[str]]:
@@ -55,11 +60,7 @@ def transformer_config(
     only. `fp8`: the recipe of Transformer Engine, which has been checked to be there."""
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
-    more: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}
-    if plan.recompute == "selective":
-        more |= {"recompute_granularity": "selective"}
-    elif plan.recompute == "full":
-        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    more = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
     return TransformerConfig(
         num_layers=m.layers,
         hidden_size=m.hidden,
@@ -67,7 +68,7 @@ def transformer_config(
         num_query_groups=m.kv_heads,
         ffn_hidden_size=m.ffn,
         gated_linear_unit=m.swiglu,
-        activation_func=_activation(m),
+        activation_func=F.silu if m.swiglu else partial(F.gelu, approximate="tanh") if m.gelu_tanh else F.gelu,
         kv_channels=m.head_width,
         qk_layernorm=m.qk_norm,
         add_qkv_bias=m.bias or m.qkv_bias,
@@ -101,11 +102,6 @@ def transformer_config(
         timers=timers,
         **more,
     )
-
-
-def _activation(spec: ModelSpec) -> Callable[..., torch.Tensor]:
-    gelu = partial(F.gelu, approximate="tanh") if spec.gelu_tanh else F.gelu
-    return F.silu if spec.swiglu else gelu
 
 
 class Norm:
@@ -210,8 +206,11 @@ def inner(wrapped: Any) -> Any:
     return wrapped
 
 
-def global_name(name: str, model: torch.nn.Module) -> str:
-    """A parameter's name with its layer's number in the whole model, from 0."""
+def global_name(name: str, model: torch.nn.Module, tied: bool = False) -> str:
+    """Return a parameter's name with its layer's number in the whole model, from 0; of the head that is `tied` to the
+    embedding, the embedding's."""
+    if tied and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
     words = name.split(".")
     if "layers" in words:
         at = words.index("layers") + 1
@@ -228,7 +227,7 @@ def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
     """
     residual = INIT_STD / math.sqrt(2 * plan.model.layers)
     for name, parameter in model.named_parameters():
-        whole = global_name(name, model)
+        whole = global_name(name, model, plan.model.tied)
         with torch.no_grad():
             if whole.endswith("bias"):
                 parameter.zero_()
@@ -236,8 +235,6 @@ def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
                 parameter.fill_(1.0)
             else:
                 std = residual if whole.endswith(("linear_proj.weight", "linear_fc2.weight")) else INIT_STD
-                if whole == "output_layer.weight" and plan.model.tied:
-                    whole = "embedding.word_embeddings.weight"
                 _draw(parameter, whole, std, plan, seed)
 
 
@@ -275,3 +272,20 @@ def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor
     mask = mask.float()
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
     return loss, {"loss": loss.detach().clone()}
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of the random number generators that training uses (dropout): the host's, the device's, and
+    those that Megatron-Core keeps beside it."""
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Go on from what :func:`generators` gave."""
+    torch.set_rng_state(states["host"])
+    torch.cuda.set_rng_state(states["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, megatron_versions
 
@@ -110,7 +112,9 @@ def build(
         ),
         list(models),
     )
-    config.finalize_model_grads_func = FinalizeWithTied(tied_group) if plan.is_per_stage else finalize_model_grads
+    config.finalize_model_grads_func = (
+        partial(finalize_with_tied, group=tied_group) if plan.is_per_stage else finalize_model_grads
+    )
     config.grad_scale_func = optimizer.scale_loss
     no_sync = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
     config.no_sync_func = no_sync[0] if no_sync and len(models) == 1 else no_sync
@@ -129,17 +133,15 @@ def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:
     """Raise RunFailed when a step's numbers are no numbers. In fp16 a step may be skipped (not `updated`) because its
     gradients overflowed, which halves the loss scale; not at the least scale, where nothing is left to halve."""
-    wrong = ""
-    if updated and norm is not None and not math.isfinite(norm):
-        wrong = f"the gradient norm is {norm}"
-    elif not updated and _least_scale(optimizer):
-        wrong = "the gradients are no numbers at the least loss scale"
-    elif not all(map(math.isfinite, losses)):
-        wrong = f"the loss is {next(loss for loss in losses if not math.isfinite(loss))}"
-    if wrong:
-        raise RunFailed(
-            wrong, where=f"step {step}", hint="lower train.lr, or resume from an earlier checkpoint with other data"
-        )
+    hint = "lower train.lr, or resume from an earlier checkpoint with other data"
+    loss = next((loss for loss in losses if not math.isfinite(loss)), None)
+    refuse(
+        f"step {step}",
+        (updated and norm is not None and not math.isfinite(norm), f"the gradient norm is {norm}", hint),
+        (not updated and _least_scale(optimizer), "the gradients are no numbers at the least loss scale", hint),
+        (loss is not None, f"the loss is {loss}", hint),
+        error=RunFailed,
+    )
 
 
 def _least_scale(optimizer: Any) -> bool:
@@ -158,24 +160,18 @@ def watch_waits(optimizer: Any, models: Sequence[DistributedDataParallel], break
                 breakdown.wrap(group, "finish_param_sync", "param_sync_s")
 
 
-class FinalizeWithTied:
+def finalize_with_tied(
+    models: list[Any], num_tokens: Any = None, *, group: dist.ProcessGroup | None, **more: Any
+) -> None:
     """Megatron-Core's ``finalize_model_grads``, and then the tied embedding's gradient: the sum of both stages'.
 
     For a first and a last stage of unequal widths. `group`: all their ranks, of which this rank may be none.
     Megatron-Core sums over pairs of ranks that hold the same part of the embedding. Ranks of unequal stages hold parts
     of other sizes, so each puts what it holds of its stage's sum into the whole matrix, and all sum those up.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-
-    def __call__(self, models: list[Any], num_tokens: Any = None, **more: Any) -> None:
-        finalize_model_grads(models, num_tokens, **more)
-        if self._group is not None:
-            _sum(models, self._group)
-
-
-def _sum(models: Sequence[Any], group: dist.ProcessGroup) -> None:
+    finalize_model_grads(models, num_tokens, **more)
+    if group is None:
+        return
     wrapped = models[0] if gpt.inner(models[0]).pre_process else models[-1]
     weight = gpt.inner(wrapped).shared_embedding_or_output_weight()
     gradient = weight.main_grad.view(-1)

@@ -46,23 +46,16 @@ def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | Non
         {name: p for name, p in held.items() if not getattr(p, "tensor_model_parallel", False)},
         parallel_state.get_tensor_model_parallel_group(),
     )
-    if tied_group is not None:
-        _compare_whole(next(c for c in chunks if c.pre_process or c.post_process), tied_group)
-    elif (
-        tied
-        and parallel_state.is_rank_in_embedding_group()
-        and dist.get_world_size(parallel_state.get_embedding_group()) > 1
-    ):
-        end = next(c for c in chunks if c.pre_process or c.post_process)
-        _compare({"the tied embedding": end.shared_embedding_or_output_weight()}, parallel_state.get_embedding_group())
-
-
-def _compare_whole(end: Any, group: dist.ProcessGroup) -> None:
-    """The tied embedding over ranks that hold other parts of it: the whole one's checksum, of its parts' checksums."""
-    own = end.shared_embedding_or_output_weight()
-    total = checksum(own, parallel_state.get_tensor_model_parallel_rank() * own.numel())
+    if tied_group is None and not (tied and parallel_state.is_rank_in_embedding_group()):
+        return
+    end = next(c for c in chunks if c.pre_process or c.post_process).shared_embedding_or_output_weight()
+    if tied_group is None:
+        _compare({"the tied embedding": end}, parallel_state.get_embedding_group())
+        return
+    # ranks hold other parts of it: the checksums of the parts add up to that of the whole
+    total = checksum(end, parallel_state.get_tensor_model_parallel_rank() * end.numel())
     dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
-    _compare_rows({"the tied embedding": total}, group)
+    _compare_rows({"the tied embedding": total}, tied_group)
 
 
 def _compare(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
