@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class HolmesError(Exception):
@@ -18,6 +19,14 @@ class HolmesError(Exception):
         self.what, self.where, self.hint = what, where, hint
         text = f"{where}: {what}" if where else what
         super().__init__(" ".join((f"{text}; {hint}" if hint else text).split()))
+
+    @classmethod
+    def refuse(cls, *cases: tuple[Any, str, str, str]) -> None:
+        """Raise this error for the first of `cases` (whether it is wrong, what is wrong, where, what to do) that is
+        wrong."""
+        for is_wrong, what, where, hint in cases:
+            if is_wrong:
+                raise cls(what, where=where, hint=hint)
 
 
 class SiteError(HolmesError):

@@ -99,6 +99,11 @@ class PlanOptions:
         ),
     ] = "auto"
 
+    @property
+    def stages(self) -> int | None:
+        """The number of stages, where `pp` or `layers_per_stage` says it."""
+        return self.pp or (len(self.layers_per_stage) if self.layers_per_stage else None)
+
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # as YAML reads the words
             object.__setattr__(self, "unequal", str(self.unequal).lower())

@@ -223,27 +223,26 @@ def with_software(on: Site, attention: str | None, fused_norm: bool | None) -> S
 def check_site(plan: Plan, on: Site) -> None:
     """Refuse a plan whose fabrics are not those of `on`; the error names the first difference."""
     hint = "make a plan for this site with `holmes plan`, or give the plan's own with --site FILE"
-    names = [f.name for f in on.fabrics]
+    here = {f.name: f for f in on.fabrics}
     for part in plan.components:
-        was = plan.site.fabric(part.fabric)
-        if part.fabric not in names:
-            raise PlanError(
+        was, where = plan.site.fabric(part.fabric), f"site {on.name}: fabric {part.fabric}"
+        now = here.get(part.fabric, was)
+        PlanError.refuse(
+            (
+                part.fabric not in here,
                 f"the plan is for site {plan.site.name}, whose fabric {part.fabric!r} is not here "
-                f"(here: {', '.join(names)})",
-                where=f"site {on.name}",
-                hint=hint,
-            )
-        now = on.fabric(part.fabric)
-        for what in ("nic", "partition", "constraint", "gpus_per_node"):
-            if getattr(was, what) != getattr(now, what):
-                raise PlanError(
-                    f"the plan was made for {what} {getattr(was, what)}, here it is {getattr(now, what)}",
-                    where=f"site {on.name}: fabric {part.fabric}",
-                    hint=hint,
+                f"(here: {', '.join(here)})",
+                f"site {on.name}",
+                hint,
+            ),
+            *(
+                (
+                    getattr(was, name) != getattr(now, name),
+                    f"the plan was made for {name} {getattr(was, name)}, here it is {getattr(now, name)}",
+                    where,
+                    hint,
                 )
-        if part.nodes > now.nodes:
-            raise PlanError(
-                f"the plan wants {part.nodes} nodes, {now.nodes} can be used",
-                where=f"site {on.name}: fabric {part.fabric}",
-                hint=hint,
-            )
+                for name in ("nic", "partition", "constraint", "gpus_per_node")
+            ),
+            (part.nodes > now.nodes, f"the plan wants {part.nodes} nodes, {now.nodes} can be used", where, hint),
+        )

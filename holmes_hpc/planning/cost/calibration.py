@@ -14,7 +14,7 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.planning.cost.flops import layer_flops
 from holmes_hpc.planning.cost.hardware import Link
-from holmes_hpc.schema import check, key, keys, make
+from holmes_hpc.schema import check, key, keys, make, refuse
 
 NETWORKS = ("local", *map(str, NicType))
 COLLECTIVES = ("reduce_scatter", "all_gather")
@@ -170,19 +170,20 @@ class Calibration:
         """Raise ConfigError where layers were measured at another pace, or with another type than `dtype`, if given."""
         if not any(f.parts for f in self.fabrics):
             return
-        if self.pace_layer_ms != pace_layer_ms:
-            raise ConfigError(
+        refuse(
+            "calibration",
+            (
+                self.pace_layer_ms != pace_layer_ms,
                 f"measured with {_pace(self.pace_layer_ms)}, used for {_pace(pace_layer_ms)}",
-                where="calibration",
-                hint=f"set train.pace_layer_ms={self.pace_layer_ms or 'null'} (predict: --pace-layer-ms), or"
+                f"set train.pace_layer_ms={self.pace_layer_ms or 'null'} (predict: --pace-layer-ms), or"
                 f" calibrate again with {_pace(pace_layer_ms)}",
-            )
-        if dtype and self.dtype and dtype != self.dtype:
-            raise ConfigError(
+            ),
+            (
+                dtype and self.dtype and dtype != self.dtype,
                 f"measured with {self.dtype}, used for {dtype}",
-                where="calibration",
-                hint=f"set train.dtype={self.dtype}, or calibrate again",
-            )
+                f"set train.dtype={self.dtype}, or calibrate again",
+            ),
+        )
 
     def refuse_other_models(self, model: ModelSpec) -> None:
         """Raise ConfigError where layers of another shape than `model`'s were measured. Paced ones have no shape."""

@@ -33,6 +33,7 @@ from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer import PARTS, Seconds, reduction_s, times
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.schema import refuse
 
 __all__ = ["BYTES", "CURRENT", "Costs", "Software"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -60,10 +61,12 @@ class Costs:
     corrections: Corrections = NONE
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in ("fp32", "bf16", "fp16"):
-            raise ConfigError(f"unknown dtype {self.dtype!r}", where="costs", hint="use fp32, bf16 or fp16")
-        if self.pace_layer_ms is not None and not self.pace_layer_ms > 0:
-            raise ConfigError(f"pace_layer_ms is {self.pace_layer_ms}", where="costs", hint="use milliseconds above 0")
+        pace, dtype = self.pace_layer_ms, self.dtype
+        refuse(
+            "costs",
+            (dtype not in (None, "fp32", "bf16", "fp16"), f"unknown dtype {dtype!r}", "use fp32, bf16 or fp16"),
+            (pace is not None and not pace > 0, f"pace_layer_ms is {pace}", "use milliseconds above 0"),
+        )
         if self.calibration is not None:
             self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import row_durations, timing
-from holmes_hpc.planning.schedule.event_simulation import went
+from holmes_hpc.planning.schedule.event_simulation import Went, ends
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ def events(layout: Layout, layers: np.ndarray) -> list[Event]:
     """Return the simulated step of one layer split."""
     order, durations = layout.order, row_durations(times := timing(layout, layers), 0)
     tail = times.replicas[0].tail[0, :, 0].tolist()
-    made, now = list[Event](), [0.0] * order.rows
-    for w in went(order, durations):
+    passes, made, now = list[Went](), list[Event](), [0.0] * order.rows
+    ends(order, durations, passes)
+    for w in passes:
         if w.forward and w.micro_batch == order.own(w.row)[0]:
             gathering = durations.ready[order.stage_of(w.row)]
             made.append(Event(w.row, "param_sync", None, w.start - gathering, w.start))
@@ -43,16 +44,16 @@ def events(layout: Layout, layers: np.ndarray) -> list[Event]:
 def breakdown_per_stage(layout: Layout, layers: np.ndarray) -> dict[str, float]:
     """Return seconds of the step of the replica that computes longest, by part, as `predict.breakdown` has them."""
     times, simulated = timing(layout, layers), events(layout, layers)
-    ends = max(e.end for e in simulated)
+    end = max(e.end for e in simulated)
     work: defaultdict[int, float] = defaultdict(float)
     for e in simulated:
         work[e.row] += e.end - e.start if e.kind in ("forward", "backward") else 0.0
     row = max(work, key=lambda r: work[r])
     gather = next(e.end - e.start for e in simulated if e.row == row and e.kind == "param_sync")
-    sync = max(0.0, ends - max(e.end for e in simulated if e.kind != "grad_sync"))
+    sync = max(0.0, end - max(e.end for e in simulated if e.kind != "grad_sync"))
     return {
         "compute_s": work[row],
-        "pipeline_wait_s": ends - work[row] - gather - sync,
+        "pipeline_wait_s": end - work[row] - gather - sync,
         "grad_sync_s": sync + times.tied + times.norm,
         "param_sync_s": gather + float(times.gather[0].max()),
         "optimizer_s": float(times.optimizer[0]) + times.other,

@@ -49,19 +49,23 @@ class Software:
 
     def __post_init__(self) -> None:
         check(self, "software")
-        for part in self.recompute_parts:
-            if part not in RECOMPUTED:
-                raise ConfigError(
+        ConfigError.refuse(
+            *(
+                (
+                    part not in RECOMPUTED,
                     f"unknown part {part!r} to recompute",
-                    where="software.recompute_parts",
-                    hint=f"use some of {', '.join(RECOMPUTED)}",
+                    "software.recompute_parts",
+                    f"use some of {', '.join(RECOMPUTED)}",
                 )
-        if self.sharding == "full" and not self.overlap:
-            raise ConfigError(
+                for part in self.recompute_parts
+            ),
+            (
+                self.sharding == "full" and not self.overlap,
                 "parameters are sharded and their traffic is not overlapped",
-                where="software",
-                hint="FSDP prefetches; set overlap, or sharding=optimizer",
-            )
+                "software",
+                "FSDP prefetches; set overlap, or sharding=optimizer",
+            ),
+        )
 
     @property
     def flash(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.traffic import Edges, Traffic, by_stage, edges, networks, tied_per_stage_s
+from holmes_hpc.planning.cost.traffic import Traffic, by_stage, edges, networks, tied_per_stage_s
 from holmes_hpc.planning.schedule.event_simulation import RowDurations
 from holmes_hpc.planning.schedule.event_simulation import ends as row_ends
 from holmes_hpc.planning.schedule.simulation import WHOLE, Durations, least_seconds, step_seconds
@@ -66,7 +66,7 @@ class Timing:
     optimizer: np.ndarray
     gather: np.ndarray
     other: float
-    edges: Edges | None = None
+    edges: RowDurations | None = None
 
     def after(self) -> np.ndarray:
         return self.tied + self.norm + self.other + self.optimizer + self.gather.max(axis=1)
@@ -131,15 +131,12 @@ def row_durations(times: Timing, split: int) -> RowDurations:
     """Return what the simulation of single replicas takes, of one of the layer splits of a layout that is per stage."""
     d, e = times.replicas[0], times.edges
     assert e is not None
-    return RowDurations(
+    return replace(
+        e,
         forward=d.forward[split, :, 0].tolist(),
         backward=d.backward[split, :, 0].tolist(),
         ready=d.ready[split, :, 0].tolist(),
         last=np.maximum(0.0, d.last_up[split] - d.up[split]).tolist(),
-        down=e.down,
-        up=e.up,
-        node=e.node,
-        wire=e.wire,
     )
 
 

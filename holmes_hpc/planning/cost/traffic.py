@@ -12,6 +12,7 @@ import numpy as np
 
 from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.schedule.event_simulation import RowDurations
 from holmes_hpc.planning.spec.plan import Component
 from holmes_hpc.planning.spec.transport import Transport
 
@@ -285,24 +286,14 @@ def by_stage(
     return np.repeat(asked, [end - first for first, end in pieces], axis=0)
 
 
-@dataclass(frozen=True)
-class Edges:
-    """Of a layout that is per stage. `down`, `up`: for each edge, from its upper stage, the seconds for which a stage
-    transfer of one replica takes its node's NIC at either end, and its latency; `node`: of each row; `wire`: of each
-    edge, the number of the network that it goes by."""
-
-    down: list[tuple[float, float]]
-    up: list[tuple[float, float]]
-    node: list[int]
-    wire: list[int]
-
-
-def edges(layout: Layout) -> Edges:
-    """Computed once for a layout and its variants."""
+def edges(layout: Layout) -> RowDurations:
+    """Return what the stage transfers of a layout that is per stage take, computed once for it and its variants:
+    `RowDurations` whose passes are not filled in. Over each edge a transfer of one replica takes its node's NIC at
+    either end."""
     return layout.remember("edges", compute=lambda: _edges(layout))
 
 
-def _edges(layout: Layout) -> Edges:
+def _edges(layout: Layout) -> RowDurations:
     pp = layout.parallel.pp
     wires = [layout.views[s].edge(0, s) for s in range(pp - 1)]
     networks = list(dict.fromkeys(wires))
@@ -313,7 +304,7 @@ def _edges(layout: Layout) -> Edges:
             nodes += [first + r * sizes.tp // component.gpus_per_node for r in range(sizes.dp)]
             first += sizes.ranks // component.gpus_per_node
     down, up = ([_edge_s(layout, s, forward) for s in range(pp - 1)] for forward in (True, False))
-    return Edges(down, up, nodes, [networks.index(wire) for wire in wires])
+    return RowDurations((), (), (), (), down, up, nodes, [networks.index(wire) for wire in wires])
 
 
 def _edge_s(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:

@@ -46,21 +46,13 @@ class Went(NamedTuple):
     sent: tuple[float, float] | None
 
 
-def went(order: Order, d: RowDurations) -> list[Went]:
-    """All passes of a step, in the order in which they begin."""
-    found = list[Went]()
-    _go_through(order, d, found)
-    return found
+def ends(order: Order, d: RowDurations, passes: list[Went] | None = None) -> list[float]:
+    """Return when each row is done with its last pass; infinite for one that waits for ever (too little in flight).
+    `passes`: gets every pass, in the order in which they begin.
 
-
-def ends(order: Order, d: RowDurations) -> list[float]:
-    """When each row is done with its last pass; infinite for one that waits for ever (too little in flight)."""
-    return _go_through(order, d, None)
-
-
-def _go_through(order: Order, d: RowDurations, told: list[Went] | None) -> list[float]:
-    """A search goes through millions of passes: each is a number here, twice its micro-batch, and one more if it is a
-    backward pass. `told`: gets every pass, if given."""
+    A search goes through millions of passes: each is a number here, twice its micro-batch, and one more if it is a
+    backward pass.
+    """
     stages, never = order.stages, float("inf")
     of_stage = [order.stage_of(row) for row in range(order.rows)]
     counts = [0] * (max(d.node) + 1)
@@ -114,8 +106,8 @@ def _go_through(order: Order, d: RowDurations, told: list[Went] | None) -> list[
                 begin(target, arrived)
             elif at[target] < len(todo[target]) and todo[target][at[target]] == number:
                 heappush(waiting, (max(now[target], arrived), target))
-        if told is not None:
-            told.append(Went(row, not back, m, start, end, sent))
+        if passes is not None:
+            passes.append(Went(row, not back, m, start, end, sent))
         if at[row] < len(own) and (come := there[s][own[at[row]]]) != never:
             heappush(waiting, (max(end, come), row))
     return [end if at[row] == len(todo[row]) else never for row, end in enumerate(now)]

@@ -16,7 +16,7 @@ change nothing: the ranks of a stage launch the same in the same order, so that 
 come after all of a step's passes. Only where stages have unequal widths do the replicas of a stage compute different
 micro-batches: there, if they take turns, a replica's first pass (in which parameters are gathered) ends when all
 replicas have come to theirs, and what follows its last pass (in which gradients are reduced) begins when all have come
-to theirs (:class:`_Together`).
+to theirs (:class:`_Step`).
 
 Nothing of this has been seen on a GPU. Gloo's transfers hold up no device: its receives are posted as early as there
 is room for them (:func:`windowed`), which would break the rule.
@@ -24,11 +24,11 @@ is room for them (:func:`windowed`), which would break the rule.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, alternating
@@ -85,46 +85,28 @@ FORWARD, BACKWARD, HALF = 2, 4, 3  # a pass takes that long, and half of both
 
 
 def _ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
-    """Per stage: when each of its passes ends, in order."""
-    waiting = [passes(order, s, forward_only)[::-1] for s in range(order.rows)]
-    ends: list[dict[Pass, int]] = [{} for _ in waiting]
+    """Return, per row, when each of its passes ends, in order."""
+    step = _Step(order, [passes(order, row, forward_only) for row in range(order.rows)])
+    ends: list[dict[Pass, int]] = [{} for _ in step.rows]
     now = [0] * order.rows
-    together = order.meets  # first and last passes: :class:`_Together`
-    ahead = [own[-1] if own else None for own in waiting]
-    came: dict[tuple[int, bool], dict[int, int]] = {}  # by stage and way: when its rows have come to those
 
-    def meet(row: int, step: Pass, start: int) -> int | None:
-        """When all rows of the stage have come to their first (last) pass; None: not yet."""
-        found = came.setdefault((order.stage_of(row), step.forward), {})
-        found[row] = start
-        return max(found.values()) if len(found) == rows_of[order.stage_of(row)] else None
+    def advance(row: int, launch: Any) -> bool:
+        start = now[row]
+        if (transfer := order.transfer_to(row, launch)) is not None:
+            made = ends[transfer.source].get(transfer.made)
+            if made is None:
+                return False
+            start = max(start, made + HALF * order.hidden(transfer))
+        if not launch.forward and launch._replace(forward=True) not in ends[row]:
+            return False
+        if (met := step.meet(row, launch, after_last=not forward_only, start=start)) is None:
+            return False
+        rows = order.replicas[order.stage_of(row)]  # a stage computes so many micro-batches in the time of one pass
+        now[row] = ends[row][launch] = met + rows * (FORWARD if launch.forward else BACKWARD)
+        step.take(row, launch)
+        return True
 
-    rows_of = Counter(order.stage_of(row) for row in range(order.rows))
-
-    def advance(stage: int) -> bool:
-        left, before = waiting[stage], len(ends[stage]) + sum(map(len, came.values()))
-        while left:
-            step, start = left[-1], now[stage]
-            if (transfer := order.transfer_to(stage, step)) is not None:
-                made = ends[transfer.source].get(transfer.made)
-                if made is None:
-                    break
-                start = max(start, made + HALF * order.hidden(transfer))
-            if not step.forward and step._replace(forward=True) not in ends[stage]:
-                break
-            if together and (step == ahead[stage] if step.forward else len(left) == 1):
-                met = meet(stage, step, start)
-                if met is None:
-                    break
-                start = met
-            now[stage] = ends[stage][left.pop()] = start + order.pace(stage) * (FORWARD if step.forward else BACKWARD)
-        return len(ends[stage]) + sum(map(len, came.values())) > before
-
-    while any([advance(stage) for stage in range(order.rows)]):
-        pass
-    for stage, left in enumerate(waiting):
-        if left:
-            raise stuck(order, stage, left[-1])
+    step.go_through(advance)
     return ends
 
 
@@ -190,39 +172,62 @@ def check_launches(order: Order) -> None:
 @lru_cache(maxsize=256)
 def _check(order: Order) -> None:
     if order.stages > 1:
-        if order.schedule.megatron:
-            check_line(order, of_megatron(order))
-        else:
-            check_line(order, in_line(order))
+        check_line(order, of_megatron(order) if order.schedule.megatron else in_line(order))
     if order.routes or order.schedule.turns is not alternating:
         check_windows(order, windowed(order))
 
 
-class _Together:
-    """The passes in which the replicas of a stage wait for each other, where they are rows that take turns."""
+class _Step:
+    """A step that is gone through launch by launch: what each row has done. Where replicas of a stage are rows that
+    take turns, they wait for each other in their first passes, and in their last ones."""
 
     def __init__(self, order: Order, rows: Sequence[Sequence[Launch]]) -> None:
-        self._came: set[tuple[int, bool]] = set()  # rows that have come to their first pass (True), and to the last
-        self._ends: list[tuple[Launch, Launch]] = []
-        self._beside: list[list[int]] = []
-        if order.meets:
-            computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows]
-            self._ends = [(own[0], own[-1]) for own in computed]
-            self._beside = [
-                [b for b in range(len(rows)) if order.stage_of(b) == order.stage_of(a)] for a in range(len(rows))
-            ]
+        self.order, self.rows = order, rows
+        self.done: list[set[Launch]] = [set() for _ in rows]
+        self._at = [0] * len(rows)
+        self._came: dict[tuple[int, bool], dict[int, int]] = {}  # when rows of a stage came to their first (last) pass
+        computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows if order.meets]
+        self._ends = [(own[0], own[-1]) for own in computed]
 
-    @property
-    def count(self) -> int:
-        return len(self._came)
+    def next(self, row: int) -> Launch | None:
+        return self.rows[row][self._at[row]] if self._at[row] < len(self.rows[row]) else None
 
-    def waits(self, row: int, launch: Launch, after_last: bool) -> bool:
-        """Whether `row`, which has come to `launch`, waits for the others. `after_last`: at its last pass too."""
+    def take(self, row: int, launch: Launch) -> None:
+        self.done[row].add(launch)
+        self._at[row] += 1
+
+    def meet(self, row: int, launch: Pass, after_last: bool, start: int = 0) -> int | None:
+        """Return when `row`, which has come to `launch` at `start`, goes on with it; None: others of its stage have not
+        come to theirs. `after_last`: rows wait for each other at their last passes too."""
         if not self._ends or launch not in self._ends[row][: 1 + after_last]:
-            return False
-        first = launch == self._ends[row][0]
-        self._came.add((row, first))
-        return any((other, first) not in self._came for other in self._beside[row])
+            return start
+        stage = self.order.stage_of(row)
+        came = self._came.setdefault((stage, launch == self._ends[row][0]), {})
+        came[row] = start
+        return max(came.values()) if len(came) == self.order.replicas[stage] else None
+
+    def go_through(self, advance: Callable[[int, Launch], bool]) -> None:
+        """Take each row as far as it gets, by `advance`, which does a row's next launch if nothing is in its way.
+        Raises PlanError where a row would wait for ever."""
+        before, gone = -1, 0
+        while before < gone:
+            before = gone
+            for row in range(len(self.rows)):
+                while (launch := self.next(row)) is not None and advance(row, launch):
+                    pass
+            gone = sum(self._at) + sum(map(len, self._came.values()))
+        order = self.order
+        for row in range(len(self.rows)):
+            if (launch := self.next(row)) is not None:
+                made = launch if isinstance(launch, Pass) else launch.transfer.made
+                why = "replicas of a stage wait for each other"
+                raise PlanError(
+                    f"with in_flight {list(order.in_flight)} stage {order.stage_of(row)} would wait for ever for"
+                    f" micro-batch {made.micro_batch}",
+                    where="plan.schedule",
+                    hint="hold more passes in flight: "
+                    + (why if order.routes else "virtual stages need several for each chunk"),
+                )
 
 
 def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
@@ -230,86 +235,48 @@ def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
     and goes on after a send once the send a window before it has a receive to go to, posted by then. Raises PlanError
     where one would wait for ever. (In a pipeline of equal widths whose stages alternate forward and backward passes,
     two are never further apart than their window; where a row has several neighbours, one may hold up another.)"""
-    at = [0] * len(rows)
-    done: list[set[Launch]] = [set() for _ in rows]
-    sent: dict[tuple[int, int], list[Post]] = {}
-    together = _Together(order, rows)
+    step = _Step(order, rows)
+    sent: dict[tuple[int, int], list[StageTransfer]] = {}
 
-    def blocked(row: int, launch: Launch) -> bool:
+    def advance(row: int, launch: Launch) -> bool:
         if isinstance(launch, Pass):
             needed = order.transfer_to(row, launch)
-            return needed is not None and Post(True, needed) not in done[needed.source]
-        if not launch.sends:
-            return False
-        before = sent.setdefault((row, launch.other), [])
-        behind = len(before) - order.window(launch.transfer)
-        return behind >= 0 and Post(False, before[behind].transfer) not in done[launch.other]
+            if needed is not None and Post(True, needed) not in step.done[needed.source]:
+                return False
+            if step.meet(row, launch, after_last=False) is None:
+                return False
+        elif launch.sends:
+            before = sent.setdefault((row, launch.other), [])
+            behind = len(before) - order.window(launch.transfer)
+            if behind >= 0 and Post(False, before[behind]) not in step.done[launch.other]:
+                return False
+            before.append(launch.transfer)
+        step.take(row, launch)
+        return True
 
-    def advance(row: int) -> bool:
-        began, came = at[row], together.count
-        while at[row] < len(rows[row]) and not blocked(row, launch := rows[row][at[row]]):
-            if together.waits(row, launch, after_last=False):
-                break
-            if isinstance(launch, Post) and launch.sends:
-                sent.setdefault((row, launch.other), []).append(launch)
-            done[row].add(launch)
-            at[row] += 1
-        return at[row] > began or together.count > came
-
-    while any([advance(row) for row in range(len(rows))]):
-        pass
-    for row in range(len(rows)):
-        if at[row] < len(rows[row]):
-            launch = rows[row][at[row]]
-            raise stuck(order, row, launch if isinstance(launch, Pass) else launch.transfer.made)
+    step.go_through(advance)
 
 
 def check_line(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
     """Go through a step in the model of this module. Raises PlanError where a stage would wait for ever, or computes
     on what it has not received."""
-    at = [0] * len(rows)
-    done: list[set[Launch]] = [set() for _ in rows]
-    together = _Together(order, rows)
+    step = _Step(order, rows)
 
-    def head(stage: int) -> Launch | None:
-        return rows[stage][at[stage]] if at[stage] < len(rows[stage]) else None
+    def advance(row: int, launch: Launch) -> bool:
+        if isinstance(launch, Pass):
+            needed = order.transfer_to(row, launch)
+            if needed is not None and Post(False, needed) not in step.done[row]:
+                return False
+            if not launch.forward and launch._replace(forward=True) not in step.done[row]:
+                return False
+            if step.meet(row, launch, after_last=True) is None:
+                return False
+        else:
+            twin = Post(not launch.sends, launch.transfer)
+            if (launch.sends and launch.transfer.made not in step.done[row]) or step.next(launch.other) != twin:
+                return False
+            step.take(launch.other, twin)
+        step.take(row, launch)
+        return True
 
-    def advance(stage: int) -> bool:
-        before, came = at[stage], together.count
-        while (launch := head(stage)) is not None:
-            if isinstance(launch, Pass):
-                needed = order.transfer_to(stage, launch)
-                if needed is not None and Post(False, needed) not in done[stage]:
-                    break
-                if not launch.forward and launch._replace(forward=True) not in done[stage]:
-                    break
-                if together.waits(stage, launch, after_last=True):
-                    break
-            else:
-                if launch.sends and launch.transfer.made not in done[stage]:
-                    break
-                twin = Post(not launch.sends, launch.transfer)
-                if head(launch.other) != twin:
-                    break
-                done[launch.other].add(twin)
-                at[launch.other] += 1
-            done[stage].add(launch)
-            at[stage] += 1
-        return at[stage] > before or together.count > came
-
-    while any([advance(stage) for stage in range(len(rows))]):
-        pass
-    for stage in range(len(rows)):
-        if (launch := head(stage)) is not None:
-            raise stuck(order, stage, launch if isinstance(launch, Pass) else launch.transfer.made)
-
-
-def stuck(order: Order, row: int, made: Pass) -> PlanError:
-    """What is said of a stage (a row of a routed order) that would never get on."""
-    stage = order.stage_of(row)
-    why = "replicas of a stage wait for each other" if order.routes else "virtual stages need several for each chunk"
-    return PlanError(
-        f"with in_flight {list(order.in_flight)} stage {stage} would wait for ever for micro-batch {made.micro_batch}",
-        where="plan.schedule",
-        hint=f"hold more passes in flight: {why}",
-    )
+    step.go_through(advance)

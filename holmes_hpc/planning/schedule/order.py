@@ -16,15 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.kinds import (
-    PER_STAGE,
-    Exchange,
-    Pass,
-    ScheduleKind,
-    StageTransfer,
-    megatrons_own,
-    schedule_kind,
-)
+from holmes_hpc.planning.schedule.kinds import PER_STAGE, Exchange, Pass, ScheduleKind, StageTransfer, schedule_kind
 
 
 @dataclass(frozen=True)
@@ -49,22 +41,25 @@ class Order:
     routes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        self.schedule.refuse(self.chunks)
-        if self.chunks > 1 and self.micro_batches % self.stages:
-            raise PlanError(
+        kind = self.schedule
+        kind.refuse(self.chunks)
+        PlanError.refuse(
+            (
+                self.chunks > 1 and self.micro_batches % self.stages,
                 f"{self.micro_batches} micro-batches cannot be dealt out in groups of PP {self.stages}",
-                where="schedule",
-                hint="with virtual stages use a multiple of PP micro-batches",
-            )
-        if not self.schedule.deepens:
-            held = self.schedule.in_flight(self.stages, self.micro_batches, self.chunks)
-            object.__setattr__(self, "in_flight", held)
-        elif len(self.in_flight) != self.stages:
-            raise PlanError(
+                "schedule",
+                "with virtual stages use a multiple of PP micro-batches",
+            ),
+            (
+                kind.deepens and len(self.in_flight) != self.stages,
                 f"in_flight is {self.in_flight} for {self.stages} stages",
-                where="schedule",
-                hint="give one number per stage",
-            )
+                "schedule",
+                "give one number per stage",
+            ),
+        )
+        if not kind.deepens:
+            held = kind.in_flight(self.stages, self.micro_batches, self.chunks)
+            object.__setattr__(self, "in_flight", held)
 
     @classmethod
     def routed(cls, routes: tuple[tuple[int, ...], ...], in_flight: tuple[int, ...]) -> Order:
@@ -231,28 +226,20 @@ class Order:
                 buffers[row] += window
         return buffers
 
-    def pace(self, row: int) -> int:
-        """Return how many micro-batches a stage computes in the time of one pass of `row`, all its rows together."""
-        return self.replicas[self.stage_of(row)]
-
     def hidden(self, transfer: StageTransfer) -> int:
         """Return twice what the depth hides of `transfer`, in the time in which a stage computes a micro-batch
         (`ahead`)."""
         source, target = self.stage_of(transfer.source), self.stage_of(transfer.target)
         if abs(source - target) != 1:  # over the edge that closes the ring
             return 0
-        above, below = ((self._hiding[s], self.replicas[s]) for s in sorted((source, target)))
+        depths = self.in_flight if self.routes else tuple(accumulate(self.in_flight, min))
+        above, below = ((depths[s], self.replicas[s]) for s in sorted((source, target)))
         return max(0, (above[0] - 1) * above[1] - below[0] * below[1])
-
-    @cached_property
-    def _hiding(self) -> tuple[int, ...]:
-        return self.in_flight if self.routes else tuple(accumulate(self.in_flight, min))
 
     def program(self, stage: int) -> list[Pass | Exchange]:
         """Return the passes and exchanges of `stage` in order, for the schedules that wait."""
-        kind = self.schedule if self.schedule.takes(self.chunks) else megatrons_own(self.chunks)
-        assert kind.megatron is not None, f"{kind.name} exchanges in the background"
-        return kind.megatron(self, stage)
+        assert self.schedule.megatron is not None, f"{self.kind} exchanges in the background"
+        return self.schedule.megatron(self, stage)
 
     def sent(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]:
         """Return the transfers that leave `stage` after pass `made`: one or none."""

@@ -26,34 +26,43 @@ class Offer:
 
 def offers(site: Site, options: PlanOptions) -> list[Offer]:
     """The fabrics to plan with. Raises PlanError for a fabric, nodes or GPUs that the site does not have."""
-    chosen = []
     wanted: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.fabrics}
-    for name in wanted:
-        site.fabric(name)
-    for name in options.fabric_order or ():
-        if name not in wanted:
-            raise PlanError(
-                f"fabric_order names {name!r}", where="plan.fabric_order", hint=f"it is one of {', '.join(wanted)}"
+    used = sorted((site.fabric(name) for name in wanted), key=site.fabrics.index)
+    found = [
+        Offer(f, wanted[f.name] or f.nodes, options.gpus_per_node or f.gpus_per_node, wanted[f.name] is not None)
+        for f in used
+    ]
+    PlanError.refuse(
+        *(
+            (
+                name not in wanted,
+                f"fabric_order names {name!r}",
+                "plan.fabric_order",
+                f"it is one of {', '.join(wanted)}",
             )
-    for fabric in site.fabrics:
-        if fabric.name not in wanted:
-            continue
-        nodes = wanted[fabric.name]
-        if nodes is not None and nodes > fabric.nodes:
-            raise PlanError(
-                f"{nodes} nodes wanted, the site has {fabric.nodes}",
-                where=f"plan.nodes.{fabric.name}",
-                hint=f"use at most {fabric.nodes}",
+            for name in options.fabric_order or ()
+        ),
+        *(
+            case
+            for o in found
+            for f in [o.fabric]
+            for case in (
+                (
+                    o.nodes > f.nodes,
+                    f"{o.nodes} nodes wanted, the site has {f.nodes}",
+                    f"plan.nodes.{f.name}",
+                    f"use at most {f.nodes}",
+                ),
+                (
+                    o.per_node > f.gpus_per_node,
+                    f"{o.per_node} GPUs a node wanted, a node has {f.gpus_per_node}",
+                    f"fabric {f.name}",
+                    f"use at most {f.gpus_per_node}",
+                ),
             )
-        per_node = options.gpus_per_node or fabric.gpus_per_node
-        if per_node > fabric.gpus_per_node:
-            raise PlanError(
-                f"{per_node} GPUs a node wanted, a node has {fabric.gpus_per_node}",
-                where=f"fabric {fabric.name}",
-                hint=f"use at most {fabric.gpus_per_node}",
-            )
-        chosen.append(Offer(fabric, nodes or fabric.nodes, per_node, nodes is not None))
-    return chosen
+        ),
+    )
+    return found
 
 
 @lru_cache(maxsize=512)

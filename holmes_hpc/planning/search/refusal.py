@@ -17,71 +17,58 @@ from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.offers import divisors, offers
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.space import Space
+from holmes_hpc.planning.spec.parallel import not_inside_a_node, undivided
 
 TRIED = 100  # placements whose memory is looked at
 
 
 def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
     """Raise PlanError for the first thing that does not divide."""
-    if not options.search_micro_size and batch.global_size % batch.micro_size:
-        raise PlanError(
-            f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size}",
-            where="batch",
-            hint="choose a multiple, or plan.search_micro_size=true",
+    size, micro, found = batch.global_size, batch.micro_size, offers(site, options)
+    tp, dp, pp = (n or 1 for n in (options.tp, options.dp, options.stages))
+    shares, ranks, is_fixed = size // micro, sum(o.nodes * o.per_node for o in found), not options.search_micro_size
+    fixed = ", ".join(
+        f"{name} {value}"
+        for name, value in (
+            ("TP", options.tp),
+            ("PP", options.stages),
+            ("DP", options.dp),
+            ("strategy", options.strategy),
         )
-    found = offers(site, options)
-    tp, dp, pp = options.tp, options.dp, options.pp
-    if tp:
-        for name, value in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
-            if value % tp:
-                raise PlanError(
-                    f"{value} {name} cannot be divided by TP {tp}",
-                    where=f"model {model.name}",
-                    hint=f"use a TP that divides {value}",
-                )
-        for offer in found:
-            if offer.per_node % tp:
-                raise PlanError(
-                    f"TP {tp} does not divide {offer.per_node} GPUs of a node",
-                    where=f"fabric {offer.fabric.name}",
-                    hint="keep tensor parallel inside a node",
-                )
-    shares = batch.global_size // batch.micro_size
-    if dp and shares % dp and not options.search_micro_size:
-        raise PlanError(
-            f"global_size {batch.global_size} is not a multiple of micro_size {batch.micro_size} x DP {dp}",
-            where="batch",
-            hint=f"use a DP that divides {shares}: {_some(divisors(shares))}",
-        )
-    stages = pp or (len(options.layers_per_stage) if options.layers_per_stage else None)
-    if stages and stages > model.layers:
-        raise PlanError(
-            f"{model.layers} layers cannot fill PP {stages}",
-            where=f"model {model.name}",
-            hint=f"use at most {model.layers} stages",
-        )
-    ranks = sum(o.nodes * o.per_node for o in found)
-    wanted = (tp or 1) * (dp or 1) * (stages or 1)
-    if wanted > ranks:
-        raise PlanError(
-            f"TP {tp or 1} x PP {stages or 1} x DP {dp or 1} needs {wanted} GPUs, there are {ranks}",
-            where="plan",
-            hint="use smaller sizes or more nodes",
-        )
+        if value not in (None, "auto")
+    )
     nodes = ", ".join(f"{o.nodes} {o.fabric.name}" for o in found)
-    fixed = [
-        s
-        for s in (
-            tp and f"TP {tp}",
-            stages and f"PP {stages}",
-            dp and f"DP {dp}",
-            options.strategy != "auto" and f"strategy {options.strategy}",
-        )
-        if s
-    ]
+    PlanError.refuse(
+        (
+            is_fixed and size % micro,
+            f"global_size {size} is not a multiple of micro_size {micro}",
+            "batch",
+            "choose a multiple, or plan.search_micro_size=true",
+        ),
+        *undivided(model, tp),
+        *(not_inside_a_node(tp, o.per_node, f"fabric {o.fabric.name}") for o in found),
+        (
+            is_fixed and shares % dp,
+            f"global_size {size} is not a multiple of micro_size {micro} x DP {dp}",
+            "batch",
+            f"use a DP that divides {shares}: {_some(divisors(shares))}",
+        ),
+        (
+            pp > model.layers,
+            f"{model.layers} layers cannot fill PP {pp}",
+            f"model {model.name}",
+            f"use at most {model.layers} stages",
+        ),
+        (
+            tp * dp * pp > ranks,
+            f"TP {tp} x PP {pp} x DP {dp} needs {tp * dp * pp} GPUs, there are {ranks}",
+            "plan",
+            "use smaller sizes or more nodes",
+        ),
+    )
     raise PlanError(
         f"no placement of {model.layers} layers and {shares} micro-batches on {nodes} nodes with equal"
-        f" stages{' and ' + ', '.join(fixed) if fixed else ''}",
+        f" stages{fixed and ' and ' + fixed}",
         where="plan",
         hint="change nodes, tp, pp, dp, or the batch so that stages of TP x DP GPUs fill whole nodes, or gpus_per_node",
     )

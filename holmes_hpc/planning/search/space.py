@@ -23,20 +23,21 @@ class Space:
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
-        given = options.layers_per_stage
-        if given is not None and sum(given) != model.layers:
-            raise PlanError(
+        given, self.offers = options.layers_per_stage or (model.layers,), offers(site, options)
+        PlanError.refuse(
+            (
+                sum(given) != model.layers,
                 f"layers_per_stage {list(given)} are {sum(given)} layers, {model.name} has {model.layers}",
-                where="plan.layers_per_stage",
-                hint=f"give numbers that sum up to {model.layers}",
-            )
-        self.offers = offers(site, options)
-        if options.strategy == "pipeline" and len(self.offers) == 1:
-            raise PlanError(
+                "plan.layers_per_stage",
+                f"give numbers that sum up to {model.layers}",
+            ),
+            (
+                options.strategy == "pipeline" and len(self.offers) == 1,
                 f"a pipeline goes across fabrics, and there is {self.offers[0].fabric.name} alone",
-                where="plan.strategy",
-                hint="use one-fabric (or auto), or nodes of two fabrics",
-            )
+                "plan.strategy",
+                "use one-fabric (or auto), or nodes of two fabrics",
+            ),
+        )
         self.small = True  # after placements(): none was left out for its estimate
         self._sizes: list[OneSize] = []
         for micro in micro_sizes(batch, options):

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import check, key
 
@@ -37,12 +38,8 @@ class StageParallel:
         check(self, "stages", PlanError)
         if len(set(self.weights)) == 1:
             object.__setattr__(self, "weights", ())
-        if self.weights and len(self.weights) != self.dp:
-            raise PlanError(
-                f"{len(self.weights)} weights for DP {self.dp}",
-                where="routing",
-                hint="give one per replica of the stage",
-            )
+        what, hint = f"{len(self.weights)} weights for DP {self.dp}", "give one per replica of the stage"
+        PlanError.refuse((self.weights and len(self.weights) != self.dp, what, "routing", hint))
 
     @property
     def ranks(self) -> int:
@@ -77,45 +74,56 @@ class Parallel:
 
     def __post_init__(self) -> None:
         check(self, "parallel", PlanError)
-        if not self.stages:
-            raise PlanError("no stages", where="parallel", hint="use pp from 1")
-        if self.cp != 1:
-            raise PlanError("context parallelism is not supported", where="parallel.cp", hint="use cp=1")
-        if self.order not in ORDERS:
-            raise PlanError(f"unknown rank order {self.order!r}", where="parallel.order", hint=f"use one of {ORDERS}")
-        if not self.is_uniform:
-            self._check_per_stage()
-        elif self.dp % self.optimizer_instances:
-            raise PlanError(
-                f"dp={self.dp} cannot be cut into {self.optimizer_instances} optimizer instances",
-                where="parallel",
-                hint="choose a divisor of dp",
-            )
-        if self.optimizer_instances > 1 and not self.distributed_optimizer:
-            raise PlanError(
-                "optimizer instances need the distributed optimizer", where="parallel", hint="set distributed_optimizer"
-            )
-        if self.virtual_stages > 1 and self.pp == 1:
-            raise PlanError(
-                "virtual stages need a pipeline", where="parallel", hint="use pp above 1 or virtual_stages=1"
-            )
-        if self.sequence_parallel and self.tps == (1,):
-            raise PlanError("sequence parallel needs tp above 1", where="parallel", hint="unset sequence_parallel")
-
-    def _check_per_stage(self) -> None:
-        if len(self.tps) > 1 and not self.sequence_parallel:
-            raise PlanError(
+        PlanError.refuse((not self.stages, "no stages", "parallel", "use pp from 1"))
+        instances, dp, is_uniform = self.optimizer_instances, self.stages[0].dp, self.is_uniform
+        PlanError.refuse(
+            (self.cp != 1, "context parallelism is not supported", "parallel.cp", "use cp=1"),
+            (
+                self.order not in ORDERS,
+                f"unknown rank order {self.order!r}",
+                "parallel.order",
+                f"use one of {', '.join(ORDERS)}",
+            ),
+            (
+                len(self.tps) > 1 and not self.sequence_parallel,
                 f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
-                where="parallel",
-                hint="set it: stages of unlike TP exchange pieces of sequences",
-            )
-        for name, default in _UNIFORM_ONLY.items():
-            if getattr(self, name) != default:
-                raise PlanError(
+                "parallel",
+                "set it: stages of unlike TP exchange pieces of sequences",
+            ),
+            *(
+                (
+                    not is_uniform and getattr(self, name) != default,
                     f"{name} is {getattr(self, name)} with TP and DP of their own in the stages",
-                    where=f"parallel.{name}",
-                    hint=f"use {default}, or the same TP and DP in every stage",
+                    f"parallel.{name}",
+                    f"use {default}, or the same TP and DP in every stage",
                 )
+                for name, default in _UNIFORM_ONLY.items()
+            ),
+            (
+                dp % instances,
+                f"dp={dp} cannot be cut into {instances} optimizer instances",
+                "parallel",
+                "choose a divisor of dp",
+            ),
+            (
+                instances > 1 and not self.distributed_optimizer,
+                "optimizer instances need the distributed optimizer",
+                "parallel",
+                "set distributed_optimizer",
+            ),
+            (
+                self.virtual_stages > 1 and self.pp == 1,
+                "virtual stages need a pipeline",
+                "parallel",
+                "use pp above 1 or virtual_stages=1",
+            ),
+            (
+                self.sequence_parallel and self.tps == (1,),
+                "sequence parallel needs tp above 1",
+                "parallel",
+                "unset sequence_parallel",
+            ),
+        )
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -314,6 +322,24 @@ def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
             yield from _group("pp", grid[:, d, t], tuple(range(pp)))
             if pp > 1:
                 yield from _group("embd", grid[[0, pp - 1], d, t], (0, pp - 1))
+
+
+Case = tuple[Any, str, str, str]  # of :meth:`PlanError.refuse`
+
+
+def undivided(model: ModelSpec, tp: int) -> list[Case]:
+    """Return what is wrong for each size of the model's layers that `tp` ranks cannot share out equally."""
+    return [
+        (True, f"{size} {name} cannot be divided by TP {tp}", f"model {model.name}", f"use a TP that divides {size}")
+        for name in ("heads", "kv_heads", "ffn")
+        if (size := getattr(model, name)) % tp
+    ]
+
+
+def not_inside_a_node(tp: int, ranks: int, where: str) -> Case:
+    """Return whether a node of so many ranks does not hold whole groups of `tp`, and what is wrong then."""
+    what = f"TP {tp} does not divide {ranks} GPUs of a node"
+    return ranks % tp, what, where, "keep tensor parallel inside a node"
 
 
 def pieces(source_tp: int, target_tp: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec import plan_file
-from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, Parallel, groups
+from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, Parallel, groups, not_inside_a_node, undivided
 from holmes_hpc.planning.spec.parts import Component, Predicted, Schedule, Stage
 from holmes_hpc.planning.spec.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.records.files import write_whole
@@ -56,8 +56,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         check(self, "plan", PlanError)
-        if ignored := edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections):
-            raise PlanError(ignored, where="plan", hint="leave it out, or use transport_mode holmes or schedule ahead")
+        ignored = edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections)
+        hint = "leave it out, or use transport_mode holmes or schedule ahead"
+        PlanError.refuse((ignored, str(ignored), "plan", hint))
         self._check_nodes()
         self._check_model()
         if self.is_per_stage:
@@ -67,70 +68,67 @@ class Plan:
         self._check_fabrics()
 
     def _check_nodes(self) -> None:
-        p, fabrics = self.parallel, [c.fabric for c in self.components]
-        if len(set(fabrics)) < len(fabrics):
-            raise PlanError(
+        fabrics, ranks = [c.fabric for c in self.components], sum(c.ranks for c in self.components)
+        sizes = [
+            (c.fabric, *size)
+            for c in self.components
+            for fabric in [self.site.fabric(c.fabric)]
+            for size in ((c.nodes, fabric.nodes, "nodes"), (c.gpus_per_node, fabric.gpus_per_node, "GPUs of a node"))
+        ]
+        PlanError.refuse(
+            (
+                len(set(fabrics)) < len(fabrics),
                 f"fabrics {', '.join(fabrics)}: one is there twice",
-                where="components",
-                hint="make one component of a fabric",
-            )
-        for c in self.components:
-            fabric = self.site.fabric(c.fabric)
-            for count, available, unit in (
-                (c.nodes, fabric.nodes, "nodes"),
-                (c.gpus_per_node, fabric.gpus_per_node, "GPUs of a node"),
-            ):
-                if count > available:
-                    raise PlanError(
-                        f"{count} {unit} needed, the site has {available}",
-                        where=f"component {c.fabric}",
-                        hint=f"use at most {available}",
-                    )
-        if sum(c.ranks for c in self.components) != p.world_size:
-            raise PlanError(
-                f"components hold {sum(c.ranks for c in self.components)} ranks, {p} needs {p.world_size}",
-                where="components",
-                hint="make them equal",
-            )
+                "components",
+                "make one component of a fabric",
+            ),
+            *(
+                (n > most, f"{n} {unit} needed, the site has {most}", f"component {fabric}", f"use at most {most}")
+                for fabric, n, most, unit in sizes
+            ),
+            (
+                ranks != self.world_size,
+                f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}",
+                "components",
+                "make them equal",
+            ),
+        )
 
     def _check_model(self) -> None:
-        m, p, where = self.model, self.parallel, f"model {self.model.name}"
-        for tp in p.tps:
-            for name, value in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
-                if value % tp:
-                    raise PlanError(
-                        f"{value} {name} cannot be divided by TP {tp}",
-                        where=where,
-                        hint=f"use a TP that divides {value}",
-                    )
-            if p.sequence_parallel and self.batch.sequence_length % tp:
-                raise PlanError(
-                    f"TP {tp} does not divide a sequence of {self.batch.sequence_length}",
-                    where="parallel.sequence_parallel",
-                    hint="switch it off, or use a TP that divides it",
+        m, p, sequence = self.model, self.parallel, self.batch.sequence_length
+        lengths = (
+            ("stages", self.stages, p.pp),
+            ("schedule.in_flight", self.schedule.in_flight, p.pp),
+            *((f"stages[{s}].chunks", stage.chunks, p.virtual_stages) for s, stage in enumerate(self.stages)),
+        )
+        layers = sum(s.layers for s in self.stages)
+        PlanError.refuse(
+            *(case for tp in p.tps for case in undivided(m, tp)),
+            *(
+                (
+                    p.sequence_parallel and sequence % tp,
+                    f"TP {tp} does not divide a sequence of {sequence}",
+                    "parallel.sequence_parallel",
+                    "switch it off, or use a TP that divides it",
                 )
-        for values, count, name in (
-            (self.stages, p.pp, "stages"),
-            (self.schedule.in_flight, p.pp, "schedule.in_flight"),
-            *((stage.chunks, p.virtual_stages, f"stages[{s}].chunks") for s, stage in enumerate(self.stages)),
-        ):
-            if len(values) != count:
-                raise PlanError(f"{len(values)} values for {p}", where=name, hint=f"give {count}")
-        if sum(s.layers for s in self.stages) != m.layers:
-            raise PlanError(
-                f"stages hold {sum(s.layers for s in self.stages)} layers, the model has {m.layers}",
-                where="stages",
-                hint="make them equal",
-            )
-        for i, stage in enumerate(self.stages):
-            if min(stage.chunks) < 1:
-                raise PlanError(f"stage {i} has a chunk without a layer", where="stages", hint="use fewer stages")
-        if self.batch.sequence_length > m.max_positions:
-            raise PlanError(
-                f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
-                where="batch",
-                hint="shorten the sequence or raise model.max_positions",
-            )
+                for tp in p.tps
+            ),
+            *(
+                (len(values) != count, f"{len(values)} values for {p}", where, f"give {count}")
+                for where, values, count in lengths
+            ),
+            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make them equal"),
+            *(
+                (min(stage.chunks) < 1, f"stage {i} has a chunk without a layer", "stages", "use fewer stages")
+                for i, stage in enumerate(self.stages)
+            ),
+            (
+                sequence > m.max_positions,
+                f"sequence_length {sequence} is above the model's {m.max_positions}",
+                "batch",
+                "shorten the sequence or raise model.max_positions",
+            ),
+        )
 
     def _check_per_stage(self) -> None:
         p = self.parallel
@@ -138,17 +136,21 @@ class Plan:
             plain = Parallel(p.stages, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
                 self.batch.micro_batches(p.dp)  # says what does not divide
-        for name, value, only in (
-            ("schedule.kind", self.schedule.kind, PER_STAGE.name),
-            ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),
-            ("transport_mode", self.transport_mode, "holmes"),
-        ):
-            if value != only:
-                raise PlanError(
+        PlanError.refuse(
+            *(
+                (
+                    value != only,
                     f"{name} is {value}, and replicas of its stages have unequal shares of a step",
-                    where=name,
-                    hint=f"use {only}, or the same TP and DP in every stage and a batch that these divide",
+                    name,
+                    f"use {only}, or the same TP and DP in every stage and a batch that these divide",
                 )
+                for name, value, only in (
+                    ("schedule.kind", self.schedule.kind, PER_STAGE.name),
+                    ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),
+                    ("transport_mode", self.transport_mode, "holmes"),
+                )
+            )
+        )
 
     def _place(self) -> None:
         """Fill in what follows from the order of ranks: each component's stages, each stage's fabric."""
@@ -156,33 +158,30 @@ class Plan:
         components, fabrics = list[Component](), dict[int, str]()
         for c in self.components:
             fabric = self.site.fabric(c.fabric)
-            last = first + c.ranks - 1
-            held = (
-                range(p.pp)
+            ends = (
+                (0, p.pp - 1)
                 if p.order == HIERARCHICAL_ORDER
-                else range(p.coordinates(first)[0], p.coordinates(last)[0] + 1)
+                else (p.coordinates(first)[0], p.coordinates(first + c.ranks - 1)[0])
             )
+            held = tuple(range(ends[0], ends[1] + 1))
             for stage in held:
-                if c.gpus_per_node % p.tp_of(stage):
-                    raise PlanError(
-                        f"TP {p.tp_of(stage)} does not divide {c.gpus_per_node} GPUs of a node",
-                        where=f"component {c.fabric}",
-                        hint="keep tensor parallel inside a node",
-                    )
-                if self.is_per_stage and p.stages[stage].ranks % c.gpus_per_node:
-                    raise PlanError(
-                        f"stage {stage}: TP {p.tp_of(stage)} x DP {p.dp_of(stage)} on nodes of {c.gpus_per_node} ranks",
-                        where="stages",
-                        hint="give a stage whole nodes: a multiple of the ranks of a node",
-                    )
-                if stage in fabrics and self.strategy != "hierarchical-dp":
-                    raise PlanError(
-                        f"stage {stage} lies on {fabrics[stage]} and {c.fabric}",
-                        where=f"component {c.fabric}",
-                        hint="put stage boundaries on fabric boundaries, or plan again",
-                    )
-                fabrics.setdefault(stage, c.fabric)
-            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=tuple(held)))
+                sizes, other = p.stages[stage], fabrics.setdefault(stage, c.fabric)
+                PlanError.refuse(
+                    not_inside_a_node(sizes.tp, c.gpus_per_node, f"component {c.fabric}"),
+                    (
+                        self.is_per_stage and sizes.ranks % c.gpus_per_node,
+                        f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
+                        "stages",
+                        "give a stage whole nodes: a multiple of the ranks of a node",
+                    ),
+                    (
+                        other != c.fabric and self.strategy != "hierarchical-dp",
+                        f"stage {stage} lies on {other} and {c.fabric}",
+                        f"component {c.fabric}",
+                        "put stage boundaries on fabric boundaries, or plan again",
+                    ),
+                )
+            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=held))
             first += c.ranks
         object.__setattr__(self, "components", tuple(components))
         object.__setattr__(self, "stages", tuple(replace(s, fabric=fabrics[i]) for i, s in enumerate(self.stages)))
@@ -190,8 +189,7 @@ class Plan:
     def _check_fabrics(self) -> None:
         inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
         for g in self.transports() if self.transport_mode != "single" else ():
-            names = {self.places[r].fabric for r in g.ranks}
-            if len(names) > 1 and g.kind in inside:
+            if g.kind in inside and len(names := {self.places[r].fabric for r in g.ranks}) > 1:
                 raise PlanError(
                     f"{g.kind} group of ranks {plan_file.short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
                     where="plan",
