@@ -32,6 +32,7 @@ from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS, Collective
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer import PARTS, Seconds, reduction_s, times
 from holmes_hpc.planning.cost.software import CURRENT, Software
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.schema import refuse
 
@@ -78,23 +79,21 @@ class Costs:
         """What the training program does on a kind of GPU. ConfigError where that cannot be."""
         if gpu.attention is None and gpu.fused_norm is None:
             return self.software
-        if gpu not in self._known_software:
-            if gpu.attention in ("flash", "flash1") and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
-                raise ConfigError(
-                    f"attention is {gpu.attention}, which computes in fp16 or bf16 alone, and the weights are fp32",
-                    where=f"gpu {gpu.name}",
-                    hint="use attention: sdpa, or dtype bf16",
-                )
-            self._known_software[gpu] = replace(
-                self.software,
-                attention=gpu.attention or self.software.attention,
-                fused_norm=self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm,
-            )
-        return self._known_software[gpu]
+        return self._memo.of("software", gpu, compute=lambda: self._software_on(gpu))
 
     @cached_property
-    def _known_software(self) -> dict[Gpu, Software]:
-        return {}
+    def _memo(self) -> Memo:
+        return Memo()
+
+    def _software_on(self, gpu: Gpu) -> Software:
+        if gpu.attention in ("flash", "flash1") and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
+            raise ConfigError(
+                f"attention is {gpu.attention}, which computes in fp16 or bf16 alone, and the weights are fp32",
+                where=f"gpu {gpu.name}",
+                hint="use attention: sdpa, or dtype bf16",
+            )
+        fused_norm = self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm
+        return replace(self.software, attention=gpu.attention or self.software.attention, fused_norm=fused_norm)
 
     def dtype_of(self, gpu: Gpu) -> str:
         return (
@@ -120,24 +119,17 @@ class Costs:
         """Latency and efficiency of a transport on `fabric`, for messages or for a `collective` (reduce_scatter or
         all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
-        key = name, fabric.name, fabric.gpu, collective
-        if key not in self._known_links:  # a search asks a hundred thousand times
-            found = self._link(name, fabric, collective)
-            self._known_links[key] = replace(found, efficiency=found.efficiency * self.corrections.rates.get(name, 1.0))
-        return self._known_links[key]
-
-    @cached_property
-    def _known_links(self) -> dict[tuple[str, str, Gpu, str], Link]:
-        return {}
+        return self._memo.of(
+            *(name, fabric.name, fabric.gpu, collective), compute=lambda: self._link(name, fabric, collective)
+        )  # a search asks a hundred thousand times
 
     def _link(self, name: str, fabric: Fabric, collective: str) -> Link:
-        measured = self.calibration.link(fabric, name, collective) if self.calibration is not None else None
-        if measured is not None:
-            return measured
-        found = self._links(fabric.gpu)[name]
-        if name == "ib" and not (fabric.gpu.is_cpu or self.pace_layer_ms):
-            return replace(found, efficiency=self.stack.ib if collective else self.stack.transfer)
-        return found
+        link = self.calibration.link(fabric, name, collective) if self.calibration is not None else None
+        if link is None:
+            link = self._links(fabric.gpu)[name]
+            if name == "ib" and not (fabric.gpu.is_cpu or self.pace_layer_ms):
+                link = replace(link, efficiency=self.stack.ib if collective else self.stack.transfer)
+        return replace(link, efficiency=link.efficiency * self.corrections.rates.get(name, 1.0))
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:
         return GLOO_LINKS if gpu.is_cpu else NCCL_LINKS
@@ -294,17 +286,12 @@ class Costs:
         self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool = False
     ) -> Seconds | None:
         """Seconds of a part's (forward, backward) by what was measured; None: nothing was."""
-        key = part, model, batch, tp, fabric.name, fabric.gpu, sequence_parallel
-        if self.calibration is None:
+        if self.calibration is None or not (rows := self.calibration.parts(fabric, part, model.hidden)):
             return None
-        if key not in self._known_parts:
-            rows = self.calibration.parts(fabric, part, model.hidden)
-            self._known_parts[key] = self._between(rows, model, batch, tp, fabric, sequence_parallel) if rows else None
-        return self._known_parts[key]
-
-    @cached_property
-    def _known_parts(self) -> dict[tuple[object, ...], Seconds | None]:
-        return {}
+        return self._memo.of(
+            *(part, model, batch, tp, fabric.name, fabric.gpu, sequence_parallel),
+            compute=lambda: self._between(rows, model, batch, tp, fabric, sequence_parallel),
+        )
 
     def _between(
         self, rows: list[Measured], model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool

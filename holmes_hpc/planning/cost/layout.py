@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache, partial, wraps
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import UNMEASURED
 from holmes_hpc.planning.cost.kernels import kind, kinds
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
@@ -32,21 +34,28 @@ _OF_THE_PLAN = (  # fields that a layout has of its plan
 _order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
 
 
-def _remembered(store: dict[Any, Any], key: object, compute: Callable[[], T]) -> T:
-    if key not in store:
-        store[key] = compute()
-    value: T = store[key]
-    return value
+def remembered(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
+    """Have a function of a layout computed once for all its variants in which these `settings` are equal."""
+    values = [attrgetter(name) for name in settings]
+
+    def decorate(compute: Callable[[Layout], T]) -> Callable[[Layout], T]:
+        @wraps(compute)
+        def once(layout: Layout) -> T:
+            return layout.memo.of(compute, *(value(layout) for value in values), compute=partial(compute, layout))
+
+        return once
+
+    return decorate
 
 
 @dataclass(frozen=True)
 class Layout:
     """All of a Plan but its layers per stage, and the costs it is judged by.
 
-    `memo`: what was worked out of where the ranks are. `common`: what does not even depend on that, but on fabrics
-    alone (:meth:`once`); layouts that differ in nothing but their components, schedule, recomputation, virtual stages
-    and buckets may share one. A stage of a layout that is per stage costs what it would in a uniform one with its TP
-    and DP: :attr:`views`.
+    `memo`: what was computed of where the ranks are; variants of a layout share it. `common`: what does not even depend
+    on that, but on fabrics alone (by name); layouts that differ in nothing but their components, schedule,
+    recomputation, virtual stages and buckets may share one. A stage of a layout that is per stage costs what it would
+    in a uniform one with its TP and DP: :attr:`views`.
     """
 
     model: ModelSpec
@@ -61,9 +70,9 @@ class Layout:
     edge_dtype: str = "same"
     edge_connections: int = 1
     bucket_bytes: int = 40_000_000
-    common: dict[tuple[object, ...], Any] = field(repr=False, compare=False, default_factory=dict)
+    common: Memo = field(repr=False, compare=False, default_factory=Memo)
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
-    memo: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    memo: Memo = field(init=False, repr=False, compare=False, default_factory=Memo)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
@@ -90,16 +99,6 @@ class Layout:
     def of(cls, plan: Plan, costs: Costs) -> Layout:
         return cls(site=costs.on(plan.site), costs=costs, **{name: getattr(plan, name) for name in _OF_THE_PLAN})
 
-    def once(self, key: tuple[object, ...], made: Callable[[], T]) -> T:
-        """What `made` gives, worked out once for all layouts with the same `common`: `key` says all that it goes by
-        beside what they have in common, fabrics by name."""
-        return _remembered(self.common, key, made)
-
-    def remember(self, *key: object, compute: Callable[[], T]) -> T:
-        """Return what `compute` gives, which is computed once for all variants of this layout: `key` holds all that it
-        depends on beside where the ranks are."""
-        return _remembered(self.memo, key, compute)
-
     @cached_property
     def is_per_stage(self) -> bool:
         """As :attr:`Plan.is_per_stage`."""
@@ -111,7 +110,7 @@ class Layout:
         if self.is_per_stage:
             depths = self.schedule.in_flight
             total = self.batch.micro_batches(1)
-            return self.remember("order", depths, compute=lambda: Order.routed(p.routes(total), depths))
+            return self.memo.of("order", depths, compute=lambda: Order.routed(p.routes(total), depths))
         micro_batches = self.batch.micro_batches(p.dp)
         return _order(
             self.schedule.kind,
@@ -124,11 +123,11 @@ class Layout:
         )
 
     @property
+    @remembered("recompute")
     def views(self) -> tuple[Layout, ...]:
         """Where the layout is per stage: for each stage the uniform layout of its TP and DP, of which nothing but that
         stage counts. Its replicas compute as many micro-batches as the one that has most."""
-        stages = range(self.parallel.pp)
-        return self.remember("views", self.recompute, compute=lambda: tuple(self._view(stage) for stage in stages))
+        return tuple(self._view(stage) for stage in range(self.parallel.pp))
 
     def _view(self, stage: int) -> Layout:
         sizes, p = self.parallel.stages[stage], self.parallel
@@ -136,7 +135,7 @@ class Layout:
         own = self.replicas[0][stage]
         micro = self.batch.micro_size
         padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for every stage's TP
-        return self.remember(
+        return self.memo.of(
             *("view", self.recompute, sizes.tp, sizes.dp, count, own.gpus_per_node),
             compute=lambda: Layout(
                 replace(self.model, vocab_multiple=self.model.vocab_multiple * padding) if padding > 1 else self.model,
@@ -158,10 +157,10 @@ class Layout:
         S). It is computed once for all variants of this layout with an equal `setting`."""
 
         def columns() -> np.ndarray:
-            tables = [view.remember(name, setting, compute=partial(compute, view)) for view in self.views]
+            tables = [view.memo.of(name, setting, compute=partial(compute, view)) for view in self.views]
             return np.stack([table[:, stage] for stage, table in enumerate(tables)], axis=1)
 
-        return self.remember("by stage", name, self.recompute, setting, compute=columns)
+        return self.memo.of("by stage", name, self.recompute, setting, compute=columns)
 
     @property
     def all_layers(self) -> np.ndarray:
@@ -276,9 +275,9 @@ class Layout:
     ) -> float:
         """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective; `peer`: to
         whom, if that may be another fabric."""
-        return self.once(
-            ("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
-            lambda: self._rate(transport, component, collective, peer),
+        return self.common.of(
+            *("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
+            compute=lambda: self._rate(transport, component, collective, peer),
         )
 
     def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:

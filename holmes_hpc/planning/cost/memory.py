@@ -133,7 +133,7 @@ def _own_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
     def of_view(view: Layout, depth: int) -> StageMemory:
         schedule = Schedule(PER_STAGE.name, (depth,) * pp)
-        return view.remember("memory at", depth, compute=lambda: memory(view.varied(schedule), view.all_layers))
+        return view.memo.of("memory at", depth, compute=lambda: memory(view.varied(schedule), view.all_layers))
 
     tables = [of_view(view, depth) for view, depth in zip(layout.views, layout.schedule.in_flight, strict=True)]
     rows = layers[:, :, 0] - 1
@@ -168,7 +168,7 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
             )[0],
         )
 
-    element, gradient, moments, outside, kept, more, whole = layout.remember(
+    element, gradient, moments, outside, kept, more, whole = layout.memo.of(
         *("memory", replica, layout.recompute),
         compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), of).T,
     )

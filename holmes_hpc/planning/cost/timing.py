@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, remembered
 from holmes_hpc.planning.cost.traffic import Traffic, by_stage, edges, networks, tied_per_stage_s
 from holmes_hpc.planning.schedule.event_simulation import RowDurations
 from holmes_hpc.planning.schedule.event_simulation import ends as row_ends
@@ -100,9 +100,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     bucket = layout.bucket_bytes
 
     def of_view(view: Layout) -> Timing:
-        return view.remember(
-            "timing", bucket, compute=lambda: timing(view.varied(bucket_bytes=bucket), view.all_layers)
-        )
+        return view.memo.of("timing", bucket, compute=lambda: timing(view.varied(bucket_bytes=bucket), view.all_layers))
 
     def part(name: str) -> np.ndarray:
         def first_chunk(view: Layout) -> np.ndarray:
@@ -177,21 +175,17 @@ def least_s(
     return least, least + open_s
 
 
+@remembered("recompute")
 def computing(layout: Layout) -> tuple[Computing, ...]:
-    """Of each replica; worked out once for a layout and its variants with the same recomputation."""
-    replicas = range(len(layout.replicas))
-    return layout.remember(
-        "computing", layout.recompute, compute=lambda: tuple(_computing(layout, replica) for replica in replicas)
-    )
+    """Return what each replica computes."""
+    return tuple(_computing(layout, replica) for replica in range(len(layout.replicas)))
 
 
+@remembered("parallel.virtual_stages")
 def _nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
-    """Whether each stage's transfers up and down leave by one NIC, for each replica."""
-    p, replicas = layout.parallel, range(len(layout.replicas))
-    return layout.remember(
-        *("nics", p.virtual_stages),
-        compute=lambda: tuple(tuple(_one_nic(layout, replica, s) for s in range(p.pp)) for replica in replicas),
-    )
+    """Return whether each stage's transfers up and down leave by one NIC, for each replica."""
+    stages = range(layout.parallel.pp)
+    return tuple(tuple(_one_nic(layout, replica, s) for s in stages) for replica in range(len(layout.replicas)))
 
 
 def _computing(layout: Layout, replica: int) -> Computing:
@@ -208,8 +202,10 @@ def _computing(layout: Layout, replica: int) -> Computing:
     once = layer("none" if layout.recompute == "full" else layout.recompute)
     again = layer("full")[1] - once[1] if layout.recompute == "full" else np.zeros(p.pp)
     ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
-    embedding = layout.once(("embedding", ends[0].name), lambda: costs.embedding_s(m, layout.batch, p.tp, ends[0]))
-    head = layout.once(("head", ends[1].name), lambda: costs.head_s(m, layout.batch, p.tp, ends[1]))
+    embedding = layout.common.of(
+        "embedding", ends[0].name, compute=lambda: costs.embedding_s(m, layout.batch, p.tp, ends[0])
+    )
+    head = layout.common.of("head", ends[1].name, compute=lambda: costs.head_s(m, layout.batch, p.tp, ends[1]))
     return Computing(
         once,
         again,

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from holmes_hpc.planning.cost.costs import BYTES
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, remembered
 from holmes_hpc.planning.schedule.event_simulation import RowDurations
 from holmes_hpc.planning.spec.plan import Component
 from holmes_hpc.planning.spec.transport import Transport
@@ -48,12 +48,9 @@ class Networks:
     optimizer: np.ndarray
 
 
+@remembered()
 def networks(layout: Layout) -> Networks:
-    """Worked out once for a layout and its variants."""
-    return layout.remember("networks", compute=lambda: _networks(layout))
-
-
-def _networks(layout: Layout) -> Networks:
+    """Return what the networks take of a layout."""
     replicas = range(len(layout.replicas))
     updates = [
         by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
@@ -78,10 +75,12 @@ def _traffic(layout: Layout, replica: int) -> Traffic:
     for first, end in layout.runs[replica]:
         reduction, nodes = layout.reduction(replica, first), layout.nodes_of_run(replica, first)
         key = stages[first].fabric, reduction.kind, nodes, others
-        found = layout.once(("synchronise", *key), partial(_synchronise, layout, stages[first], reduction, nodes))
+        found = layout.common.of(
+            "synchronise", *key, compute=partial(_synchronise, layout, stages[first], reduction, nodes)
+        )
         reduce[:, first:end], gather[:, first:end] = found[0][:, None], found[1][:, None]
         if in_passes:
-            each = layout.once(("passing", *key), partial(_passing, layout, stages[first], reduction, nodes))
+            each = layout.common.of("passing", *key, compute=partial(_passing, layout, stages[first], reduction, nodes))
             passing[:, :, first:end] = each[:, :, None]
         if p.pp > 1 and layout.run > 1:
             beside[first:end] = [layout.edge(replica, (s - 1) % p.pp) == reduction for s in range(first, end)]
@@ -108,15 +107,9 @@ def activation_bytes(layout: Layout, transport: Transport, component: Component)
     return elements * element / (layout.parallel.tp if parts else 1)
 
 
-def transfer_s(layout: Layout, replica: int, stage: int, forward: bool) -> float:
-    """One stage transfer over the edge below `stage`, down or up. The ranks of a node that sit at this edge share its
-    NIC."""
-    p, stages = layout.parallel, layout.replicas[replica]
-    source, target = stages[stage], stages[(stage + 1) % p.pp]
-    if not forward:
-        source, target = target, source
-    transport = layout.edge(replica, stage)
-    sent = activation_bytes(layout, transport, source)
+def transfer_s(layout: Layout, transport: Transport, source: Component, target: Component) -> float:
+    """Return the seconds of one stage transfer. The ranks of a node that sit at its edge share the node's NIC."""
+    p, sent = layout.parallel, activation_bytes(layout, transport, source)
     if transport.kind == "local":
         return layout.latency(transport, source) + sent / layout.rate(transport, source)
     slowest = min(
@@ -137,24 +130,23 @@ def _ranks_at_edge(layout: Layout, component: Component) -> int:
 
 
 def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a stage transfer (down from each stage, up from each), (S,) each; equal neighbours have equal ones."""
-    pp, stages = layout.parallel.pp, layout.replicas[replica]
-    if pp == 1:
+    """Return the seconds of a stage transfer (down from each stage, up from each), (S,) each; equal neighbours have
+    equal ones."""
+    stages = layout.replicas[replica]
+    if len(stages) == 1:
         return np.zeros(1), np.zeros(1)
-    both = np.array(
-        [
-            layout.once(
-                ("transfer", here.fabric, there.fabric, layout.edge(replica, s).kind),
-                partial(_both_ways, layout, replica, s),
-            )
-            for s, (here, there) in enumerate(zip(stages, (*stages[1:], stages[0]), strict=True))
-        ]
-    )
-    return both[:, 0], np.roll(both[:, 1], 1)
+    below = (*stages[1:], stages[0])
 
+    def seconds(stage: int, source: Component, target: Component) -> float:
+        transport = layout.edge(replica, stage)
+        return layout.common.of(
+            *("transfer", source.fabric, target.fabric, transport.kind),
+            compute=partial(transfer_s, layout, transport, source, target),
+        )
 
-def _both_ways(layout: Layout, replica: int, stage: int) -> tuple[float, float]:
-    return transfer_s(layout, replica, stage, True), transfer_s(layout, replica, stage, False)
+    down = np.array([seconds(s, *ends) for s, ends in enumerate(zip(stages, below, strict=True))])
+    up = np.array([seconds(s, *ends) for s, ends in enumerate(zip(below, stages, strict=True))])
+    return down, np.roll(up, 1)
 
 
 def collective(
@@ -267,13 +259,11 @@ def _norm_s(layout: Layout) -> float:
     if layout.costs.calibration is not None and layout.costs.calibration.step_s:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
-    shared = layout.rule.shared
-
-    def longest() -> float:
-        pairs = *((c, c) for c in layout.components), *layout.linked
-        return max(layout.latency(shared, c, "reduce_scatter", to) for c, to in pairs)
-
-    return steps * layout.once(("norm", shared.kind, *(c.fabric for c in layout.components)), longest)
+    shared, pairs = layout.rule.shared, (*((c, c) for c in layout.components), *layout.linked)
+    return steps * layout.common.of(
+        *("norm", shared.kind, *(c.fabric for c in layout.components)),
+        compute=lambda: max(layout.latency(shared, c, "reduce_scatter", to) for c, to in pairs),
+    )
 
 
 def by_stage(
@@ -282,18 +272,16 @@ def by_stage(
     """`of` each stage's component, (S,) or (S, numbers), which must go by its fabric alone: asked once for each under
     the name `what`."""
     stages, pieces = layout.replicas[replica], layout.runs[replica]
-    asked = np.array([layout.once((*what, stages[first].fabric), partial(of, stages[first])) for first, _ in pieces])
+    asked = np.array(
+        [layout.common.of(*what, stages[first].fabric, compute=partial(of, stages[first])) for first, _ in pieces]
+    )
     return np.repeat(asked, [end - first for first, end in pieces], axis=0)
 
 
+@remembered()
 def edges(layout: Layout) -> RowDurations:
-    """Return what the stage transfers of a layout that is per stage take, computed once for it and its variants:
-    `RowDurations` whose passes are not filled in. Over each edge a transfer of one replica takes its node's NIC at
-    either end."""
-    return layout.remember("edges", compute=lambda: _edges(layout))
-
-
-def _edges(layout: Layout) -> RowDurations:
+    """Return what the stage transfers of a layout that is per stage take: `RowDurations` whose passes are not filled
+    in. Over each edge a transfer of one replica takes its node's NIC at either end."""
     pp = layout.parallel.pp
     wires = [layout.views[s].edge(0, s) for s in range(pp - 1)]
     networks = list(dict.fromkeys(wires))
@@ -325,15 +313,12 @@ def embedding_bytes(layout: Layout, stage: int) -> float:
     return float(vocabulary * layout.model.hidden * layout.costs.gradient_size(gpu))
 
 
+@remembered()
 def tied_per_stage_s(layout: Layout) -> float:
     """Return the seconds in which the tied embedding's gradient is summed over all ranks of the first and the last
     stage."""
     if not layout.model.tied or layout.parallel.pp == 1:
         return 0.0
-    return layout.remember("tied", compute=lambda: _tied_sum_s(layout))
-
-
-def _tied_sum_s(layout: Layout) -> float:
     ends = (0, layout.parallel.pp - 1)
     sizes = [layout.parallel.stages[s].ranks for s in ends]
     components = [layout.replicas[0][s] for s in ends]

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -110,9 +110,9 @@ class Order:
     @cached_property
     def _own(self) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in range(self.rows)]
-        for stage, route in enumerate(self.routes):
+        for first, route in zip(self._first_rows, self.routes, strict=False):
             for micro_batch, replica in enumerate(route):
-                rows[self.row(stage, replica)].append(micro_batch)
+                rows[first + replica].append(micro_batch)
         return rows
 
     @property
@@ -203,10 +203,10 @@ class Order:
     def _windows(self) -> dict[tuple[int, int], int]:
         windows = dict[tuple[int, int], int]()
         places = [{m: place for place, m in enumerate(own)} for own in self._own]
-        for stage in range(self.stages - 1):
+        for (up_to, route), (down_to, below) in pairwise(zip(self._first_rows, self.routes, strict=False)):
             shared: dict[tuple[int, int], list[int]] = {}
-            for m, (a, b) in enumerate(zip(self.routes[stage], self.routes[stage + 1], strict=True)):
-                shared.setdefault((self.row(stage, a), self.row(stage + 1, b)), []).append(m)
+            for m, (a, b) in enumerate(zip(route, below, strict=True)):
+                shared.setdefault((up_to + a, down_to + b), []).append(m)
             for (up, down), both in shared.items():
                 windows[up, down] = windows[down, up] = _distance(
                     [places[up][m] for m in both], [places[down][m] for m in both], self.depth(up), self.depth(down)

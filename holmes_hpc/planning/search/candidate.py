@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from math import inf
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, most_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
@@ -76,9 +76,7 @@ class Evaluator:
         if options.schedule != "auto" and options.virtual_stages is not None:
             schedule_kind(options.schedule).refuse(options.virtual_stages)
         self._last: tuple[Placement, Layout] | None = None  # many ways of one placement are asked for in turn
-        self._common: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = {}  # of layouts that are alike
-        self._components: dict[tuple[object, ...], Component] = {}
-        self._batches: dict[int, Batch] = {}
+        self._memo = Memo()
 
     def ways(self, placement: Placement, most_s: float = inf) -> Iterator[Candidate]:
         """Every number of virtual stages that is estimated to take `most_s` seconds a step at most, each with the least
@@ -196,20 +194,18 @@ class Evaluator:
             edge_dtype=o.edge_dtype,
             edge_connections=o.edge_connections,
             bucket_bytes=o.bucket_bytes or BUCKET_BYTES,
-            common=self._common.setdefault(alike, {}),
+            common=self._memo.of("common", *alike, compute=Memo),
         )
 
     def _component(self, block: Block, first: int, stages: int) -> Component:
         """`stages` stages of a block, from `first` on; a search asks for the same ones again and again."""
-        key = block.fabric.name, block.nodes, first, stages
-        if key not in self._components:
-            self._components[key] = component(block.fabric, block.nodes, block.per_node, first, stages)
-        return self._components[key]
+        return self._memo.of(
+            *("component", block.fabric.name, block.nodes, first, stages),
+            compute=lambda: component(block.fabric, block.nodes, block.per_node, first, stages),
+        )
 
     def _batch(self, micro: int) -> Batch:
-        if micro not in self._batches:
-            self._batches[micro] = replace(self.batch, micro_size=micro)
-        return self._batches[micro]
+        return self._memo.of("batch", micro, compute=lambda: replace(self.batch, micro_size=micro))
 
     def _way(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Candidate | None:
         try:

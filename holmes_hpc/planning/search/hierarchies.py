@@ -136,7 +136,7 @@ def _splits(
 def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Estimate:
     """Of pipelines in the fabrics `used`, with optimizer instances of `run` ranks."""
     per_stage = -(-size.layers // pp)
-    across = size.around_s(tuple(used)) * per_stage / run if run < dp else 0.0
+    across = size.known(size.around_s, tuple(used)) * per_stage / run if run < dp else 0.0
     reduce, gather = size.known(size.sync_s, run, min(pp, size.whole_node))
     each = max(size.seconds[f] for f in used)
     stages = min(pp, max(size.offers[f].per_node for f in used) // size.tp)  # of a node, which share its NIC

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,11 +14,13 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.offers import Offer
 from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, TransportRule
 
+T = TypeVar("T")
 MOST_CHUNKS = 8
 
 
@@ -67,8 +71,7 @@ class OneSize:
         ]  # of fabrics, and their names
         self.whole_node = int(self.per_node.max()) // tp + 1  # blocks apart of which no two are on one node
         self._speed = [float(ranks) / each for ranks, each in zip(self.ranks, self.seconds, strict=True)]
-        self._around: dict[tuple[int, ...], float] = {}
-        self._known: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._memo = Memo()
 
     def least_s(self, dp: int) -> float:
         """Less than any step with so many data-parallel ranks."""
@@ -82,15 +85,11 @@ class OneSize:
 
     def around_s(self, used: tuple[int, ...]) -> float:
         """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
-        if used not in self._around:
-            moved = (
-                2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size(self.offers[used[0]].fabric.gpu)
-            )
-            self._around[used] = moved / min(
-                min(self.ethernet[a], self.between[a, b]) * 1e9 / 8 / self.offers[a].per_node
-                for a, b in zip(used, used[1:] + used[:1], strict=True)
-            )
-        return self._around[used]
+        moved = 2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size(self.offers[used[0]].fabric.gpu)
+        return moved / min(
+            min(self.ethernet[a], self.between[a, b]) * 1e9 / 8 / self.offers[a].per_node
+            for a, b in zip(used, used[1:] + used[:1], strict=True)
+        )
 
     def most_chunks(self, stages: int, micro_batches: int) -> int:
         """Virtual stages that pipelines of so many stages could have."""
@@ -104,12 +103,9 @@ class OneSize:
         """:meth:`most_chunks` of many."""
         return np.array([self.most_chunks(s, micro_batches) for s in range(self.layers + 1)])[stages]
 
-    def known(self, made: Callable[..., tuple[np.ndarray, np.ndarray]], *args: int) -> tuple[np.ndarray, np.ndarray]:
-        """`made` of `args`, worked out once."""
-        key = made.__name__, args
-        if key not in self._known:
-            self._known[key] = made(*args)
-        return self._known[key]
+    def known(self, compute: Callable[..., T], *args: Any) -> T:
+        """Return what a method gives of `args`, which is computed once."""
+        return self._memo.of(compute.__name__, *args, compute=partial(compute, *args))
 
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a stage transfer inside each fabric, (F,), and between two, which the slower end keeps, (F, F)."""

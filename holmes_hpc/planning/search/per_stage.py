@@ -17,7 +17,7 @@ import numpy as np
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, remembered
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.cost.traffic import edges
@@ -223,14 +223,11 @@ def _moved_s(layout: Layout) -> list[float]:
     return [sum(down) + sum(up) for down, up in zip(e.down, e.up, strict=True)]
 
 
+@remembered("bucket_bytes")
 def _busy(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return, by the number of its layers, (layers, S): seconds of a step that each stage is busy (its replicas'
     largest share of the micro-batches, its gradients' and parameters' traffic that nothing hides), and by how much it
     makes a micro-batch later."""
-    return layout.remember("busy", layout.bucket_bytes, compute=lambda: _busy_tables(layout))
-
-
-def _busy_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
     shares = np.array([len(order.own(order.row(s, 0))) for s in range(order.stages)])
     forward, backward, ready, tail = (x[:, :, 0] for x in (d.forward, d.backward, d.ready, d.tail))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import permutations, product
 from math import factorial, inf
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import most_layers
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.search.offers import Offer, micro_sizes, offers
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.question import Question
@@ -83,7 +84,7 @@ class _OneKind:
         self.chosen, self.limit = chosen, limit
         self.batch, self.recompute = replace(question.batch, micro_size=micro), recompute
         self.micro_batches = self.batch.micro_batches(1)
-        self._seconds: dict[tuple[int, int, int], float] = {}
+        self._memo = Memo()
         own = question._replace(options=replace(self.options, recompute=recompute))
         self.sizes = {
             tp: OneSize(own, micro, tp, [o for o in chosen if o.per_node % tp == 0]) for tp in self._tensor_sizes()
@@ -327,10 +328,8 @@ class _OneKind:
         return max(high, CROWDED * busiest, busiest + dealt(high)[1])
 
     def _moved(self, source: int, target: int, tp: int) -> float:
-        """Seconds for which one node of fabric `source` would send a step's activations to `target`."""
-        if (source, target, tp) not in self._seconds:
-            self._seconds[source, target, tp] = self._moved_s(source, target, tp)
-        return self._seconds[source, target, tp]
+        """Return the seconds for which one node of fabric `source` would send a step's activations to `target`."""
+        return self._memo.of(source, target, tp, compute=partial(self._moved_s, source, target, tp))
 
     def _moved_s(self, source: int, target: int, tp: int) -> float:
         size = self.sizes[tp]

@@ -109,12 +109,9 @@ class TransportRule:
         """Between nodes: RDMA inside one fabric that has it, else TCP over Ethernet."""
         if len(fabrics) > 1:
             return TCP
-        name = next(iter(fabrics))
-        if name not in self._inside:  # a search asks for every stage of thousands of plans
-            fabric = self.site.fabric(name)
-            self._inside[name] = Transport("rdma", fabric.nic, fabric.name) if fabric.nic.rdma else TCP
-        return self._inside[name]
+        return self._inside[next(iter(fabrics))]
 
     @cached_property
     def _inside(self) -> dict[str, Transport]:
-        return {}
+        """Between nodes of each fabric."""
+        return {f.name: Transport("rdma", f.nic, f.name) if f.nic.rdma else TCP for f in self.site.fabrics}

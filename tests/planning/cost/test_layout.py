@@ -18,6 +18,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import step_s, timing
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.search.layers import uniform
@@ -123,7 +124,7 @@ def test_a_variant_costs_what_a_layout_made_anew_does() -> None:
                 bucket_bytes=size,
                 recompute=recompute,
                 parallel=replace(layout.parallel, virtual_stages=chunks),
-                common={},
+                common=Memo(),
             )
             assert made == new
             layers = uniform(new)

@@ -18,6 +18,7 @@ from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.search import best
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.candidate import Evaluator
@@ -110,7 +111,7 @@ def test_layouts_that_share_what_they_have_in_common_cost_what_each_does_alone()
     evaluator, tried = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
     for placement in space.placements()[::4]:
         for way in evaluator.ways(placement):
-            alone = replace(way.layout, common={})
+            alone = replace(way.layout, common=Memo())
             assert step_s(way.layout, way.layers)[0] == step_s(alone, way.layers)[0]
             assert (memory(way.layout, way.layers).total() == memory(alone, way.layers).total()).all()
             tried += 1
