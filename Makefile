@@ -121,7 +121,7 @@ test-slurm: install ## the tests on the testbed with another Slurm: SLURM=the pr
 docs: install ## the documentation site, into build/site; a warning is an error
 	$(BIN)/mkdocs build -q
 
-evaluation: install ## the paper's evaluation on the testbed (PART=headline, four-nodes, pairs or full), into docs/
+evaluation: install ## the paper's evaluation on the testbed (PART=headline, four-nodes, pairs or full), into benchmarks/results/
 	PATH="$(abspath $(BIN)):$$PATH" bash benchmarks/evaluation.sh
 
 clean: ## remove what was built (not runs/)

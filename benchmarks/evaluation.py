@@ -59,24 +59,27 @@ from holmes_hpc.results.tables import Table, interval, number
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 
 FOUR_NODES = """\
-Plain Megatron-LM has a connection a direction here, as it has over NCCL. Predictions are the planner's for each run's
-plan, from declared rates and the pace alone: nothing was fitted to these runs. Intervals are over repeats on one
-machine. Six nodes and more, ablations and the planner's free choice: evaluation-tables.md."""
+Plain Megatron-LM has one connection per direction here, as it has over NCCL. Predictions are the planner's for each
+run's plan, from declared rates and the pace alone; nothing was fitted to these runs. Intervals are over repeats on one
+machine. evaluation-tables.md has 6 and 8 nodes, ablations and the planner's free choice."""
 READING = """\
-Predictions are the planner's for each run's plan, from declared rates and the pace alone: nothing was fitted to these
-runs. Over gloo plain Megatron-LM's activations and gradients wait for each other: they share one connection
-(benchmarks/one_connection.py; the cells at 4 nodes, with a connection a direction: evaluation-four-nodes.md). On
-connections of their own (proportional layers) the same 1F1B is faster; judge the
-method by that row as well. Without overlap of its traffic it is 8% faster there still, which the predictions miss
-(docs/evaluation.md says why). Six and eight ranks fill this machine's two cores: layers then take up to 6% longer than
-their pace, up to 10% in its slow hours (most where ranks wait least), and differences of 2% at 8 nodes are
-of that kind; ablations, two IB fabrics and the free choice at 8 nodes were run in such hours. Light at 8 nodes is of
-the mean of InfiniBand and RoCE, session by session, 101.4%, 101.1% and 95.6%, the last with layers 10% longer than
-their pace (its runs were made twice: at first 97.6%, beside other work). The planner's free choice takes virtual
-stages in light at 6 and 8 nodes: that many short passes cost two cores more than they save, which only a calibration
-knows; unpaced, layers this small take what Python takes, which no published figure tells. Of systems on one fabric
-the table says which schedule is faster there; the free
-choice is in the table of every cell."""
+Predictions are the planner's for each run's plan, from declared rates and the pace alone; nothing was fitted to these
+runs.
+
+- Plain Megatron-LM over gloo has one connection for both directions here, so activations and gradients wait for each
+  other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the cells at 4 nodes with one connection per
+  direction. *Proportional layers* is the same 1F1B with its own connections.
+- Plain Megatron-LM is 8% faster without overlap of its traffic. The predictions here miss that; evaluation-notes.md
+  explains it.
+- Six and eight ranks fill this machine's two cores. Layers then take up to 6% longer than their pace, and up to 10%
+  when the machine is slow. Differences of 2% at 8 nodes are of that kind. Ablations, two IB fabrics and the free choice
+  at 8 nodes were run in slow hours.
+- Light at 8 nodes, as a share of the mean of InfiniBand and RoCE, is 101.4%, 101.1% and 95.6% in three sessions. In the
+  last, layers took 10% longer than their pace.
+- The planner's free choice takes virtual stages in light at 6 and 8 nodes. So many short passes cost two cores more
+  than they save. Only a calibration shows that.
+- Unpaced, layers this small take as long as Python takes. No published figure gives that.
+- Of systems on one fabric the table shows the faster schedule. The table of every cell has the free choice."""
 
 
 def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
@@ -197,7 +200,7 @@ def tables(found: pd.DataFrame) -> list[Table]:
         goals.append(_goal(f"over the paper's rule, the least of {len(rule)} cells", least, 1, rule[least]))
     return [
         Table(
-            "What is to be shown",
+            "Targets",
             ["what", "regime, nodes, where", "at least", "measured", ""],
             goals,
             "ratios of samples/s; the paper's rule: layers in proportion to speed, 1F1B",
@@ -296,7 +299,7 @@ def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) ->
         "",
     ]
     for regime in found["regime"].unique():
-        hop = f"hop ratio {Cell(regime, 'hybrid', 4, 'holmes').hop_ratio:.3f}; " if REGIMES[regime].pace_ms else ""
+        hop = f"transfer ratio {Cell(regime, 'hybrid', 4, 'holmes').hop_ratio:.3f}; " if REGIMES[regime].pace_ms else ""
         lines.append(
             f"- *{regime}*: {hop}micro-batches of {REGIMES[regime].micro_size}; `{' '.join(REGIMES[regime].overrides)}`"
         )
@@ -345,7 +348,9 @@ def main() -> None:
     parser.add_argument("--part", choices=list(parts()), default="headline")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evaluation")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
-    parser.add_argument("--page", type=Path, help="also write the tables and figures here: docs/evaluation-tables.md")
+    parser.add_argument(
+        "--page", type=Path, help="also write tables and figures: benchmarks/results/evaluation-tables.md"
+    )
     given = parser.parse_args()
     planned = parts()[given.part]
     given.runs.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """What the evaluation runs: regimes, systems, environments, and the cells of each of its parts.
 
-Three regimes with targets, fixed beforehand: paper-like, light, heavy. The hop ratio is the one-way transfer time of
-one micro-batch's activations over Ethernet, over a stage's forward and backward computing for it. In each, every system
-has the same TP 1, PP 2 (3 on three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline. Beside
-them, without a target: 12 (also the demo's) and 6 micro-batches, and no pacing.
+Three regimes with targets, fixed beforehand: paper-like, light, heavy. The transfer ratio is the one-way transfer time
+of one micro-batch's activations over Ethernet, over a stage's forward and backward computing for it. In each, every
+system has the same TP 1, PP 2 (3 on three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline.
+Beside them, without a target: 12 (also the demo's) and 6 micro-batches, and no pacing.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Cell:
 
     @property
     def micro_size(self) -> int:
-        """The same hop ratio with a third stage, which computes less."""
+        """The same transfer ratio with a third stage, which computes less."""
         return round(REGIMES[self.regime].micro_size * 2 / self.stages)
 
     @property

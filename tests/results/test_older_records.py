@@ -101,8 +101,8 @@ def test_a_run_that_made_no_step_lacks_nothing(tmp_path: Path) -> None:
 
 
 def test_the_evaluations_own_records_are_still_read(tmp_path: Path) -> None:
-    """Of the release that made docs/evaluation-tables.md."""
-    with tarfile.open(ROOT / "docs" / "evaluation-tables" / "runs.tar.xz") as packed:
+    """Of the release that made benchmarks/results/evaluation-tables.md."""
+    with tarfile.open(ROOT / "benchmarks" / "results" / "evaluation-tables" / "runs.tar.xz") as packed:
         packed.extractall(tmp_path, filter="data")
     runs = load_runs(tmp_path, cache=False)
     assert len(runs) == 356 and set(runs["state"]) == {"completed"} and runs["step_time_s"].notna().all()

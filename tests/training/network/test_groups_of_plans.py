@@ -32,7 +32,7 @@ from holmes_hpc.training.network.process_groups import Groups
 from holmes_hpc.training.pipeline import point_to_point
 
 MODEL = ModelSpec("groups", 12, 64, 8, 512, ffn=128, kv_heads=8, max_positions=64, tied=True)
-DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "nccl-groups.md"
 IB_ROCE = [("ib-a", "ib"), ("roce-a", "roce")]
 PLANS: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {
     "IB + RoCE": (IB_ROCE, {"tp": 1, "pp": 2, "dp": 8}),
@@ -149,7 +149,7 @@ def wanted(plan: Plan, group: Made) -> str | None:
 
 
 def row(name: str, plan: Plan, made: Sequence[Made]) -> str:
-    """A line of docs/gpu.md: the kinds of NCCL's groups by the network that they ask for."""
+    """A row of benchmarks/results/nccl-groups.md: the kinds of NCCL's groups by the network that they ask for."""
     found: dict[str | None, set[str]] = defaultdict(set)
     for group in made:
         if group.backend == "nccl":
@@ -177,7 +177,7 @@ def test_every_group_asks_for_the_network_that_the_plan_gives_it(name: str, nccl
                 assert entries[tuple(sorted(group.ranks))] == said, group
         everything += own
     assert {tuple(sorted(g.ranks)) for g in everything} == set(entries)  # each group of the plan is made, and no other
-    assert row(name, plan, everything) in DOCS.read_text()
+    assert row(name, plan, everything) in PAGE.read_text()
 
 
 @pytest.fixture(autouse=True)
