@@ -177,9 +177,7 @@ def scaling(cells: pd.DataFrame) -> Figure:
     from its smallest would give."""
     groups = scaled(cells)
     told = [
-        key
-        for key in SAME_WORK
-        if key not in ("nodes", "sizes") and len({word(first[key]) for first, _ in groups}) > 1
+        key for key in SAME_WORK if key not in ("nodes", "sizes") and len({word(first[key]) for first, _ in groups}) > 1
     ]
     figure, axes = _axes(3.2 + 0.25 * len(groups))
     for index, (first, group) in enumerate(groups):

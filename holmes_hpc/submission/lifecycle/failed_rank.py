@@ -20,7 +20,7 @@ import msgspec
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.foreign import read_object
+from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.hostlist import expand, numbers
 from holmes_hpc.slurm.job_states import out_of_memory
 from holmes_hpc.submission.executor.environment import ComponentRanks

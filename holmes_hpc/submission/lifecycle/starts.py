@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.holder import Holder, held, says_a_holder
 from holmes_hpc.records.logs import tail
+from holmes_hpc.records.owner import LockOwner, has_owner, hold_lock
+from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.trust import refuse_strangers
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
 
@@ -23,7 +23,7 @@ LOCK = ".starting"  # held by who looks at a run in order to submit it, until it
 def starting(path: Path, what: str) -> Iterator[None]:
     """Hold the run directory `path`, which is made where there is none, while `what` (a verb) starts its job.
     RecordError where somebody else is starting it, or where others than its owner may write."""
-    refuse_strangers(path)
+    refuse_other_writers(path)
     made = not path.exists()
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -33,9 +33,9 @@ def starting(path: Path, what: str) -> Iterator[None]:
             where=str(path),
             hint="give a directory that can be made, on a file system all nodes share",
         ) from e
-    refuse_strangers(path)  # again: in a sticky folder somebody else may have been quicker
+    refuse_other_writers(path)  # again: in a sticky folder somebody else may have been quicker
     try:
-        with held(path / LOCK, Holder.this(what)):
+        with hold_lock(path / LOCK, LockOwner.current(what)):
             try:
                 yield
             finally:
@@ -50,7 +50,7 @@ def starting(path: Path, what: str) -> Iterator[None]:
 
 def is_starting(path: Path) -> bool:
     """Whether somebody starts the job of the run in `path`, or was killed at it."""
-    return says_a_holder(path / LOCK)
+    return has_owner(path / LOCK)
 
 
 def others(path: Path) -> list[str]:
