@@ -1,1 +1,1 @@
-"""The run directory: what is in its files, how they are read and written, files that are never half-written."""
+"""The run directory: its schemas, its readers and writers, locks and file ownership checks."""

@@ -1,4 +1,4 @@
-"""Files that are never half-written: whole-file replacement, whole-line appending, and one writer at a time."""
+"""Atomic file writes: whole-file replacement, whole-line appends, and a lock for one writer at a time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ LOCK_WAIT_S = 30.0
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """Replace `path` by `text`: a reader sees the old file or the new one. RunFailed when the disk is full; then the
-    old file stays and nothing else is left. `mode`: who may read it, less what the umask forbids."""
+    """Replace `path` by `text` atomically: a reader sees the old file or the new one.
+    RunFailed when the disk is full; the old file then stays and no temporary file is left. `mode`: the new file's
+    permissions, less the umask."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
     try:
         with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()  # of a process of this number that was killed here
+            temporary.unlink()  # left by a killed process with the same pid
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -37,55 +38,56 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
     except OSError as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise failed(path, e) from e
+        raise file_error(path, e) from e
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line with a single write; on a full disk RunFailed, and the file ends where it ended before.
+    """Append one line with a single write. RunFailed on a full disk; the file then keeps its former length.
 
-    Half a line that a killed writer left is closed first, so that it spoils only itself.
+    If a killed writer left half a line, a newline closes it first, so that only that line is broken.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as e:
-        raise failed(path, e) from e
-    closed = False
-    before = 0
+        raise file_error(path, e) from e
+    is_closed = False
+    old_size = 0
     try:
-        before = os.fstat(handle).st_size
-        whole = before == 0 or os.pread(handle, 1, before - 1) == b"\n"
-        data = (b"" if whole else b"\n") + line.encode("utf-8") + b"\n"
+        old_size = os.fstat(handle).st_size
+        ends_in_newline = old_size == 0 or os.pread(handle, 1, old_size - 1) == b"\n"
+        data = (b"" if ends_in_newline else b"\n") + line.encode("utf-8") + b"\n"
         if os.write(handle, data) != len(data):
-            raise OSError(28, "No space left on device")  # a short write to a file: no room for the rest
-        closed = True
-        os.close(handle)  # NFS tells of a full disk only here
+            raise OSError(28, "No space left on device")  # a short write means a full disk
+        is_closed = True
+        os.close(handle)  # NFS reports a full disk only on close
     except OSError as e:
         with contextlib.suppress(OSError):
-            os.truncate(path, before)
-        raise failed(path, e) from e
+            os.truncate(path, old_size)
+        raise file_error(path, e) from e
     finally:
-        if not closed:
+        if not is_closed:
             with contextlib.suppress(OSError):
                 os.close(handle)
 
 
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-    """Hold the lock file `path`; another holder, also on another node of a shared file system, is waited for."""
+    """Hold the lock file `path`; wait while another process holds it, also on another node of a shared file system.
+    RecordError after `wait_s` seconds."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as e:
-        raise failed(path, e) from e
+        raise file_error(path, e) from e
     try:
-        end = time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as e:
                 if not isinstance(e, BlockingIOError):
-                    raise failed(path, e) from e
-                if time.monotonic() > end:
+                    raise file_error(path, e) from e
+                if time.monotonic() > deadline:
                     raise RecordError(
                         f"another writer has held it for {wait_s:.0f} s",
                         where=str(path),
@@ -94,13 +96,13 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                 time.sleep(0.01)
         yield
     finally:
-        os.close(handle)  # releases the lock as well
+        os.close(handle)  # also releases the lock
 
 
 def read_yaml(
     path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it"
 ) -> dict[str, Any]:
-    """A YAML mapping from a file, safely loaded. `error` with the file's name and `hint` where it is none."""
+    """Return the YAML mapping in a file, loaded safely. Otherwise raise `error` with the file's name and `hint`."""
     try:
         data = from_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
@@ -113,7 +115,7 @@ def read_yaml(
 
 
 def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError) -> str:
-    """A text file's content. `error` with the file's name where it cannot be read."""
+    """Return a text file's content. Raise `error` with the file's name if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as e:
@@ -123,7 +125,7 @@ def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigErr
 
 
 def to_json(value: Any) -> str:
-    """`value` as one line of strict JSON; NaN and infinity, which JSON does not have, become null."""
+    """Return `value` as one line of strict JSON; NaN and infinity, which JSON lacks, become null."""
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except ValueError:
@@ -140,8 +142,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def failed(path: Path, error: OSError) -> RunFailed:
-    """An error of the file system as one line."""
+def file_error(path: Path, error: OSError) -> RunFailed:
+    """Return the RunFailed, in one line, for a file system error."""
     full = error.errno in (28, 122)  # ENOSPC, EDQUOT
     hint = "free some space, then `holmes resume` the run" if full else "make the run directory writable from this node"
     return RunFailed(error.strerror or str(error), where=str(path), hint=hint)

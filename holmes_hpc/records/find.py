@@ -1,4 +1,4 @@
-"""Finding runs: the one that a directory, a name or a Slurm job id means, and all runs below a directory."""
+"""Lookup of runs: by directory, name or Slurm job id, and all runs below a directory."""
 
 from __future__ import annotations
 
@@ -16,86 +16,87 @@ from holmes_hpc.records.schema import SKIPPED
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """Where runs are kept: `root`, else $HOLMES_RUNS, else ``runs``."""
+    """Return the directory that holds runs: `root`, else $HOLMES_RUNS, else ``runs``."""
     return Path(root if root is not None else os.environ.get("HOLMES_RUNS") or "runs")
 
 
 def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
-    """Every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
-    for directory, below, files in os.walk(root, followlinks=False):
+    """Yield every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
+    for directory, subdirectories, files in os.walk(root, followlinks=False):
         if "run.yaml" in files:
-            below.clear()  # a run does not hold runs
+            subdirectories.clear()  # runs do not nest
             yield RunDirectory(directory)
-        below[:] = sorted(name for name in below if name not in SKIPPED)
+        subdirectories[:] = sorted(name for name in subdirectories if name not in SKIPPED)
 
 
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
-    """The run that `name` means, see :func:`_find`; a warning where others than this user may have written what it
-    says."""
-    found = _find(name, root)
-    if (who := other_writers(found.path)) is not None:
-        console.note(f"warning: {found.path}: {who}; what the run says may be theirs")
-    return found
+    """Return the run called `name` (see :func:`_find`). Warn if other users may have written its records."""
+    run = _find(name, root)
+    if (writers := other_writers(run.path)) is not None:
+        console.note(f"warning: {run.path}: {writers}; others may have changed its records")
+    return run
 
 
 def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
-    """The run that `name` means: a run directory, the name of one, or the Slurm job id of its leader.
+    """Return the run called `name`: a run directory, its name, or the Slurm job id of its leader.
 
-    Of several runs with one job id (a Slurm that was set up again counts from 1) the latest is meant; several runs of
-    one name are an error. RecordError when there is none.
+    If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest. RecordError if no run
+    matches, or if several have the name.
     """
-    word, base = os.fspath(name), runs_root(root)
-    for path in (Path(word), base / word):
+    reference, base = os.fspath(name), runs_root(root)
+    for path in (Path(reference), base / reference):
         if RunDirectory(path).exists():
             return RunDirectory(path)
     runs = list(run_directories(base)) if base.is_dir() else []
-    if word.isdecimal() and (
-        held := [
-            (str(data["created"] or ""), run) for run in runs if (data := _readable(run)) and int(word) in job_ids(data)
+    if reference.isdecimal() and (
+        runs_of_job := [
+            (str(data["created"] or ""), run)
+            for run in runs
+            if (data := _read_run(run)) and int(reference) in job_ids(data)
         ]
     ):
-        return max(held, key=lambda pair: pair[0])[1]
-    named = [run for run in runs if run.name == word]
-    if len(named) > 1:
+        return max(runs_of_job, key=lambda pair: pair[0])[1]
+    same_name = [run for run in runs if run.name == reference]
+    if len(same_name) > 1:
         raise RecordError(
-            f"{len(named)} runs have that name: {', '.join(str(r.path) for r in named[:4])}",
-            where=word,
+            f"{len(same_name)} runs have that name: {', '.join(str(r.path) for r in same_name[:4])}",
+            where=reference,
             hint="give the directory",
         )
-    if named:
-        return named[0]
-    close = difflib.get_close_matches(word, [run.name for run in runs], n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "give a run directory, its name, or its Slurm job id"
-    raise RecordError(f"no such run under {base}", where=word, hint=hint)
+    if same_name:
+        return same_name[0]
+    similar = difflib.get_close_matches(reference, [run.name for run in runs], n=1)
+    hint = f"did you mean {similar[0]!r}?" if similar else "give a run directory, its name, or its Slurm job id"
+    raise RecordError(f"no such run under {base}", where=reference, hint=hint)
 
 
 def name_of(run: RunDirectory, root: str | os.PathLike[str] | None = None) -> str:
-    """The name that :func:`find_run` knows a run by: its path below the runs' root (a sweep's job is ``SWEEP/0``), else
-    its directory's name."""
+    """Return the name by which :func:`find_run` finds a run.
+    It is the path below the runs' root (``SWEEP/0`` for a sweep's job), else the directory's name."""
     path, base = run.path.resolve(), runs_root(root).resolve()
     return str(path.relative_to(base)) if base in path.parents else run.name
 
 
 def last_change(run: RunDirectory) -> float:
-    """Unix seconds of the last that is recorded of a run: its start, a step, its end."""
-    found = [run.run_path, run.metrics_path, run.result_path]
-    return max((path.stat().st_mtime for path in found if path.exists()), default=0.0)
+    """Return the Unix time of a run's last record: its start, a step, or its end."""
+    record_paths = [run.run_path, run.metrics_path, run.result_path]
+    return max((path.stat().st_mtime for path in record_paths if path.exists()), default=0.0)
 
 
 def job_ids(run: dict[str, Any]) -> set[int]:
-    """All Slurm job ids that a run record names: its leader's, its components', its attempts'."""
+    """Return all Slurm job ids in a run record: of its leader, its components and its attempts."""
     ids: set[int] = set()
-    for holder in (run.get("slurm"), *(run.get("attempts") or [])):
-        if isinstance(holder, dict):
+    for section in (run.get("slurm"), *(run.get("attempts") or [])):
+        if isinstance(section, dict):
             for key in ("job_id", "job_ids", "het_job_ids"):
-                value = holder.get(key)
-                for item in value if isinstance(value, list) else [value]:
-                    if isinstance(item, (int, str)) and str(item).isdecimal() and len(str(item)) < 20:
-                        ids.add(int(item))
+                value = section.get(key)
+                for job_id in value if isinstance(value, list) else [value]:
+                    if isinstance(job_id, (int, str)) and str(job_id).isdecimal() and len(str(job_id)) < 20:
+                        ids.add(int(job_id))
     return ids
 
 
-def _readable(run: RunDirectory) -> dict[str, Any] | None:
+def _read_run(run: RunDirectory) -> dict[str, Any] | None:
     try:
         return run.read_run()
     except HolmesError:

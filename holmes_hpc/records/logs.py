@@ -1,4 +1,4 @@
-"""Reading logs: the last lines of one, and new lines as the ranks write them."""
+"""Log readers: the last lines of a log, and new lines as the ranks write them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import open_file
 
-SPARSE_STEPS, SPARSE_S = 20, 60.0  # ranks but 0 write one line in so many steps, or seconds
-_PIECE = 1 << 20  # bytes read at once
+SPARSE_STEPS, SPARSE_S = 20, 60.0  # ranks above 0 write a line every so many steps or seconds
+_PIECE = 1 << 20  # bytes per read
 
 
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
-    """The last lines of a log, without reading all of it; empty when there is none."""
+    """Return the last lines of a log, reading only its end; empty if there is no log."""
     try:
         with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -24,25 +24,25 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
             text = file.read(size - start).decode("utf-8", errors="replace")
     except OSError:
         return []
-    found = text.splitlines()
-    if start and len(found) > 1:
-        found = found[1:]  # begins in the middle of a line
-    return found[-lines:]
+    tail_lines = text.splitlines()
+    if start and len(tail_lines) > 1:
+        tail_lines = tail_lines[1:]  # may start in the middle of a line
+    return tail_lines[-lines:]
 
 
 class GrowingFile:
-    """A file that somebody else appends to: each call of :meth:`lines` gives what is new. One that got shorter was
-    begun anew. `from_now`: what is there already is left out."""
+    """A file that another process appends to. Each call of :meth:`lines` yields its new lines.
+    A file that became shorter is read from its start. `from_now`: skip the present content."""
 
     def __init__(self, path: Path, *, from_now: bool = False) -> None:
         self._path, self._rest = path, b""
         self._offset = path.stat().st_size if from_now and path.exists() else 0
 
     def lines(self) -> Iterator[str]:
-        """The new lines that are whole; none while the file cannot be read."""
+        """Yield the new complete lines; none while the file cannot be read."""
         while data := self._read():
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            for line in whole:
+            *complete, self._rest = (self._rest + data).split(b"\n")
+            for line in complete:
                 yield line.decode("utf-8", errors="replace")
 
     def _read(self) -> bytes:
@@ -60,25 +60,25 @@ class GrowingFile:
 
     @property
     def rest(self) -> str:
-        """The beginning of a line that is not finished."""
+        """The start of an unfinished line."""
         return self._rest.decode("utf-8", errors="replace")
 
 
 def follow_logs(
     run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None, poll_s: float = 0.5
 ) -> Iterator[tuple[int, str]]:
-    """(rank, line) as the ranks write their logs, until `done()` says that the run has ended and all lines are out.
+    """Yield (rank, line) as the ranks write their logs, until `done()` reports that the run has ended.
 
-    `ranks`: only these (default: every log there is, also those that appear later). Lines are whole; one that a rank
-    never finished comes at the end.
+    `ranks`: only these (default: all logs, also later ones). Lines are complete; an unfinished last line comes at the
+    end.
     """
     files: dict[int, GrowingFile] = {}
     while True:
-        ended = done()  # asked before reading: nothing written until then is missed
+        has_ended = done()  # before reading, so that no line written until then is missed
         for rank, path in _logs(run, ranks):
             for line in files.setdefault(rank, GrowingFile(path)).lines():
                 yield rank, line
-        if ended:
+        if has_ended:
             for rank, file in sorted(files.items()):
                 if file.rest:
                     yield rank, file.rest

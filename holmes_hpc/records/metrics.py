@@ -1,7 +1,6 @@
-"""What a line of metrics.jsonl says about one training step: every field with its unit, its meaning and its digits.
+"""The fields of metrics.jsonl, which has one line for each training step: units, meanings and digits.
 
-training/metrics/metrics_line.py writes the fields, results/columns.py makes columns of them, docs/records.md lists
-them.
+training/metrics/metrics_line.py writes them, results/columns.py makes columns of them, docs/records.md lists them.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-DIGITS = 7  # of times and rates: finer than any clock here
+DIGITS = 7  # of times and rates: finer than any clock involved
 
-# The parts of a step's time, which add up to it (seconds): field of `breakdown` -> what it is.
+# The parts of a step's time in seconds; they add up to it. Key: field of `breakdown`.
 BREAKDOWN = {
     "compute_s": "forward and backward passes",
     "pipeline_wait_s": "waiting for other stages, and sending to them",
@@ -29,13 +28,13 @@ PART_NAMES = {
     "param_sync_s": "parameter sync",
     "optimizer_s": "optimizer",
     "other_s": "other",
-}  # for people
-DIRECTIONS = ("tx", "rx")  # of bytes: sent, received
+}  # display names
+DIRECTIONS = ("tx", "rx")  # of traffic: sent, received
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a line. `unit`: empty for what has none; `always`: whether training writes it in every line."""
+    """One field of a line. `unit`: empty if it has none; `always`: whether training writes it in every line."""
 
     unit: str
     meaning: str
@@ -43,12 +42,12 @@ class Field:
 
 
 FIELDS: dict[str, Field] = {
-    "step": Field("", "its number"),
-    "attempt": Field("", "which start of the run made it, from 1"),
-    "time": Field("Unix s", "at its end, to the millisecond"),
+    "step": Field("", "step number"),
+    "attempt": Field("", "number of the attempt that ran it, from 1"),
+    "time": Field("Unix s", "end of the step, to the millisecond"),
     "step_time_s": Field("s", "wall time"),
     "loss": Field("nats a token", "mean over the batch"),
-    "validation_loss": Field("nats a token", "on the validation split, where one was taken", always=False),
+    "validation_loss": Field("nats a token", "on the validation split, if evaluated", always=False),
     "grad_norm": Field("", "before clipping"),
     "learning_rate": Field("", "of this step"),
     "tokens_per_s": Field("tokens/s", "of the whole run"),
@@ -56,17 +55,17 @@ FIELDS: dict[str, Field] = {
     "model_tflops_per_gpu": Field("TFLOP/s", "model FLOPs only"),
     "hardware_tflops_per_gpu": Field("TFLOP/s", "with recomputation"),
     "breakdown": Field("s", f"a list, an entry per pipeline stage: {{{', '.join(PARTS)}}}, means over its ranks"),
-    "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: what all nodes' NICs counted during the step"),
-    "peak_memory_bytes": Field("bytes", "a list, an entry per rank: the most it has held so far"),
-    "skipped": Field("", "true: the optimizer left the step out (its gradients overflowed)", always=False),
-    "pause_before_s": Field("s", "since the step before: saving or validating", always=False),
+    "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
+    "peak_memory_bytes": Field("bytes", "a list, an entry per rank: its peak so far"),
+    "skipped": Field("", "true: the optimizer skipped the step (its gradients overflowed)", always=False),
+    "pause_before_s": Field("s", "pause since the previous step, for saving or validation", always=False),
 }
 _ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s", "tokens/s", "samples/s", "TFLOP/s"))
 
 
 def rounded(line: Mapping[str, Any]) -> dict[str, Any]:
-    """`line` as it is recorded: times and rates with DIGITS digits, `time` in milliseconds, the rest to the last bit.
-    Here alone are measured figures rounded; tables show fewer digits of the same numbers."""
+    """Return `line` as recorded: times and rates with DIGITS digits, `time` in milliseconds, other values exact.
+    Measured figures are rounded only here; tables show fewer digits of the same numbers."""
     return {name: _rounded(name, value) for name, value in line.items()}
 
 

@@ -1,8 +1,8 @@
-"""One holder at a time: who is starting a run's job, and which attempt trains into its directory.
+"""Lock files with a named owner: who is starting a run's job, and which attempt trains into its directory.
 
-A holder keeps a lock file open, locked; the kernel lets go of it when the holder's process ends, however that ends, on
-NFS too (the server's lock). The file says who holds it. Where a node died the server may keep its lock for a while:
-then the state of the holder's job tells that it is over, and another file takes the place of the locked one.
+The owner keeps the lock file open and locked. The kernel releases the lock when the owner's process ends, however it
+ends; on NFS the server does. The file's text names the owner. After a node failure the server may keep the lock for a
+while. Then the state of the owner's job shows that it has ended, and a new file replaces the locked one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import failed, locked
+from holmes_hpc.records.files import file_error, locked
 from holmes_hpc.records.untrusted import from_json, read_file
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_TAKES_A_MOMENT_S = 0.5  # a holder that has just locked the file and not yet said who it is
+_NAMING_S = 0.5  # a new owner writes its name within this time after locking
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """`what`: what it does, in words; `job`: the Slurm job it belongs to, as JOB_ID/RESTARTS; `since`: Unix seconds."""
+    """A process that holds a lock file.
+    `what`: its task, in words; `job`: its Slurm job, as JOB_ID/RESTARTS; `since`: Unix seconds."""
 
     what: str
     user: str
@@ -39,38 +40,38 @@ class LockOwner:
     since: float
 
     @classmethod
-    def current(cls, what: str, job: str = "") -> LockOwner:
-        """This process."""
+    def current(cls, task: str, job: str = "") -> LockOwner:
+        """Describe this process."""
         try:
             user = pwd.getpwuid(os.getuid()).pw_name
         except KeyError:
             user = str(os.getuid())
-        return cls(what, user, socket.gethostname(), os.getpid(), job, time.time())
+        return cls(task, user, socket.gethostname(), os.getpid(), job, time.time())
 
     def __str__(self) -> str:
         age, job = max(0, time.time() - self.since), f", job {self.job.partition('/')[0]}" if self.job else ""
         return f"{self.what} of {self.user} on {self.host} (process {self.pid}{job}, for {age:.0f} s)"
 
 
-class _Gone(Exception):
-    """The file that was opened is no longer the one at its path."""
+class _Replaced(Exception):
+    """The opened lock file is no longer the one at its path."""
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, own: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
-    """Hold the lock file `path` as `own`. RecordError where somebody else holds it, who it is in it, unless `is_over`
-    says that its job has ended. On a file system without locks nothing is held, and nothing refused."""
-    handle = take_lock(path, own, is_over)
+def hold_lock(path: Path, owner: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
+    """Hold the lock file `path` as `owner`. RecordError naming the other owner if it is held, unless `is_over(other)`.
+    `is_over` tells whether that owner's job has ended. On a file system without locks, nothing is held or refused."""
+    handle = take_lock(path, owner, is_over)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
-        os.close(handle)  # the file stays: on NFS a node may go on seeing for seconds one that another has removed
+        os.close(handle)  # the file stays: on NFS, nodes may see a removed file for some seconds
 
 
 def has_owner(path: Path) -> bool:
-    """Whether somebody holds the lock file `path`, or was killed while holding it."""
+    """Return whether a process holds the lock file `path`, or was killed while holding it."""
     try:
         return bool(read_file(path))
     except OSError:
@@ -78,67 +79,67 @@ def has_owner(path: Path) -> bool:
 
 
 def take_lock(
-    path: Path, own: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
+    path: Path, owner: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
 ) -> int:
-    """As :func:`held`, for as long as this process lives: the open file comes back. `patience_s`: for a holder that
-    may just be ending."""
-    until = time.monotonic() + patience_s
+    """Take the lock as :func:`hold_lock`, until this process ends. Return the open file.
+    `patience_s`: seconds to wait for an owner that may be ending."""
+    deadline = time.monotonic() + patience_s
     while True:
         try:
-            if (handle := _attempt(path, own)) is not None:
+            if (handle := _try_lock(path, owner)) is not None:
                 return handle
-        except _Gone:
+        except _Replaced:
             continue
         except OSError as e:
-            raise failed(path, e) from e
-        if time.monotonic() < until:
+            raise file_error(path, e) from e
+        if time.monotonic() < deadline:
             time.sleep(0.1)
             continue
-        other = _said(path)
-        if other is None or not is_over(other):
+        other_owner = _read_owner(path)
+        if other_owner is None or not is_over(other_owner):
             raise RecordError(
-                f"it is taken by {other or 'another process'}",
+                f"it is taken by {other_owner or 'another process'}",
                 where=str(path.parent),
                 hint="wait for its end, `holmes cancel` the run, or end that process",
             )
-        _put_away(path, other)
+        _remove_lock(path, other_owner)
 
 
-def _attempt(path: Path, own: LockOwner) -> int | None:
-    """The file at `path`, open, locked and saying who has it; None where somebody else has it. _Gone where it is
-    another file by now."""
+def _try_lock(path: Path, owner: LockOwner) -> int | None:
+    """Open and lock the file at `path` and write its owner into it; None if another process holds it.
+    _Replaced if the path now has another file."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    kept = False
+    is_held = False
     try:
-        if not _locked(handle):
+        if not _lock_open_file(handle):
             return None
-        opened = os.fstat(handle)  # on NFS as the server has it, since it has just been locked
+        opened = os.fstat(handle)  # on NFS locking has just refreshed it from the server
         if not opened.st_nlink or not os.path.samestat(opened, os.stat(path)):
-            raise _Gone
+            raise _Replaced
         os.ftruncate(handle, 0)
-        os.pwrite(handle, (json.dumps(asdict(own)) + "\n").encode(), 0)
-        os.fsync(handle)  # on NFS other nodes would not see it before the file is closed
-        kept = True
+        os.pwrite(handle, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+        os.fsync(handle)  # else other nodes see it over NFS only when the file is closed
+        is_held = True
         return handle
     except OSError as e:
-        if e.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: what NFS says of a file that another node has removed
-            raise _Gone from e
+        if e.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: on NFS another node removed the file
+            raise _Replaced from e
         raise
     finally:
-        if not kept:
+        if not is_held:
             os.close(handle)
 
 
-def _put_away(path: Path, over: LockOwner) -> None:
-    """Remove the lock file of a holder that is over, once: who sees it too may find another's new file there."""
-    with locked(path.with_name(".lock")):  # as whoever changes the run's record
-        if _said(path) == over:
+def _remove_lock(path: Path, ended_owner: LockOwner) -> None:
+    """Remove the lock file of an owner that has ended, unless a new owner has already replaced it."""
+    with locked(path.with_name(".lock")):  # the lock for changes of the run's record
+        if _read_owner(path) == ended_owner:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
-def _locked(handle: int) -> bool:
-    """Lock an open file, if nobody else has."""
+def _lock_open_file(handle: int) -> bool:
+    """Lock an open file; False if another process has locked it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -149,20 +150,20 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _said(path: Path) -> LockOwner | None:
-    """Who holds the file, as it says; None where it does not say in time."""
-    end = time.monotonic() + _TAKES_A_MOMENT_S
+def _read_owner(path: Path) -> LockOwner | None:
+    """Return the owner named in the lock file; None if no name appears in time."""
+    deadline = time.monotonic() + _NAMING_S
     while True:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = from_json(read_file(path))
+            fields = from_json(read_file(path))
             return LockOwner(
-                str(said["what"]),
-                str(said["user"]),
-                str(said["host"]),
-                int(said["pid"]),
-                str(said["job"]),
-                float(said["since"]),
+                str(fields["what"]),
+                str(fields["user"]),
+                str(fields["host"]),
+                int(fields["pid"]),
+                str(fields["job"]),
+                float(fields["since"]),
             )
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return None
         time.sleep(0.02)

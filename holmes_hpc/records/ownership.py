@@ -1,7 +1,7 @@
-"""Who else may write where a run lies: what is run from a directory (submitit's pickles are) is whoever's may write it.
+"""File ownership checks: who else may write in a run directory, and so decide what is run from it (submitit's pickles).
 
-Seen are owners, modes and sticky folders of a path and of all folders above it, as sshd looks at a home; not access
-control lists, and not what a file server makes of them.
+The checks read owners, modes and sticky bits of a path and of all folders above it, as sshd does for a home directory.
+They do not read access control lists or a file server's own rules.
 """
 
 from __future__ import annotations
@@ -14,94 +14,92 @@ from pathlib import Path
 
 from holmes_hpc.errors import RecordError
 
-_MOST_LINKS = 40  # as Linux follows
+_MOST_LINKS = 40  # Linux's own limit
 
 
 def careful_umask() -> None:
-    """From now on nothing that this process makes, or those that it starts, can be written by others; a umask that
-    already forbids more is kept."""
+    """Deny other users write access to all files that this process and its children create. Keep a stricter umask."""
     os.umask(os.umask(0o022) | 0o022)
 
 
 def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
-    """Whether what lies at `path` is this very user's, and gives nobody a permission that `mode` lacks; False where
-    nothing lies there, or it cannot be seen."""
+    """Return whether the file at `path` belongs to this user and grants no permission outside `mode`.
+    False if it does not exist or cannot be read."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o777 & ~mode
+    return status.st_uid == os.getuid() and not status.st_mode & 0o777 & ~mode
 
 
 def other_writers(path: str | os.PathLike[str]) -> str | None:
-    """Who else may put something in the place of what lies at `path`, in words; None where nobody but this user and
-    root may, or, where the site's profile sets HOLMES_TRUST_GROUP=1, the groups of folders."""
-    trusted = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # said by no file that such a group could write
-    for number, place in enumerate(_way(Path(os.getcwd(), path))):
+    """Describe who else may replace the file at `path`; None if only this user and root may.
+    Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
+    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # not from a file, which such a group could write
+    for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
-            found = os.lstat(place)
+            status = os.lstat(part)
         except OSError:
-            continue  # not made yet, or not to be seen
-        if found.st_uid not in (0, os.getuid()):
-            return f"{place} belongs to {_user(found.st_uid)}"
-        if stat.S_ISLNK(found.st_mode) or (number and found.st_mode & stat.S_ISVTX):
-            continue  # a link's own mode says nothing; in a sticky folder above each may replace only what is their own
-        if found.st_mode & stat.S_IWOTH:
-            return f"{place} can be written by everybody"
-        if found.st_mode & stat.S_IWGRP and not trusted and not _alone_in(found.st_gid):
-            return f"{place} can be written by group {_group(found.st_gid)}"
+            continue  # missing or unreadable
+        if status.st_uid not in (0, os.getuid()):
+            return f"{part} belongs to {_user(status.st_uid)}"
+        if stat.S_ISLNK(status.st_mode) or (depth and status.st_mode & stat.S_ISVTX):
+            continue  # a link's own mode has no effect; in a sticky folder users replace only their own files
+        if status.st_mode & stat.S_IWOTH:
+            return f"{part} can be written by everybody"
+        if status.st_mode & stat.S_IWGRP and not trusts_groups and not _is_private_group(status.st_gid):
+            return f"{part} can be written by group {_group(status.st_gid)}"
     return None
 
 
 def refuse_other_writers(path: str | os.PathLike[str]) -> None:
-    """RecordError where somebody else may replace what is to be run from `path`."""
-    if (who := other_writers(path)) is not None:
+    """Raise RecordError if other users may replace the code or data to be run from `path`."""
+    if (writers := other_writers(path)) is not None:
         hint = (
             "run it as that user, or give a directory of your own"
-            if " belongs to " in who
+            if " belongs to " in writers
             else "chmod go-w it, or use another place"
-            if who.endswith("everybody")
-            else "chmod g-w it, or where all of that group may act for you: export HOLMES_TRUST_GROUP=1"
+            if writers.endswith("everybody")
+            else "chmod g-w it, or if all of that group may act for you: export HOLMES_TRUST_GROUP=1"
         )
         raise RecordError(
-            f"{who}, so its owner is not the only one who decides what would run", where=str(path), hint=hint
+            f"{writers}, so its owner is not the only one who decides what would run", where=str(path), hint=hint
         )
 
 
-def _way(path: Path) -> list[Path]:
-    """What is passed on the way to `path`, its end first: folders, links, where these lead, and what lies above that.
-    None of it has a link above it."""
-    passed, here, left, links = [Path("/")], Path("/"), list(reversed(path.parts[1:])), 0
-    while left:
-        word = left.pop()
-        if word == "..":
-            here = here.parent
-            passed.append(here)
+def _path_parts(path: Path) -> list[Path]:
+    """List each folder, link and link target on the path to `path`, last first. None of them has a link above it."""
+    parts, folder, remaining, link_count = [Path("/")], Path("/"), list(reversed(path.parts[1:])), 0
+    while remaining:
+        name = remaining.pop()
+        if name == "..":
+            folder = folder.parent
+            parts.append(folder)
             continue
-        passed.append(here / word)
+        parts.append(folder / name)
         try:
-            target = os.readlink(here / word)
+            target = os.readlink(folder / name)
         except OSError:
-            here /= word  # no link, or not there yet
+            folder /= name  # not a link, or missing
             continue
-        links += 1
-        if links > _MOST_LINKS:
+        link_count += 1
+        if link_count > _MOST_LINKS:
             break
         if os.path.isabs(target):
-            here = Path("/")
-        left += [part for part in reversed(Path(target).parts) if part != "/"]
-    return list(reversed(passed))
+            folder = Path("/")
+        remaining += [part for part in reversed(Path(target).parts) if part != "/"]
+    return list(reversed(parts))
 
 
-def _alone_in(group: int) -> bool:
-    """Whether a group is root's, or this user's private one, as many systems give everybody."""
+def _is_private_group(group: int) -> bool:
+    """Return whether a group is root's, or this user's private one, which many systems create for each user."""
     try:
-        own, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:
         return False
     if group == 0:
-        return set(found.gr_mem) <= {"root", own.pw_name}
-    return own.pw_gid == group and found.gr_name == own.pw_name and set(found.gr_mem) <= {own.pw_name}
+        return set(entry.gr_mem) <= {"root", user.pw_name}
+    return user.pw_gid == group and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
 
 
 def _user(uid: int) -> str:

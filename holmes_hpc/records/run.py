@@ -1,6 +1,6 @@
-"""Reading and writing a run directory: run.yaml, metrics.jsonl, how ranks and the run ended.
+"""Reader and writer of a run directory: run.yaml, metrics.jsonl, and how the ranks and the run ended.
 
-holmes_hpc/records/schema.py says which files it has and what is in them.
+holmes_hpc/records/schema.py describes its files.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import from_json, read_file, read_object
 
-WRITERS = ("follower", "batch")  # of result.json, the lesser first: the batch script has seen the exit codes themselves
+WRITERS = (
+    "follower",
+    "batch",
+)  # of result.json, least authority first: the batch script sees the exit codes themselves
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    def ignore_aliases(self, data: Any) -> bool:  # `&id001` is for machines; this file is for people too
+    def ignore_aliases(self, data: Any) -> bool:  # people read this file, too
         return True
 
 
 def now() -> str:
-    """The time in UTC as ISO 8601, to the second."""
+    """Return the time in UTC as ISO 8601, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class RunDirectory:
-    """A run's records under `path`. Making the object touches nothing; see :meth:`create` and :func:`find_run`."""
+    """The records of one run under `path`. The constructor touches no file; see :meth:`create` and :func:`find_run`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -64,7 +67,7 @@ class RunDirectory:
         return self.trace / f"rank-{rank}.jsonl"
 
     def exists(self) -> bool:
-        """Whether a run is recorded here."""
+        """Return whether the directory has a run's record."""
         return self.run_path.is_file()
 
     # -- run.yaml ---------------------------------------------------------------------------------------------------
@@ -78,16 +81,17 @@ class RunDirectory:
         overrides: Sequence[str] = (),
         **ids: Any,
     ) -> RunDirectory:
-        """Make a run directory. `plan_text`: plan.yaml's text; `ids`: more keys of run.yaml (plan_id, slurm, …).
+        """Create a run directory. `plan_text`: plan.yaml's text; `ids`: more keys of run.yaml (plan_id, slurm, …).
 
-        run.yaml is written last, so a directory that has one is complete. RecordError when it already holds a run.
+        run.yaml is written last, so a directory that has one is complete. RecordError if the directory already holds a
+        run.
         """
         run = cls(path)
         if run.exists():
             raise RecordError(
                 "it already holds a run",
                 where=str(run.path),
-                hint="`holmes resume` goes on with it; or give another directory",
+                hint="continue it with `holmes resume`, or give another directory",
             )
         try:
             for directory in (run.path, run.logs, run.trace, run.checkpoints, run.exits):
@@ -102,7 +106,7 @@ class RunDirectory:
             raise RecordError(
                 e.strerror or str(e),
                 where=str(run.path),
-                hint="give a directory that can be made, on a file system all nodes share",
+                hint="give a directory that you can create, on a file system all nodes share",
             ) from e
         if plan_text is not None:
             write_whole(run.plan_path, plan_text)
@@ -120,7 +124,7 @@ class RunDirectory:
         return run
 
     def read_run(self) -> dict[str, Any]:
-        """run.yaml as plain data, with at least `version, name, created, config, overrides, slurm, attempts`."""
+        """Return run.yaml as data, with at least `version, name, created, config, overrides, slurm, attempts`."""
         try:
             text = read_file(self.run_path).decode("utf-8")
         except FileNotFoundError as e:
@@ -137,22 +141,22 @@ class RunDirectory:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration that the run was started with."""
+        """The run's resolved configuration."""
         config = self.read_run().get("config")
         if not isinstance(config, dict):
             raise RecordError("no configuration in it", where=str(self.path / "run.yaml"), hint="start a new run")
         return config
 
     def update_run(self, **values: Any) -> dict[str, Any]:
-        """Set top-level keys of run.yaml, one writer at a time; the whole new content comes back."""
+        """Set top-level keys of run.yaml, one writer at a time. Return its whole new content."""
         with locked(self.path / ".lock"):
             data = {**self.read_run(), **values}
             self._write_run(data)
         return data
 
     def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
-        """Note a start of the run (`values`: job_id, hosts, first_step, …); its number, from 1, comes back. From here
-        on an earlier attempt's result and exits no longer count."""
+        """Record an attempt of the run (`values`: job_id, hosts, first_step, …). Return its number, from 1.
+        Results and exits of earlier attempts no longer count."""
         with locked(self.path / ".lock"):
             data = self.read_run()
             number = len(data["attempts"]) + 1
@@ -179,18 +183,19 @@ class RunDirectory:
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Record one step. RunFailed (exit code 1) when the disk is full; the file then ends with the line before.
+        """Record one step. RunFailed (exit code 1) when the disk is full; the file then keeps its former length.
 
-        Times and rates are kept to 7 digits (see metrics.rounded); losses and norms to the last bit.
+        Times and rates are recorded with 7 digits (see metrics.rounded), losses and norms exactly.
         """
         if not isinstance(line.get("step"), int):
             raise RecordError(f"step is {line.get('step')!r}", where=str(self.metrics_path), hint="number the steps")
         append_line(self.metrics_path, to_json(rounded(line)))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One entry per step, in order. Of a step run twice the later attempt's counts, and what an earlier attempt did
-        beyond a later one's last step was in vain; a second line of the same attempt adds to the first (a validation
-        loss); broken lines are left out."""
+        """Return one entry per step, in order.
+        If a step was run twice, the later attempt's entry counts. Entries of an earlier attempt beyond the first step
+        of a later one are dropped. A second line of the same attempt adds to the first (a validation loss). Broken
+        lines are skipped."""
         steps: dict[int, dict[str, Any]] = {}
         for raw in self.metrics_bytes().split(b"\n"):
             try:
@@ -198,22 +203,22 @@ class RunDirectory:
                 step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
-            before = steps.get(step)
-            held = int(before.get("attempt") or 1) if before else 0
-            if before is not None and attempt == held:
-                before.update(entry)
-            elif attempt > held:
+            previous = steps.get(step)
+            previous_attempt = int(previous.get("attempt") or 1) if previous else 0
+            if previous is not None and attempt == previous_attempt:
+                previous.update(entry)
+            elif attempt > previous_attempt:
                 steps[step] = entry
-        kept, latest = [], 0
+        entries, latest_attempt = [], 0
         for _, entry in sorted(steps.items()):
             attempt = int(entry.get("attempt") or 1)
-            if attempt >= latest:
-                kept.append(entry)
-                latest = attempt
-        return kept
+            if attempt >= latest_attempt:
+                entries.append(entry)
+                latest_attempt = attempt
+        return entries
 
     def metrics_bytes(self) -> bytes:
-        """metrics.jsonl as it is; empty when there is none."""
+        """Return the bytes of metrics.jsonl; empty if there is none."""
         try:
             return read_file(self.metrics_path)
         except FileNotFoundError:
@@ -221,10 +226,12 @@ class RunDirectory:
         except OSError as e:
             raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
 
-    # -- how it ended -----------------------------------------------------------------------------------------------
+    # -- exits and results ------------------------------------------------------------------------------------------
 
-    def write_exit(self, rank: int, state: str, error: str | None = None, host: str | None = None, **more: Any) -> None:
-        """What rank `rank` itself knows of its end; `error` is one line. Ranks write this, never result.json."""
+    def write_exit(
+        self, rank: int, state: str, error: str | None = None, host: str | None = None, **fields: Any
+    ) -> None:
+        """Record how rank `rank` ended; `error` is one line. Ranks write this file, never result.json."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {
             "rank": rank,
@@ -233,25 +240,25 @@ class RunDirectory:
             "host": host or os.uname().nodename,
             "attempt": self.attempt,
             "time": time.time(),
-            **more,
+            **fields,
         }
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 
     def read_exits(self) -> list[dict[str, Any]]:
-        """Ends of the latest attempt's ranks, by time: the first failed one is the cause, the others follow from it."""
+        """Return the latest attempt's exit records by time: the first failed rank is the cause of later failures."""
         attempt = self.attempt
-        found = []
+        exits = []
         for path in self.exits.glob("rank-*.json"):
             data = read_object(path)
-            if data is not None and (order := _order(data)) is not None and order[0] >= attempt:
-                found.append((*order[1:], data))
-        return [data for _, _, data in sorted(found, key=lambda each: each[:2])]
+            if data is not None and (sort_key := _exit_order(data)) is not None and sort_key[0] >= attempt:
+                exits.append((*sort_key[1:], data))
+        return [data for _, _, data in sorted(exits, key=lambda exit_record: exit_record[:2])]
 
     def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
-        """Record how the latest attempt ended; True when this became the record.
+        """Record how the latest attempt ended. Return whether this result became the record.
 
-        Of one attempt the batch script's word stands over the follower's; of equals the one that has seen more steps,
-        then the first. `result` must have `state` (one of STATES).
+        Within an attempt, the batch script's result replaces the follower's. Between equal writers, the result with
+        more steps stays, then the first. `result` must have `state` (one of STATES).
         """
         if writer not in WRITERS:
             raise RecordError(
@@ -263,52 +270,52 @@ class RunDirectory:
             raise RecordError(
                 f"state is {result.get('state')!r}", where=str(self.result_path), hint=f"use one of {', '.join(STATES)}"
             )
-        blank = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK_RESULT}
+        defaults = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK_RESULT}
         with locked(self.path / ".lock"):
             data = {
                 "version": VERSION,
-                **blank,
+                **defaults,
                 "attempt": self.attempt,
                 "time": time.time(),
                 **result,
                 "writer": writer,
             }
-            old = read_object(self.result_path)
-            if old is not None and _authority(old) >= _authority(data):
+            previous = read_object(self.result_path)
+            if previous is not None and _authority(previous) >= _authority(data):
                 return False
             write_whole(self.result_path, json.dumps(json.loads(to_json(data)), indent=1, ensure_ascii=False) + "\n")
-        for meeting in self.path.glob("rendezvous-*.json"):  # of ranks that were killed
+        for rendezvous in self.path.glob("rendezvous-*.json"):  # left by killed ranks
             with contextlib.suppress(OSError):
-                meeting.unlink()
+                rendezvous.unlink()
         return True
 
     def reopen(self, plan_text: str | None = None) -> dict[Path, Path]:
-        """Make a run that ended ready to go on: its result, and its plan where `plan_text` is another, are kept under
-        names with the attempt's number; which they are comes back."""
+        """Prepare an ended run for another attempt. Return {file: its new name} for each file set aside.
+        The result, and the plan if `plan_text` replaces it, are renamed with the attempt's number."""
         with locked(self.path / ".lock"):
-            kept = {
+            renamed = {
                 path: self.path / f"{path.stem}-{self.attempt}{path.suffix}"
-                for path, wanted in (
+                for path, is_replaced in (
                     (self.plan_path, plan_text is not None),
                     (self.result_path, self.result_path.exists()),
                 )
-                if wanted
+                if is_replaced
             }
-            for path, place in kept.items():
-                os.replace(path, place)
+            for path, new_path in renamed.items():
+                os.replace(path, new_path)
             if plan_text is not None:
                 write_whole(self.plan_path, plan_text)
-        return kept
+        return renamed
 
-    def close_again(self, kept: Mapping[Path, Path], record: Mapping[str, Any]) -> None:
-        """Undo :meth:`reopen`, which gave `kept`; `record` is run.yaml as it was before."""
+    def close_again(self, renamed: Mapping[Path, Path], record: Mapping[str, Any]) -> None:
+        """Undo :meth:`reopen`, which returned `renamed`; `record` is run.yaml's content before it."""
         with locked(self.path / ".lock"):
-            for path, place in kept.items():
-                os.replace(place, path)
+            for path, new_path in renamed.items():
+                os.replace(new_path, path)
             self._write_run(dict(record))
 
     def read_result(self) -> dict[str, Any] | None:
-        """How the latest attempt ended, every key of it there; None while it has not (or nobody can read how)."""
+        """Return how the latest attempt ended, with all keys; None if it has no readable result."""
         data = read_object(self.result_path)
         if data is None:
             return None
@@ -321,7 +328,7 @@ class RunDirectory:
 
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
-    """How much a result's word weighs; one that cannot be weighed, which no writer of ours made, weighs nothing."""
+    """Return (attempt, writer, step): the result with the higher tuple stays. A broken result gets the lowest."""
     writer, final = result.get("writer"), result.get("final") or {}
     try:
         return (
@@ -333,17 +340,17 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
         return (-1, -1, -1)
 
 
-def _order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
-    """(attempt, time, rank) of a rank's end; None where it does not say them."""
+def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
+    """Return the (attempt, time, rank) of an exit record; None if one is missing."""
     try:
-        attempt, ended = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
-        return attempt, ended, int(exit_record["rank"])
+        attempt, end_time = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
+        return attempt, end_time, int(exit_record["rank"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
 def _plain(value: Any) -> Any:
-    """Paths, tuples and dict-likes as YAML knows them."""
+    """Convert paths, tuples and mappings to types that YAML has."""
     if isinstance(value, Mapping):
         return {k if isinstance(k, (str, int)) else str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

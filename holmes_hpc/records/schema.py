@@ -1,16 +1,16 @@
-"""Which files a run directory has and what is in them; run.yaml's text as data (docs/records.md shows it by example).
+"""The files of a run directory and their content; run.yaml's parser (docs/records.md has examples).
 
-`run.yaml`: what was run (:data:`RUN_FIELDS`).
+`run.yaml`: the run's settings, attempts and hardware (:data:`RUN_FIELDS`).
 `plan.yaml`: the Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/spec/plan.py).
 `metrics.jsonl`: a line per step (schema: holmes_hpc/records/metrics.py).
 `nics/NODE.jsonl`: a line per step by each node: `step, attempt, node, nics{interface or device:port: {tx, rx}}`, bytes.
-`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: what ranks print, their timeline, what a run goes on from.
+`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the ranks' output, their timelines, the saved states.
 `exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`,
-and of a rank that was told to end `signal`, its name.
+and `signal`, its name, if a signal ended the rank.
 `result.json`: how the run ended, written last, by the batch script or the follower only: `version, state, exit_code,
 error, failed_rank, failed_node, log_tail[], final{}, writer, attempt, time`.
 
-Readers take records of this version and older ones, with keys missing, and of runs that died; newer ones are refused.
+Readers accept this version and older ones, missing keys, and runs that died; they refuse newer versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.untrusted import from_yaml
 
 VERSION = 1
-SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # never hold runs, may hold many files
+SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # contain no runs, and possibly many files
 OWN_FILES = {
     "run.yaml",
     "plan.yaml",
@@ -40,27 +40,27 @@ OWN_FILES = {
     "nics",
     "submission",
     "data",
-}  # of a run directory whose run has not made a step
+}  # in a run directory before the run's first step
 RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  # of result.json
 STATES: tuple[RunState, ...] = get_args(RunState)
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 
-# run.yaml: field -> what it is.
+# run.yaml: field -> meaning.
 RUN_FIELDS = {
     "version": "of this schema",
-    "name": "the run's",
-    "created": "when, UTC",
+    "name": "of the run",
+    "created": "time of creation, UTC",
     "config": "the resolved configuration",
     "overrides": "Hydra's, a list",
-    "slurm": "job_id, submitted (Unix s) and what else is known of the job",
+    "slurm": "job_id, submitted (Unix s) and other facts about the job",
     "attempts": "one entry per start: attempt, started, plan_id, host, by, ...",
-    "plan_id": "what the plan does, as 12 hex digits",
+    "plan_id": "hash of the plan's content, 12 hex digits",
     "components": "as planned: partition, constraint, fabric, nodes, gpus_per_node of each",
-    "pace_layer_ms": "ms of waiting in place of a layer's forward pass; null: computing was not paced",
+    "pace_layer_ms": "ms of waiting in place of a layer's forward pass; null: compute was not emulated",
     "versions": "of holmes, python, torch and megatron-core",
     "git_commit": "of the code",
     "hosts": "by rank",
-    "cpus": "by rank, on GPUs: the CPUs that it keeps to, how they lie to its GPU, and the HCAs beside it",
+    "cpus": "by rank, on GPUs: the CPUs it is pinned to, their distance to its GPU, and the HCAs near it",
     "nics": "every process group: kind, ranks, transport, and its interface on each of its nodes",
     "device": "cpu, or the GPU's name",
     "traffic": "before the first step: setup {fabric or ethernet: {tx, rx}}, header_factor, header_factors",
@@ -68,8 +68,8 @@ RUN_FIELDS = {
 
 
 def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
-    """run.yaml's text as plain data; keys that older versions or half-made runs lack get their empty values.
-    RecordError for what is no run record, or one of a newer version."""
+    """Parse run.yaml's text into plain data; missing keys get empty values.
+    RecordError if it is not a run record, or of a newer version."""
     try:
         data = from_yaml(text)
     except yaml.YAMLError as e:
@@ -92,18 +92,18 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
 
 
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
-    """What this release writes of every run that made a step, and `record` (of :func:`parse_run`) has not: an older
-    release made it. The version, the name and no overrides are taken for granted where they are not there."""
-    filled, some = ("created", "config", "attempts"), ("cpus",)  # `some`: only some runs have it
+    """Return the fields of run.yaml that `record` (of :func:`parse_run`) lacks because an older release wrote it.
+    The run has made a step. The version, the name and empty overrides are not reported."""
+    nonempty, optional = ("created", "config", "attempts"), ("cpus",)
     return [
         name
         for name in RUN_FIELDS
-        if (name not in record and name not in some) or (name in filled and not record[name])
+        if (name not in record and name not in optional) or (name in nonempty and not record[name])
     ]
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:
-    """RecordError where a record is of a newer version than this release reads."""
+    """Raise RecordError if a record's version is newer than this release reads."""
     version = data.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         raise RecordError(

@@ -110,7 +110,7 @@ def test_who_reads_anothers_run_is_told(folder: Path, capsys: pytest.CaptureFixt
     folder.chmod(0o777)
     find_run(folder / "run")
     said = capsys.readouterr().err
-    assert f"warning: {folder / 'run'}: {folder} can be written by everybody; what the run says" in said
+    assert f"warning: {folder / 'run'}: {folder} can be written by everybody; others may have changed" in said
     folder.chmod(0o755)
 
 

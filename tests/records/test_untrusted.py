@@ -34,7 +34,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"version: {'9' * 5000}\n", "a number of 5000 digits, line 1, column 10"),
         (f"version: 0x{'f' * 5000}\n", "a number of 5002 digits"),
         (LAUGHS, r"aliases repeat more than 100000 values, line 5"),
-        ("config: &a {b: *a}\n", r"alias 'a' of nothing before it, line 1, column 16"),
+        ("config: &a {b: *a}\n", r"alias 'a' has no anchor before it, line 1, column 16"),
     ],
     ids=["brackets", "many brackets", "braces", "dashes", "date", "number", "hexadecimal", "laughs", "circle"],
 )
