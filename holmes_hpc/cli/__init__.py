@@ -22,15 +22,13 @@ __all__ = ["load", "main"]
 # module -> the commands that it adds to `app` when it is imported; others would only slow a command down
 MODULES = {
     "data": ("data",),
-    "known": ("models", "batches"),
-    "models": ("import", "export", "generate"),
+    "models": ("models", "batches", "import", "export", "generate"),
     "planning": ("plan", "calibrate"),
     "predict": ("predict",),
     "runs": ("submit", "run", "resume", "rm", "report"),
     "site": ("nodes", "probe", "label", "doctor"),
-    "sweep": ("sweep",),
     "testbed": ("testbed",),
-    "watch": ("status", "logs", "cancel"),
+    "watch": ("status", "logs", "cancel", "sweep"),
 }
 
 
@@ -53,8 +51,8 @@ def main() -> None:
         code = load(sys.argv[1] if sys.argv[1:] else "")(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except SystemExit as e:
-        if isinstance(e.__context__, BrokenPipeError):  # click would have it be a failure
-            _nobody_reads()
+        if isinstance(e.__context__, BrokenPipeError):
+            _nobody_reads()  # click would have it be a failure
         raise
     except HolmesError as e:
         console.problem(e)
@@ -63,9 +61,9 @@ def main() -> None:
         refused = missing(e)
         sys.stderr.write(f"holmes: {refused}\n")
         sys.exit(refused.exit_code)
+    except BrokenPipeError:
+        _nobody_reads()
     except OSError as e:
-        if isinstance(e, BrokenPipeError):
-            _nobody_reads()
         where = f"{e.filename}: " if e.filename else ""
         console.problem(f"{where}{e.strerror or e}; see to it and try again")
         sys.exit(1)

@@ -78,12 +78,11 @@ def _annotation(flag: Flag) -> Any:
     ]
 
 
-HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings=HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train one large model over clusters that do not share a fast network.",
 )
 
@@ -104,15 +103,11 @@ Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/,
 def asked_steps(
     config: Configuration, overrides: Sequence[str], flags: Mapping[str, Any], tokens: str | None, batch: Batch
 ) -> int | None:
-    """Return the steps that --tokens, --steps or train.steps ask for; None where none of them is given."""
-    if tokens is not None:
-        return steps_for(tokens, batch, flags.get("--steps"))
-    return config.train.steps if any(word.startswith("train.steps=") for word in overrides) else None
-
-
-def steps_for(tokens: str, batch: Batch, steps: int | None) -> int:
-    """The steps that see `tokens`, a number that may end with K, M, B or T."""
-    if steps is not None:
+    """Return the steps that --tokens (a number that may end with K, M, B or T), --steps or train.steps ask for; None
+    where none of them is given."""
+    if tokens is None:
+        return config.train.steps if any(word.startswith("train.steps=") for word in overrides) else None
+    if "--steps" in flags:
         raise ConfigError("--steps and --tokens", where="--tokens", hint="leave one of them out")
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(tokens[-1:].upper())
     try:
@@ -130,23 +125,9 @@ def check_output(file: str | None) -> None:
         raise ConfigError("not a file in a directory that exists", where=file, hint="give another FILE")
 
 
-def overrides_of(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> list[str]:
-    """Return the options and the overrides of a command as overrides."""
-    from holmes_hpc.config.composition import with_flags
-
-    return with_flags(flags, overrides)
-
-
 def is_file_argument(word: str) -> bool:
     """Tell whether the first argument of a command names a file, not KEY=VALUE."""
     return "=" not in word or Path(word).exists()
-
-
-def configuration(overrides: Sequence[str] | None) -> Configuration:
-    """Compose and check the configuration of `overrides`."""
-    from holmes_hpc.config.composition import load
-
-    return load(overrides or [])
 
 
 def asked_site(config: Configuration) -> Site:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,14 +19,12 @@ from holmes_hpc.cli.app import (
     asked_site,
     asked_steps,
     check_output,
-    configuration,
-    overrides_of,
     takes,
     with_keys,
 )
 from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
+from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
-from holmes_hpc.config.model import Batch
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
@@ -37,9 +35,8 @@ from holmes_hpc.planning.narrative import explain, throughput
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml, write_whole
-
-if TYPE_CHECKING:
-    from holmes_hpc.submission.earliest import PlannedStart
+from holmes_hpc.submission.earliest import PlannedStart
+from holmes_hpc.submission.lifecycle import follow
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = (
@@ -73,12 +70,12 @@ def plan(
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
-
-    words = overrides_of(flags, overrides)
-    config = configuration(words)
+    words = with_flags(flags, overrides)
+    config = load(words)
     if earliest:
         check_choice(config)
-    asked = asked_steps(config, words, flags, tokens, config.batch if tokens is None else _batch(config))
+    batch = Plan.read(config.plan_file).batch if config.plan_file and tokens is not None else config.batch
+    asked = asked_steps(config, words, flags, tokens, batch)
     if asked is not None:
         config = config.with_train(steps=asked)
     check_output(output)
@@ -104,7 +101,8 @@ def plan(
     if ends:
         show_ends(ends, config.train.steps)
         console.text()
-    _explain(chosen, costs, asked)
+    for line in explain(chosen, costs, asked, console.width()):
+        console.text(line)
     if output:
         console.note(f"written: {output}")
 
@@ -112,15 +110,8 @@ def plan(
 _NO_MODEL = "no model is given: this plans {}; model=NAME plans another (`holmes models`)"
 
 
-def _batch(config: Configuration) -> Batch:
-    """Return the batch of the plan file, else the configuration's."""
-
-    return Plan.read(config.plan_file).batch if config.plan_file else config.batch
-
-
 def _document(chosen: Plan, costs: Costs, steps: int | None, ends: Sequence[PlannedStart]) -> dict[str, Any]:
     """Return what `holmes plan --json` writes."""
-
     slowest = stage_transfer_cost(chosen, costs)
     return {
         **chosen.to_dict(),
@@ -128,12 +119,6 @@ def _document(chosen: Plan, costs: Costs, steps: int | None, ends: Sequence[Plan
         "throughput": throughput(chosen, steps),
         **({"earliest": [end.to_dict() for end in ends]} if ends else {}),
     }
-
-
-def _explain(chosen: Plan, costs: Costs, steps: int | None) -> None:
-
-    for line in explain(chosen, costs, steps, console.width()):
-        console.text(line)
 
 
 @app.command()
@@ -149,15 +134,13 @@ def calibrate(
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc.submission.lifecycle.follow import follow
-
     check_output(output)
-    words = overrides_of(flags, overrides)
-    config = request.for_calibration(configuration([*CALIBRATION, *words])).with_data()
+    words = with_flags(flags, overrides)
+    config = request.for_calibration(load([*CALIBRATION, *words])).with_data()
     chosen = request.make_plan(config)
     record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
-    if code := follow(record, job, show=console.note if json else console.text):
+    if code := follow.follow(record, job, show=console.note if json else console.text):
         raise typer.Exit(code)
     measured = read_yaml(record.path / "calibration.yaml")
     write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))
@@ -218,7 +201,6 @@ def _compare(measured_s: float, predicted_s: float, rest_s: float) -> None:
 
 def _learned(config: Configuration, runs: str) -> Corrections:
     """The corrections that the runs below a directory ask for; says which runs say nothing, and what stays unknown."""
-
     with console.waiting("learning from runs"):
         found, others = request.learned(config, runs)
     if others:

@@ -20,11 +20,10 @@ from holmes_hpc.cli.app import (
     asked_steps,
     check_output,
     is_file_argument,
-    overrides_of,
     takes,
     with_keys,
 )
-from holmes_hpc.config.composition import composed, is_fixed_by_plan
+from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, yes_or_no
 from holmes_hpc.config.models import gpt
@@ -92,11 +91,9 @@ def predict(
     """
 
     check_output(trace)
-    words = overrides or []
-    if plan_path is not None and not is_file_argument(plan_path):
-        words = [plan_path, *words]
-        plan_path = None
-    words = overrides_of(flags, words)
+    is_override = plan_path is not None and not is_file_argument(plan_path)
+    words = with_flags(flags, [*([plan_path] if is_override and plan_path else []), *(overrides or [])])
+    plan_path = None if is_override else plan_path
     software = _Software(
         attention=attention,
         fused_norm=fused_norm,
@@ -109,7 +106,9 @@ def predict(
     config = _configuration(words, plan_path)
     if config.plan_file:
         _refuse_layout([*flags, *software.of_layout], words)
-        plan, costs = _of_plan(config, software)
+        plan = Plan.read(config.plan_file)
+        plan = replace(plan, site=software.on(plan.site))
+        costs = software.costs(config, plan.recompute, plan)
     else:
         plan, costs = _of_layout(config, software, words)
     predicted = simulation.predict(plan, costs)
@@ -141,12 +140,11 @@ class _Software:
     recompute_layers: int | None
 
     def __post_init__(self) -> None:
-        for flag, value, known in (
-            ("--grad-dtype", self.grad_dtype, ("fp32", "bf16", "fp16")),
-            ("--sharding", self.sharding, ("none", "optimizer", "full")),
+        for flag, what, value, known in (
+            ("--grad-dtype", "dtype", self.grad_dtype, ("fp32", "bf16", "fp16")),
+            ("--sharding", "sharding", self.sharding, ("none", "optimizer", "full")),
         ):
             if value is not None and value not in known:
-                what = "dtype" if flag == "--grad-dtype" else "sharding"
                 raise ConfigError(f"unknown {what} {value!r}", where=flag, hint=f"use {', '.join(known)}")
 
     @property
@@ -218,14 +216,6 @@ def _refuse_layout(names: Sequence[str], words: Sequence[str]) -> None:
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
     for word in [*fixed, *filter(is_fixed_by_plan, words)]:
         raise ConfigError("a PLAN has its own", where=word, hint="leave it out, or give --site FILE with a layout")
-
-
-def _of_plan(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
-    """Return the plan of PLAN and what it costs."""
-
-    plan = Plan.read(config.plan_file or "")
-    plan = replace(plan, site=software.on(plan.site))
-    return plan, software.costs(config, plan.recompute, plan)
 
 
 def _of_layout(config: Configuration, software: _Software, words: Sequence[str]) -> tuple[Plan, Costs]:

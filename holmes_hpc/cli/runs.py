@@ -12,19 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import (
-    Earliest,
-    Json,
-    Overrides,
-    Run,
-    app,
-    check_output,
-    is_file_argument,
-    overrides_of,
-    takes,
-    with_keys,
-)
+from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, app, check_output, is_file_argument, takes, with_keys
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
+from holmes_hpc.config.composition import with_flags
 from holmes_hpc.config.configuration import recorded
 from holmes_hpc.config.learning_rate import moved
 from holmes_hpc.errors import ConfigError, HolmesError
@@ -70,7 +60,7 @@ def submit(
             where="submit",
             hint="make one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both",
         )
-    chosen, config = planned(overrides_of(flags, overrides), plan_file=plan_path)
+    chosen, config = planned(with_flags(flags, overrides), plan_file=plan_path)
     tokens = config.train.steps * chosen.batch.global_size * chosen.batch.sequence_length
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
@@ -100,7 +90,7 @@ def run(
     *, overrides: Overrides = None, flags: Mapping[str, Any], earliest: Earliest = False, json: Json = False
 ) -> None:
     """Plan, submit, follow, report. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
-    words = overrides_of(flags, overrides)
+    words = with_flags(flags, overrides)
     chosen, config = planned(words, earliest=earliest)
     console.note(f"plan {chosen.id}: {chosen.spread}, {where_stages_lie(chosen)}")
     record, job = start(chosen, config, words)

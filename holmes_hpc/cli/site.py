@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, Overrides, app, configuration
+from holmes_hpc.cli.app import Json, Overrides, app
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import doctor as doctors
 from holmes_hpc.fabric import label as labels
@@ -110,11 +110,12 @@ def doctor(
 
     Example: holmes doctor --script my-job.sbatch
     """
+    from holmes_hpc.config.composition import load
     from holmes_hpc.planning.request import node_settings
 
     found = [finding for path in script or [] for finding in doctors.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        config = configuration(overrides)
+        config = load(overrides or [])
         found = doctors.ordered(found + doctors.examine(node_settings(config), ask_nodes, config.slurm.setup))
     if json:
         console.as_json([f.to_dict() for f in found])

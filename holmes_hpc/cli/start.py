@@ -6,11 +6,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import asked_site, configuration
-from holmes_hpc.config.composition import check_overrides
+from holmes_hpc.cli.app import asked_site
+from holmes_hpc.config.composition import check_overrides, load
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
@@ -19,13 +18,19 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.request import check_site, make_plan, site
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.rank import run_rank
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
+from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED
-
-if TYPE_CHECKING:
-    from holmes_hpc.submission.earliest import PlannedStart
-    from holmes_hpc.submission.lifecycle.status import Job
+from holmes_hpc.submission import earliest as queue
+from holmes_hpc.submission.executor.submit import Unsure
+from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
+from holmes_hpc.submission.lifecycle.run_states import is_end
+from holmes_hpc.submission.lifecycle.starts import others, starting
+from holmes_hpc.submission.lifecycle.status import Job, job_of, run_status
+from holmes_hpc.submission.local import run_plan_here
+from holmes_hpc.submission.plan_job import submit_plan
 
 
 def planned(
@@ -33,8 +38,7 @@ def planned(
 ) -> tuple[Plan, Configuration]:
     """The plan of a configuration, checked against the site and the data that it will run on; and the configuration.
     `earliest`: the plan that ends first, and the time limit with which it starts that soon."""
-
-    config = configuration(overrides)
+    config = load(overrides)
     config = replace(config, plan_file=plan_file or config.plan_file)
     if earliest:
         check_choice(config)
@@ -67,8 +71,7 @@ def look_at_files(config: Configuration) -> None:
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{key} is {path!r}, which is not there", hint="give the path of one that exists")
-    folder = folder_of(config.checkpoint)
-    if folder is not None:
+    if (folder := folder_of(config.checkpoint)) is not None:
         from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
 
         with console.waiting("looking at the weights"):
@@ -82,7 +85,6 @@ def look_at_files(config: Configuration) -> None:
 
 def lacking() -> str | None:
     """The packages that ranks need and this Python lacks, in words; None where it has them all."""
-
     has = software()
     return " and ".join(name for name in NEEDED if name not in has) or None
 
@@ -90,15 +92,11 @@ def lacking() -> str | None:
 def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
     """Make the run directory and submit; the run and its job come back. A refused run leaves nothing behind; one that
     has a job, or may have one, is kept, whatever happens here."""
-    from holmes_hpc.submission.executor.submit import Unsure
-    from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
-    from holmes_hpc.submission.lifecycle.starts import starting
-
-    given = config.name is not None or bool(config.run_dir)
-    config = replace(config, run_dir=str(new_run_path(config, chosen)))
-    with starting(Path(config.run_dir or ""), "`holmes submit`"):
-        if given:
-            _make_room(RunDirectory(config.run_dir or ""))
+    path = new_run_path(config, chosen)
+    with starting(path, "`holmes submit`"):
+        if config.name is not None or config.run_dir:
+            _make_room(RunDirectory(path))
+        config = replace(config, run_dir=str(path))
         record = new_run(config, chosen, overrides or [], True)
         try:
             job = submit_run(chosen, record, config)
@@ -119,10 +117,6 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
 def _make_room(record: RunDirectory) -> None:
     """Take away a run that ended, or was never submitted, without having made a step: its name may be used again. Its
     directory stays, with the lock of who starts it."""
-    from holmes_hpc.submission.lifecycle.run_states import is_end
-    from holmes_hpc.submission.lifecycle.starts import others
-    from holmes_hpc.submission.lifecycle.status import run_status
-
     if not record.exists() or record.metrics_bytes() or any(record.checkpoints.glob("*")):
         return
     state = run_status(record).state
@@ -138,11 +132,6 @@ def _make_room(record: RunDirectory) -> None:
 
 def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job:
     """Submit a run as its launcher says; its job comes back."""
-    from holmes_hpc.rank import run_rank
-    from holmes_hpc.submission.lifecycle.status import job_of
-    from holmes_hpc.submission.local import run_plan_here
-    from holmes_hpc.submission.plan_job import submit_plan
-
     if config.local:
         return run_plan_here(chosen, record.path, run_rank, config.to_dict(), config.slurm)
     if not config.slurm.container and not config.slurm.setup and (packages := lacking()):
@@ -156,22 +145,16 @@ def submit_run(chosen: Plan, record: RunDirectory, config: Configuration) -> Job
 
 def check_choice(config: Configuration) -> None:
     """ConfigError where there is nothing for --earliest to choose from."""
-    for given, what in (
-        (config.site_file, "a site file"),
-        (config.plan_file, "one plan only"),
-        (config.local, "launcher=local"),
-    ):
-        if given:
-            raise ConfigError(f"{what} leaves Slurm no choice", where="--earliest", hint="leave one of them out")
+    fixed = ((config.site_file, "a site file"), (config.plan_file, "one plan only"), (config.local, "launcher=local"))
+    refuse("--earliest", *((given, f"{what} leaves Slurm no choice", "leave one of them out") for given, what in fixed))
 
 
-def earliest_ends(config: Configuration, clock: Clock | None = None, known: Costs | None = None) -> list[PlannedStart]:
+def earliest_ends(
+    config: Configuration, clock: Clock | None = None, known: Costs | None = None
+) -> list[queue.PlannedStart]:
     """The plans for this site and its parts, the one that ends first at the head; `clock`: of all searches together;
     `known`: costs in place of the configuration's.
     ConfigError where Slurm cannot be asked; SubmissionError when none of them can run."""
-    from holmes_hpc.submission.earliest import earliest as order
-    from holmes_hpc.submission.earliest import plans_to_try
-
     check_choice(config)
     here = site(config)
 
@@ -180,9 +163,9 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
         return make_plan(wanted, here, clock, known)
 
     with console.waiting("planning for the site and its parts"):
-        plans = plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]
+        plans = queue.plans_to_try(plan_for, here) if config.plan.nodes is None else [plan_for(None)]
     with console.waiting("asking Slurm when each could start"):
-        found = order(plans, config.train.steps, config.slurm)
+        found = queue.earliest(plans, config.train.steps, config.slurm)
     if found[0].end is None:
         raise SubmissionError(
             f"none of {len(found)} plans can run; the best: {found[0].reason}",
@@ -192,12 +175,12 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, known: Cost
     return found
 
 
-def show_ends(ends: Sequence[PlannedStart], steps: int, *, stderr: bool = False) -> None:
+def show_ends(ends: Sequence[queue.PlannedStart], steps: int, *, stderr: bool = False) -> None:
     """The table of --earliest."""
-    from holmes_hpc.submission.earliest import START_UP_S, nodes_of, start_rows
-
-    console.table(f"{steps} steps, {START_UP_S:.0f} s to start up included", *start_rows(ends), stderr=stderr)
+    console.table(
+        f"{steps} steps, {queue.START_UP_S:.0f} s to start up included", *queue.start_rows(ends), stderr=stderr
+    )
     for end in ends:
         if end.reason:
-            console.note(f"cannot run on {nodes_of(end.plan)}: {end.reason}")
+            console.note(f"cannot run on {queue.nodes_of(end.plan)}: {end.reason}")
     console.note(f"that start holds for slurm.timeout_min={ends[0].timeout_min}")

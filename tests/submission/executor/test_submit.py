@@ -114,7 +114,7 @@ def test_a_run_is_kept_unless_slurm_refused_it(
     run = RunDirectory.create(
         tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}}
     )
-    monkeypatch.setattr("holmes_hpc.submission.lifecycle.new_run.new_run", lambda *_: run)
+    monkeypatch.setattr("holmes_hpc.cli.start.new_run", lambda *_: run)
     with pytest.raises(KeyboardInterrupt if kept else SubmissionError):
         start(plan, load(), [])
     assert run.exists() is kept
