@@ -8,8 +8,8 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
-from holmes_hpc.errors import ConfigError
 from holmes_hpc.extras import need
+from holmes_hpc.schema import refuse
 
 group = typer.Typer(no_args_is_help=True, help="Data sets.")
 app.add_typer(group, name="data")
@@ -30,14 +30,11 @@ def data_prepare(
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
     """
-    if not output:
-        raise ConfigError("no output", where="data prepare", hint="give -o PREFIX")
-    if bool(files) == stdlib:
-        raise ConfigError(
-            "nothing to read" if not files else "FILES and --stdlib",
-            where="data prepare",
-            hint="give FILES, or --stdlib",
-        )
+    refuse(
+        "data prepare",
+        (not output, "no output", "give -o PREFIX"),
+        (bool(files) == stdlib, "FILES and --stdlib" if files else "nothing to read", "give FILES, or --stdlib"),
+    )
     need("torch")  # before everything is tokenized: what joins the parts is Megatron-Core's
     need("megatron")
     from holmes_hpc.training.data import prepare

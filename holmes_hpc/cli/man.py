@@ -7,7 +7,7 @@ bring it as share/man/man1/holmes.1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,37 @@ _FILES = (("runs/", "run directories; $HOLMES_RUNS names another place"),)
 def page() -> str:
     """The whole page, for man(7)'s macros."""
     root = typer.main.get_command(load())
+    what = " ".join((root.help or "").split()).rstrip(".")
+    declared = [
+        (f"{group}.{key.name}" if group else key.name, f"{key.says.help} [{allowed(key).removeprefix('use ')}]")
+        for group, keys_of in (("", Configuration), *GROUPS.items())
+        for key in keys(keys_of).values()
+        if group or key.name not in GROUPS
+    ]
     lines = [
         f'.TH HOLMES 1 "" "holmes_hpc {__version__}"',
         ".SH NAME",
-        f"holmes \\- {_text(_sentence(root.help)[0].lower() + _sentence(root.help)[1:].rstrip('.'))}",
+        f"holmes \\- {_text(what[0].lower() + what[1:])}",
         ".SH SYNOPSIS",
         ".B holmes",
         ".I VERB",
         "[OPTIONS] [ARGUMENTS]",
         ".SH VERBS",
+        *(line for name, verb in _verbs(root) for line in _verb(name, verb)),
+        ".SH KEYS",
+        "KEY=VALUE on the command line of verbs that take OVERRIDES.",
+        *_entries(declared),
+        ".SH EXIT STATUS",
+        *_entries(_EXIT),
+        ".SH FILES",
+        *_entries(_FILES),
     ]
-    for name, verb in _verbs(root):
-        lines += _verb(name, verb)
-    lines += [".SH KEYS", "KEY=VALUE on the command line of verbs that take OVERRIDES."]
-    for group, declared in (("", Configuration), *GROUPS.items()):
-        for key in keys(declared).values():
-            if group or key.name not in GROUPS:
-                lines += [
-                    ".TP",
-                    f".B {_text(f'{group}.{key.name}' if group else key.name)}",
-                    _text(f"{key.says.help} [{allowed(key).removeprefix('use ')}]"),
-                ]
-    for title, entries in (("EXIT STATUS", _EXIT), ("FILES", _FILES)):
-        lines.append(f".SH {title}")
-        lines += [line for name, what in entries for line in (".TP", f".B {_text(name)}", _text(what))]
     return "\n".join(lines) + "\n"
+
+
+def _entries(entries: Iterable[tuple[str, str]]) -> list[str]:
+    """Return names in bold, each with what it is below it."""
+    return [line for name, what in entries for line in (".TP", f".B {_text(name)}", _text(what))]
 
 
 def _verbs(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -66,29 +72,26 @@ def _verb(name: str, verb: Any) -> list[str]:
     """A verb: what it takes, what it does, an example, its options."""
     arguments = " ".join(_argument(p) for p in verb.params if p.param_type_name == "argument")
     what, _, example = " ".join((verb.help or "").split()).partition("Example: ")
-    lines = [f'.SS "{_text(f"holmes {name} [OPTIONS] {arguments}")}"', _text(what.strip())]
-    if example:
-        lines += [".PP", ".nf", f".RS\n{_text(example)}\n.RE", ".fi"]
-    for p in verb.params:
-        if p.param_type_name == "option" and "--help" not in p.opts:
-            value = "" if p.is_flag or p.count else f" {p.metavar or 'VALUE'}"
-            names = ", ".join([*p.opts, *p.secondary_opts])
-            told = p.default not in (None, "") and not p.is_flag and "[" not in (p.help or "")
-            default = f" [default: {p.default}]" if told else ""
-            lines += [".TP", f".B {_text(names + value)}", _text(f"{p.help or ''}{default}")]
-    return lines
+    return [
+        f'.SS "{_text(f"holmes {name} [OPTIONS] {arguments}")}"',
+        _text(what.strip()),
+        *([".PP", ".nf", f".RS\n{_text(example)}\n.RE", ".fi"] if example else []),
+        *_entries(_option(p) for p in verb.params if p.param_type_name == "option" and "--help" not in p.opts),
+    ]
+
+
+def _option(param: Any) -> tuple[str, str]:
+    """An option's names with its value, and its help with its default."""
+    value = "" if param.is_flag or param.count else f" {param.metavar or 'VALUE'}"
+    is_shown = param.default not in (None, "") and not param.is_flag and "[" not in (param.help or "")
+    default = f" [default: {param.default}]" if is_shown else ""
+    return ", ".join([*param.opts, *param.secondary_opts]) + value, f"{param.help or ''}{default}"
 
 
 def _argument(param: Any) -> str:
     name = str(param.metavar or param.name.upper())
-    if name.startswith("["):
-        return name
-    name = name if "..." in name or param.nargs == 1 else f"{name}..."
-    return name if param.required else f"[{name}]"
-
-
-def _sentence(text: str | None) -> str:
-    return " ".join((text or "").split())
+    name += "" if "..." in name or param.nargs == 1 or name.startswith("[") else "..."
+    return name if param.required or name.startswith("[") else f"[{name}]"
 
 
 def _text(text: str) -> str:

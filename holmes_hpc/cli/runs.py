@@ -144,14 +144,12 @@ def resume(
                 where=str(record.path),
                 hint="start a new run, with train.checkpoint_interval=N",
             )
-        console.note(
-            f"it goes on after step {found[0].step}, from {found[0].path}"
-            if found
-            else "no complete checkpoint: it begins again with step 1"
-        )
-        said = moved(to_go_on.before.train, to_go_on.config.train, found[0].step + 1) if found else None
-        if said:
-            console.note(said)
+        if found:
+            console.note(f"it goes on after step {found[0].step}, from {found[0].path}")
+            if said := moved(to_go_on.before.train, to_go_on.config.train, found[0].step + 1):
+                console.note(said)
+        else:
+            console.note("no complete checkpoint: it begins again with step 1")
         kept = record.reopen(chosen.to_yaml() if plan_path else None)
         record.update_run(
             config=to_go_on.config.to_dict(),
@@ -195,11 +193,11 @@ def remove(
     for one in found:
         if not one.ended and one.state not in (NOT_SUBMITTED.lower(), UNKNOWN.lower(), "unreadable"):
             raise ConfigError(f"it is {one.state}", where=one.path, hint="wait for its end, or `holmes cancel` it")
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError("no terminal to ask on", where="rm", hint="--yes answers")
     removed = []
     for one in found:
         made = f"{one.step} steps" if one.step else "no step"
-        if not yes and not sys.stdin.isatty():
-            raise ConfigError("no terminal to ask on", where="rm", hint="--yes answers")
         if yes or typer.confirm(f"{one.path}: {one.state}, {made}: remove it?", err=True):
             shutil.rmtree(Path(one.path).resolve())
             removed.append(one.path)

@@ -77,19 +77,13 @@ def label(
     for finding in findings:
         console.note(str(finding))
     lines, commands = labels.slurm_conf_lines(changes), labels.update_commands(changes)
+    for_now = ["# until slurmctld restarts (`holmes label --apply` runs it):", *map(" ".join, commands)]
+    to_do = ["# in slurm.conf, in these nodes' own NodeName lines:", *lines, *(for_now if commands else [])]
     if json:
         console.as_json({"slurm_conf": lines, "scontrol": commands, "findings": [f.to_dict() for f in findings]})
-    elif apply:
-        for line in labels.difference_lines(changes):
-            console.text(line)
     else:
-        console.text("# in slurm.conf, in these nodes' own NodeName lines:")
-        for line in lines:
+        for line in labels.difference_lines(changes) if apply else to_do:
             console.text(line)
-        if commands:
-            console.text("# until slurmctld restarts (`holmes label --apply` runs it):")
-        for command in commands:
-            console.text(" ".join(command))
     if not commands:
         console.note("every node that answered has the features it deserves")
     elif apply:

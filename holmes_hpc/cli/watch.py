@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -74,18 +74,16 @@ def status(
         console.note("unknown: Slurm gave no answer (`scontrol ping`), or no longer knows the job")
     failed = [s for s in all_of_them if s.error]
     if not runs:  # nobody asked about those of long ago
-        failed = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
-        if others := sum(s.error is not None for s in all_of_them) - len(failed):
+        recent = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
+        if others := len(failed) - len(recent):
             console.note(f"why {others} earlier run{'s' * (others > 1)} failed: `holmes status RUN`")
+        failed = recent
     for s in failed:
-        if s.error:
-            rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
-            console.text(f"\n{s.name}: {rank}{s.error}")
-            for line in quoted(s.log_tail, s.error, s.failed_rank):
-                console.text(line)
-            kept = checkpoint_directory.complete(RunDirectory(s.path).checkpoints) if s.ended else []
-            if kept:
-                console.text(f"go on with `holmes resume {s.name}`, after step {kept[0].step}")
+        rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
+        for line in (f"\n{s.name}: {rank}{s.error}", *quoted(s.log_tail, s.error or "", s.failed_rank)):
+            console.text(line)
+        if s.ended and (kept := checkpoint_directory.complete(RunDirectory(s.path).checkpoints)):
+            console.text(f"go on with `holmes resume {s.name}`, after step {kept[0].step}")
 
 
 @app.command()
@@ -158,9 +156,9 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
     """A live table on a terminal, else one table. Example: holmes sweep status runs/sweep-20260101-120000"""
     if sys.stdout.isatty() and not json:
         status_table.live(directory)
-        return
-    rows = status_table.sweep_status(directory)
-    console.output(json, [r.to_dict() for r in rows], (directory, *status_table.sweep_rows(rows)))
+    else:
+        rows = status_table.sweep_status(directory)
+        console.output(json, [r.to_dict() for r in rows], (directory, *status_table.sweep_rows(rows)))
 
 
 @group.command("collect")
@@ -172,28 +170,21 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
         return
     figures = sorted({k for f in found if isinstance(f["final"], dict) for k in f["final"]})
     same = [o for o in found[0]["overrides"] if all(o in f["overrides"] for f in found)] if len(found) > 1 else []
-    rows = []
-    for f in found:
-        final = f["final"]
-        many = final if isinstance(final, dict) else {}
-        one = "" if final is None or many is final else _short(final)
-        rows.append(
-            [
-                f["num"],
-                " ".join(o for o in f["overrides"] if o not in same),
-                f["state"],
-                one,
-                *(_short(many[k]) if k in many else "" for k in figures),
-            ]
-        )
-    columns = ["job", "overrides", "state", "value", *figures]
-    shown = [i for i, name in enumerate(columns) if name != "value" or any(row[i] for row in rows)]
-    console.table(
-        directory,
-        [columns[i] for i in shown],
-        [[row[i] for i in shown] for row in rows],
-        caption=f"all with {' '.join(same)}" if same else "",
-    )
+    finals: list[dict[str | None, Any]] = [  # None: the name of a value that is no mapping
+        f["final"] if isinstance(f["final"], dict) else {} if f["final"] is None else {None: f["final"]} for f in found
+    ]
+    columns = [None] * any(_short(final.get(None, "")) for final in finals) + figures
+    rows = [
+        [
+            f["num"],
+            " ".join(o for o in f["overrides"] if o not in same),
+            f["state"],
+            *(_short(final[k]) if k in final else "" for k in columns),
+        ]
+        for f, final in zip(found, finals, strict=True)
+    ]
+    caption = f"all with {' '.join(same)}" if same else ""
+    console.table(directory, ["job", "overrides", "state", *(k or "value" for k in columns)], rows, caption)
 
 
 @group.command("cancel")
