@@ -237,13 +237,12 @@ def _check_cuda(plan: Plan, own: Launch, on_gpu: bool, train: TrainConfig) -> li
     if not on_gpu and train.fp8 is None and (train.device == "cpu" or not planned):
         return []
     facts = cuda_check.gather()
-    if on_gpu or facts.driver or not own.one_host:
-        for problem in cuda_check.problems(facts):
-            raise problem
+    problem = cuda_check.problem(facts)
+    if problem is not None and (on_gpu or facts.driver or not own.one_host):
+        raise problem
     if train.fp8 is not None:
         capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
-        if unfit := cuda_check.fp8_problem(train.fp8, on_gpu, facts.te, capability, _fp8_sizes(plan, own.rank)):
-            raise unfit
+        cuda_check.refuse_fp8(train.fp8, on_gpu, facts.te, capability, _fp8_sizes(plan, own.rank))
     return list(cuda_check.remarks(facts))
 
 

@@ -6,6 +6,7 @@ nodes' LinkReports every node derives the same findings.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -80,35 +81,45 @@ def _node_of(infos: Iterable[NodeInformation]) -> dict[int, str]:
     return {rank: info.node for info in infos for rank in info.ranks}
 
 
+def _unique(links: Iterable[NodeLink]) -> list[NodeLink]:
+    """Return each link once, with the label of the first group that uses it."""
+    unique: dict[tuple[str, str, str], NodeLink] = {}
+    for link in links:
+        unique.setdefault((link.kind, link.sender, link.receiver), link)
+    return list(unique.values())
+
+
 def peers(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup], node: str) -> list[NodeLink]:
-    """The links from `node` that must work: to every other node of its groups, over the group's kind of NIC."""
+    """Return the links from `node` that must work: to every other node of its groups, over the group's kind of NIC."""
     node_of = _node_of(infos)
     own = {rank for info in infos if info.node == node for rank in info.ranks}
-    found: dict[tuple[str, str], NodeLink] = {}
-    for group in groups:
-        if group.kind == "local" or own.isdisjoint(group.ranks):
-            continue
-        for rank in group.ranks:
-            other = node_of[rank]
-            if other != node:
-                found.setdefault((group.kind, other), NodeLink(group.kind, node, other, group.label))
-    return list(found.values())
+    return _unique(
+        NodeLink(group.kind, node, node_of[rank], group.label)
+        for group in groups
+        if group.kind != "local" and not own.isdisjoint(group.ranks)
+        for rank in group.ranks
+        if node_of[rank] != node
+    )
 
 
 def rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[list[NodeLink]]:
-    """The links to measure, in rounds: in one round all are of one kind, and a node sends once and receives once at
-    most, so that no two samples share a NIC's direction. Each sampled group's nodes form a ring, in rank order."""
+    """Return the links to measure, in rounds: in one round all are of one kind, and a node sends once and receives once
+    at most, so that no two samples share a NIC's direction. Each sampled group's nodes form a ring, in rank order."""
     node_of = _node_of(infos)
-    links: dict[tuple[str, str, str], NodeLink] = {}
-    for group in groups:
-        nodes = list(dict.fromkeys(node_of[r] for r in group.ranks))
-        if not group.sampled or group.kind == "local" or len(nodes) < 2:
-            continue
-        for sender, receiver in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-            links.setdefault((group.kind, sender, receiver), NodeLink(group.kind, sender, receiver, group.label))
+    rings = [
+        (group, list(dict.fromkeys(node_of[r] for r in group.ranks)))
+        for group in groups
+        if group.sampled and group.kind != "local"
+    ]
+    links = _unique(
+        NodeLink(group.kind, sender, receiver, group.label)
+        for group, nodes in rings
+        for sender, receiver in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+        if sender != receiver
+    )
     found: list[list[NodeLink]] = []
     busy: list[set[tuple[str, str]]] = []  # of each round: who sends and who receives
-    for link in links.values():
+    for link in links:
         ends = {("sends", link.sender), ("receives", link.receiver)}
         free = (i for i, used in enumerate(busy) if found[i][0].kind == link.kind and used.isdisjoint(ends))
         number = next(free, len(found))
@@ -144,34 +155,35 @@ def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]
         for rank in group.ranks:
             if group.kind != "local" and group.kind not in by_node[node_of[rank]].nics:
                 missing.setdefault((node_of[rank], group.kind), group.label)
-    found = [
-        Finding(
-            "error",
-            f"node {node}",
-            f"no {_NAMES[kind]} NIC for group {label}",
-            "bring it up, or correct the node's features (holmes label)",
-            node,
-        )
-        for (node, kind), label in missing.items()
-    ]
     owners: dict[tuple[str, str], list[str]] = {}
     for info in infos:
         for kind, nic in info.nics.items():
             owners.setdefault((kind, nic.address), []).append(info.node)
-    shared = {owner: nodes for owner, nodes in owners.items() if len(nodes) > 1}
-    for (kind, address), nodes in shared.items():
-        interface = by_node[nodes[0]].nics[kind].interface
-        found.append(
+    return [
+        *(
+            Finding(
+                "error",
+                f"node {node}",
+                f"no {_NAMES[kind]} NIC for group {label}",
+                "bring it up, or correct the node's features (holmes label)",
+                node,
+            )
+            for (node, kind), label in missing.items()
+        ),
+        *(
             Finding(
                 "error",
                 f"nodes {compress(nodes)}",
-                f"all have the address {address} on {interface}",
+                f"all have the address {address} on {by_node[nodes[0]].nics[kind].interface}",
                 "give each its own; an address of a container bridge is no address of a node",
                 nodes[0],
-                interface,
+                by_node[nodes[0]].nics[kind].interface,
             )
-        )
-    return found + _odd_names(infos)
+            for (kind, address), nodes in owners.items()
+            if len(nodes) > 1
+        ),
+        *_odd_names(infos),
+    ]
 
 
 def _odd_names(infos: Sequence[NodeInformation]) -> list[Finding]:
@@ -220,15 +232,12 @@ def _of_kind(
     found: list[Finding] = []
     left = dict(pairs)
     while left:
-        failures: dict[str, int] = {}
-        for pair in left:
-            for node in pair:
-                failures[node] = failures.get(node, 0) + 1
+        failures = Counter(node for pair in left for node in pair)
         worst = max(failures, key=lambda n: (failures[n], n))
         if failures[worst] == 1 or len(failures) == 2:
             found += [_pair(link, why, infos) for link, why in left.values()]
             break
-        parts = _parts(left, failures)
+        parts = _parts(left)
         if len(parts) == 2 and min(len(p) for p in parts) > 1:
             nics = infos[parts[0][0]].nics[kind]
             fabrics = sorted({infos[n].fabric for p in parts for n in p})
@@ -264,11 +273,11 @@ def _of_kind(
     return found
 
 
-def _parts(pairs: Iterable[frozenset[str]], nodes: Iterable[str]) -> list[list[str]]:
-    """The nodes in two sets such that each fails to reach exactly the other, where there are such; else one list."""
-    failing: dict[str, set[str]] = {n: set() for n in nodes}
-    for pair in pairs:
-        a, b = sorted(pair)
+def _parts(pairs: Iterable[frozenset[str]]) -> list[list[str]]:
+    """Return the nodes in two sets such that each fails to reach exactly the other, where there are such; else one
+    list."""
+    failing: defaultdict[str, set[str]] = defaultdict(set)
+    for a, b in map(sorted, pairs):
         failing[a].add(b)
         failing[b].add(a)
     first = min(failing)  # all nodes say it in the same order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import selectors
@@ -24,7 +23,6 @@ CHUNK_BYTES = 1 << 18
 WARM_UP = 0.2  # of a sample's time: TCP's slow start and a shaper's burst are over then
 PATIENCE = 4  # times a sample's length, where nothing was read
 LONGEST_SAMPLE_S = 5.0
-_DEVICE_REFUSED = (errno.EPERM, errno.EACCES)  # kernels before 5.7 want CAP_NET_RAW
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,8 @@ def _bound(interface: str, address: str) -> socket.socket:
     take another network without a word)."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        try:
+        with contextlib.suppress(PermissionError):  # kernels before 5.7 want CAP_NET_RAW
             made.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")
-        except OSError as e:
-            if e.errno not in _DEVICE_REFUSED:
-                raise
         made.bind((address, 0))
     except OSError:
         made.close()
@@ -112,18 +107,16 @@ def _swallow(connection: socket.socket, seconds: float) -> float:
     counted, since, now = 0, None, start
     while now < end or (counted == 0 and now < latest):
         connection.settimeout(max(0.001, (end if now < end else latest) - now))
-        try:
-            got = connection.recv_into(buffer)
-        except TimeoutError:
-            now = time.monotonic()
-            continue
-        if not got:
-            break
+        received = None
+        with contextlib.suppress(TimeoutError):
+            received = connection.recv_into(buffer)
         now = time.monotonic()
-        if since is None and now >= warm:
+        if received == 0:
+            break
+        if since is not None:
+            counted += received or 0
+        elif received and now >= warm:
             since = now  # the bytes of this read came before
-        elif since is not None:
-            counted += got
     return counted * 8 / 1e9 / (max(now, end) - since) if since is not None and counted else 0.0
 
 
@@ -207,11 +200,9 @@ def _pour(s: socket.socket, seconds: float) -> None:
             ready = selector.select(left)
             if any(events & selectors.EVENT_READ for _, events in ready):
                 break
-            if ready:
-                try:
+            try:
+                with contextlib.suppress(BlockingIOError):
                     s.send(block)
-                except BlockingIOError:
-                    continue
-                except ConnectionError:  # it closed after its answer, which is still to be read
-                    break
+            except ConnectionError:  # it closed after its answer, which is still to be read
+                break
     s.settimeout(2)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.schema import refuse
 
 GIB = 1 << 30
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -118,39 +119,42 @@ def _wanted_te() -> str:
     return ""
 
 
-def problems(facts: CudaFacts) -> Iterator[HolmesError]:
-    """What forbids to train on CUDA here, worst first; one line each."""
-    if facts.wheel is None:
-        yield ConfigError(
-            "this torch is built for CPUs", where="torch", hint="install a CUDA build of torch, or use train.device=cpu"
-        )
-        return
-    needed = int(facts.wheel.split(".")[0])
-    if facts.driver and facts.driver // 1000 < needed:
-        has = f"{facts.driver // 1000}.{facts.driver % 1000 // 10}"
-        yield ConfigError(
-            f"the NVIDIA driver knows CUDA up to {has}, torch is built for {facts.wheel}",
-            where="torch",
-            hint=f"install a newer driver, or a torch built for CUDA {facts.driver // 1000}",
-        )
-        return
-    if not facts.devices:
-        what = "no CUDA device" if facts.driver else "no CUDA device, nor an NVIDIA driver"
-        yield ConfigError(
-            what,
-            where="train.device",
-            hint="ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
-        )
-    if not facts.nccl:
-        yield ConfigError(
-            "this torch has no NCCL", where="torch", hint="install a build of torch with NCCL (PyPI's for Linux has it)"
-        )
-    if facts.te_error:
-        yield ConfigError(
+def problem(facts: CudaFacts) -> HolmesError | None:
+    """Return the worst that forbids to train on CUDA here."""
+    major, minor, built_for = facts.driver // 1000, facts.driver % 1000 // 10, int((facts.wheel or "0").split(".")[0])
+    cases = (
+        (
+            facts.wheel is None,
+            "torch",
+            "this torch is built for CPUs",
+            "install a CUDA build of torch, or use train.device=cpu",
+        ),
+        (
+            facts.driver and major < built_for,
+            "torch",
+            f"the NVIDIA driver knows CUDA up to {major}.{minor}, torch is built for {facts.wheel}",
+            f"install a newer driver, or a torch built for CUDA {major}",
+        ),
+        (
+            not facts.devices,
+            "train.device",
+            "no CUDA device" if facts.driver else "no CUDA device, nor an NVIDIA driver",
+            "ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
+        ),
+        (
+            not facts.nccl,
+            "torch",
+            "this torch has no NCCL",
+            "install a build of torch with NCCL (PyPI's for Linux has it)",
+        ),
+        (
+            facts.te_error,
+            "torch",
             f"Transformer Engine {facts.te} cannot be imported: {facts.te_error}",
-            where="torch",
-            hint="install one built for this torch, or uninstall it: training works without",
-        )
+            "install one built for this torch, or uninstall it: training works without",
+        ),
+    )
+    return next((ConfigError(what, where=where, hint=hint) for is_wrong, where, what, hint in cases if is_wrong), None)
 
 
 def remarks(facts: CudaFacts) -> Iterator[str]:
@@ -167,32 +171,33 @@ def remarks(facts: CudaFacts) -> Iterator[str]:
         )
 
 
-def fp8_problem(
+def refuse_fp8(
     recipe: str, on_gpu: bool, te: str | None, capability: tuple[int, int], sizes: Mapping[str, int]
-) -> ConfigError | None:
-    """Whether ``train.fp8`` cannot be had. `te`: Transformer Engine's version; `capability`: CUDA's compute capability
-    of the GPU; `sizes` of this rank's products, which have to be whole blocks."""
+) -> None:
+    """Raise ConfigError where ``train.fp8`` cannot be had. `te`: Transformer Engine's version; `capability`: CUDA's
+    compute capability of the GPU; `sizes` of this rank's products, which have to be whole blocks."""
     needed, below, version, block = FP8[recipe]
-    where, hint = f"train.fp8={recipe}", "leave train.fp8 out"
-    if not on_gpu:
-        return ConfigError("fp8 needs a GPU", where=where, hint=hint)
-    if te is None:
-        return ConfigError(
+    hint = "leave train.fp8 out"
+    has, needs, limit = (".".join(map(str, c)) for c in (capability, needed, below))
+    refuse(
+        f"train.fp8={recipe}",
+        (not on_gpu, "fp8 needs a GPU", hint),
+        (
+            te is None,
             "fp8 needs Transformer Engine, which is not installed",
-            where=where,
-            hint="pip install transformer-engine[pytorch], or " + hint,
-        )
-    if not _is_of(te, f">={version}.dev0"):
-        return ConfigError(f"it needs Transformer Engine {version}, {te} is installed", where=where, hint=hint)
-    if not needed <= capability < below:
-        wanted = f"it needs {'.'.join(map(str, needed))}" + (f", below {below[0]}.{below[1]}" if below < ANY else "")
-        return ConfigError(
-            f"this GPU has compute capability {'.'.join(map(str, capability))}, {wanted}", where=where, hint=hint
-        )
-    for name, size in sizes.items():
-        if size % block:
-            return ConfigError(f"{name}: {size}, where fp8 needs a multiple of {block}", where=where, hint=hint)
-    return None
+            f"pip install transformer-engine[pytorch], or {hint}",
+        ),
+        (not _is_of(te or "0", f">={version}.dev0"), f"it needs Transformer Engine {version}, {te} is installed", hint),
+        (
+            not needed <= capability < below,
+            f"this GPU has compute capability {has}, it needs {needs}" + (f", below {limit}" if below < ANY else ""),
+            hint,
+        ),
+        *(
+            (size % block != 0, f"{name}: {size}, where fp8 needs a multiple of {block}", hint)
+            for name, size in sizes.items()
+        ),
+    )
 
 
 def _is_of(version: str, wanted: str) -> bool:
@@ -206,13 +211,12 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
     """Whether a GPU's memory is taken, or never was enough: bytes free, bytes it has, bytes the plan predicts."""
     if free >= TAKEN * needed:
         return None
-    said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}"
-    if total < TAKEN * needed:
-        return PlanError(said, where=where, hint="plan again for this kind of GPU (`holmes nodes` shows which it is)")
+    never_enough = "plan again for this kind of GPU (`holmes nodes` shows which it is)"
+    taken = "another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node"
     return PlanError(
-        said,
+        f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}",
         where=where,
-        hint="another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node",
+        hint=never_enough if total < TAKEN * needed else taken,
     )
 
 
@@ -224,8 +228,9 @@ def wanted(device: str, plan: Plan) -> bool:
         return False
     found = torch.cuda.is_available()
     if device == "cuda" and not found:
-        no_device = ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
-        raise next(problems(gather()), no_device)
+        raise problem(gather()) or ConfigError(
+            "no CUDA device", where="train.device", hint="use train.device=cpu or auto"
+        )
     return found
 
 
