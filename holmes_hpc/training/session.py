@@ -150,7 +150,7 @@ def start(
         launch.check(own, plan)
         on_gpu = cuda_check.wanted(train.device, plan)
         _set_up_device(plan, own, on_gpu)
-        said = _check_cuda(plan, own, on_gpu, train)
+        remarks = _check_cuda(plan, own, on_gpu, train)
         nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
         traffic = Traffic(plan, own, nics)
         node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
@@ -162,11 +162,12 @@ def start(
     store = _meet(own, run, node, rank_exit, train.net_timeout_s)
     nodes = _exchange(own, store, node, on_gpu)
     goes_on("checking the links between nodes")
-    interfaces.check_places(plan, nodes)
-    interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
-    warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store, store.get("token").decode())
-    for line in (*map(str, warnings), *([*said, *interfaces.remarks(node)] if own.local_rank == 0 else ())):
-        say(line)
+    if not own.one_host:
+        interfaces.check_places(plan, nodes)
+        interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
+        warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store)
+    for line in (*warnings, *([*remarks, *interfaces.remarks(node)] if own.local_rank == 0 else ())):
+        say(str(line))
     if own.local_rank == 0 and not own.one_host:
         rank_exit.guard(audit.nic_check(node))
     goes_on("making process groups")
@@ -181,10 +182,18 @@ def start(
         where = "one node" if nodes[0].one_host else f"{len({n.node for n in nodes})} nodes"
         took_s = time.perf_counter() - began
         say(f"{own.world_size} ranks on {where} met in {took_s:.1f} s ({own.by}, {device.type})")
-    assert rank_exit.attempt is not None
-    attempt = rank_exit.attempt
     return Session(
-        own, plan, run, attempt, store, nodes, groups=made, device=device, traffic=traffic, cpus=cpus, owned=owned
+        own,
+        plan,
+        run,
+        rank_exit.attempt,
+        store,
+        nodes,
+        groups=made,
+        device=device,
+        traffic=traffic,
+        cpus=cpus,
+        owned=owned,
     )
 
 
@@ -208,11 +217,10 @@ def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     job = own.key.removeprefix("slurm-").partition("-")[0] if own.by == "srun" else ""
 
     def is_over(other: LockOwner) -> bool:
-        """Where its node died, the file server may hold the lock for a while."""
+        """Return whether its job has ended: where its node died, the file server may hold the lock for a while."""
         if not other.job or other.host == own.node:
             return False
-        state = None if other.job == job else ending_state(other.job)
-        return other.job == job or (state is not None and state.ended)
+        return other.job == job or ((state := ending_state(other.job)) is not None and state.ended)
 
     return take_lock(run.path / OWNER, LockOwner.current("an attempt", job), is_over, OWNER_WAIT_S)
 
@@ -266,39 +274,38 @@ def _bind(device: torch.device) -> str:
 def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
     """This rank cannot take part: the others should not wait for it."""
     if own.address is None and own.rank == 0:
-        rendezvous.cancel(run.path, own, rank_exit.attempt or 0, str(error), error.exit_code)
+        rendezvous.cancel(run.path, own, rank_exit.attempt, str(error), error.exit_code)
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
-        if own.address is None:
-            known = partial(setattr, rank_exit, "attempt")
-            store, rank_exit.attempt = rendezvous.join_store(run.path, own, 10, known=known)
-        else:
-            store = rendezvous.launcher_store(own, 10)
-        rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", store))
+        rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", _others_store(own, run, rank_exit, 10)))
+
+
+def _others_store(
+    own: Launch, run: RunDirectory, rank_exit: RankExit, timeout_s: float, interface: str = ""
+) -> dist.Store:
+    """Return the store that the launcher or rank 0 has started."""
+    if own.address is not None:
+        return rendezvous.launcher_store(own, timeout_s)
+    return rendezvous.join_store(run.path, own, timeout_s, interface, partial(setattr, rank_exit, "attempt"))
 
 
 def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
-    """The store where all ranks meet; from here on this rank hears of the others' failures."""
-    if own.address is not None:
-        raw = rendezvous.launcher_store(own, timeout_s)
-    elif own.rank == 0:
+    """Return the store where all ranks meet; from here on this rank hears of the others' failures."""
+    if own.address is not None or own.rank > 0:
+        raw = _others_store(own, run, rank_exit, timeout_s, node.interface(TCP))
+    else:
         try:
-            raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt or 0, timeout_s)
+            raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt, timeout_s)
         except HolmesError as e:
             _tell_the_others(own, run, rank_exit, e)
             raise
-    else:
-        raw, rank_exit.attempt = rendezvous.join_store(
-            run.path, own, timeout_s, node.interface(TCP), partial(setattr, rank_exit, "attempt")
-        )
-    store = dist.PrefixStore(f"holmes/{own.key}", raw)
-    if own.address is not None:
-        if own.rank == 0:
-            store.set("attempt", str(rank_exit.attempt))
-        else:
-            rank_exit.attempt = int(store.get("attempt"))
-    own_store = raw.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", own_store))
+    # torch's stubs lack clone
+    store, own_store = (dist.PrefixStore(f"holmes/{own.key}", s) for s in (raw, raw.clone()))  # type: ignore[attr-defined]
+    if own.address is not None and own.rank == 0:
+        store.set("attempt", str(rank_exit.attempt))
+    elif own.address is not None:
+        rank_exit.attempt = int(store.get("attempt"))
+    rank_exit.watch(own_store)
     return store
 
 

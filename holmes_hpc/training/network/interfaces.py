@@ -197,15 +197,6 @@ def remarks(
     ]
 
 
-def communication_groups(plan: Plan, nodes: Sequence[NodeTransports]) -> list[CommunicationGroup]:
-    """The plan's groups as the check of links sees them: those that leave their node, over NICs with an address."""
-    return [
-        CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
-        for g in plan.transports()
-        if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)
-    ]
-
-
 def endpoints(plan: Plan, node: NodeTransports) -> dict[str, Endpoint]:
     """Return the NICs of `node` with the rates that the plan's site declares, by transport kind."""
     site = plan.site
@@ -223,16 +214,14 @@ def endpoints(plan: Plan, node: NodeTransports) -> dict[str, Endpoint]:
 
 
 def check_links(
-    plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any, token: str
+    plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any
 ) -> list[Finding]:
-    """Every pair of nodes that must talk, tried and measured before the first group is made. Raises NetworkError, the
-    same on all ranks; warnings come back on each node's first rank."""
-    own = nodes[rank]
-    if own.one_host:
-        return []
+    """Try and measure every pair of nodes that must talk, before the first group is made. Raise NetworkError, the same
+    on all ranks; return warnings on each node's first rank."""
     if not first_on_node:
         link_check.await_links(store)
         return []
+    own = nodes[rank]
     return link_check.prove_links(
         store,
         own.node,
@@ -240,15 +229,18 @@ def check_links(
         fabric=own.fabric,
         ranks=[r for r, n in enumerate(nodes) if n.node == own.node],
         nics=endpoints(plan, own),
-        groups=communication_groups(plan, nodes),
-        token=token,
+        groups=[
+            CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
+            for g in plan.transports()
+            # those that leave their node, over NICs with an address
+            if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)
+        ],
+        token=store.get("token").decode(),
     )
 
 
 def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
     """Raise NetworkError when ranks that the plan puts on one node run on several, or the other way round."""
-    if nodes[0].one_host:
-        return
     seen: dict[Any, str] = {}
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         if seen.setdefault(place, node.node) != node.node:
@@ -271,8 +263,6 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = 
     same addresses."""
     owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):
-        if node.one_host:
-            return
         where = f"rank {rank} on {node.node}"
         if job_nodes and node.node not in job_nodes:
             raise NetworkError("that is no node of the job", where=where, hint="start the ranks with srun in one job")

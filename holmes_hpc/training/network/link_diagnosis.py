@@ -237,20 +237,17 @@ def _of_kind(
         if failures[worst] == 1 or len(failures) == 2:
             found += [_pair(link, why, infos) for link, why in left.values()]
             break
-        parts = _parts(left)
-        if len(parts) == 2 and min(len(p) for p in parts) > 1:
-            nics = infos[parts[0][0]].nics[kind]
-            fabrics = sorted({infos[n].fabric for p in parts for n in p})
+        if (islands := _islands(left)) is not None:
+            one, two = (infos[island[0]] for island in islands)
             found.append(
                 Finding(
                     "error",
-                    f"fabric {', '.join(fabrics)}",
-                    f"nodes {compress(parts[0])} ({nics.text}) and "
-                    f"{compress(parts[1])} ({infos[parts[1][0]].nics[kind].text}) do not reach each other over their "
-                    f"{_NAMES[kind]} NICs",
+                    f"fabric {', '.join(sorted({infos[n].fabric for island in islands for n in island}))}",
+                    f"nodes {compress(islands[0])} ({one.nics[kind].text}) and {compress(islands[1])} "
+                    f"({two.nics[kind].text}) do not reach each other over their {_NAMES[kind]} NICs",
                     _PARTED_HINTS[kind],
-                    parts[0][0],
-                    nics.interface,
+                    one.node,
+                    one.nics[kind].interface,
                 )
             )
             break
@@ -273,9 +270,8 @@ def _of_kind(
     return found
 
 
-def _parts(pairs: Iterable[frozenset[str]]) -> list[list[str]]:
-    """Return the nodes in two sets such that each fails to reach exactly the other, where there are such; else one
-    list."""
+def _islands(pairs: Iterable[frozenset[str]]) -> tuple[list[str], list[str]] | None:
+    """Return the nodes in two sets of several such that each fails to reach exactly the other, where there are such."""
     failing: defaultdict[str, set[str]] = defaultdict(set)
     for a, b in map(sorted, pairs):
         failing[a].add(b)
@@ -284,7 +280,7 @@ def _parts(pairs: Iterable[frozenset[str]]) -> list[list[str]]:
     one = sorted(n for n in failing if failing[n] == failing[first])
     two = sorted(failing[first])
     whole = all(failing[n] == set(one) for n in two) and set(one) | set(two) == set(failing)
-    return [one, two] if whole else [sorted(failing)]
+    return (one, two) if whole and min(len(one), len(two)) > 1 else None
 
 
 def _pair(link: NodeLink, why: str, infos: Mapping[str, NodeInformation]) -> Finding:

@@ -131,9 +131,9 @@ def read_meeting(path: Path) -> Meeting | None:
 
 def join_store(
     run_dir: Path, launch: Launch, timeout_s: float, interface: str = "", known: Callable[[int], None] = lambda _: None
-) -> tuple[dist.TCPStore, int]:
-    """The other ranks: the store that rank 0 published, and the number of this attempt. `interface`: for messages;
-    `known`: is told the number where rank 0 has failed.
+) -> dist.TCPStore:
+    """Return, on the other ranks, the store that rank 0 published. `interface`: for messages; `known`: is told the
+    number of this attempt.
 
     NetworkError when rank 0 published nothing in time (it died, or the run directory is not shared), or when its
     address cannot be reached from here.
@@ -142,21 +142,19 @@ def join_store(
     meeting, problem = None, ""
     while time.monotonic() < end:
         meeting = read_meeting(path)
-        if meeting is not None and meeting.error:
-            if meeting.attempt:
-                known(meeting.attempt)
-            error = HolmesError if meeting.exit_code == 2 else NetworkError
-            raise error(f"Connection refused: rank 0 failed: {meeting.error}", where=f"rendezvous on {launch.node}")
         if meeting is not None:
-            end = min(end, time.monotonic() + REACH_S) if not problem else end
-            problem = problem or "no answer"
+            known(meeting.attempt)
+            if meeting.error:
+                error = HolmesError if meeting.exit_code == 2 else NetworkError
+                raise error(f"Connection refused: rank 0 failed: {meeting.error}", where=f"rendezvous on {launch.node}")
+            end = end if problem else min(end, time.monotonic() + REACH_S)
             try:
                 secret = bytes.fromhex(meeting.secret)
                 # tried first, for TCPStore waits long for what it cannot reach, and does not say why
                 admission.prove(meeting.address, meeting.port, secret, min(5.0, timeout_s))
                 relay = admission.Relay(meeting.address, meeting.port, secret)
                 _held.append(relay)
-                return _store(relay.address, relay.port, launch, timeout_s, is_master=False), meeting.attempt
+                return _store(relay.address, relay.port, launch, timeout_s, is_master=False)
             except (OSError, RuntimeError, ValueError) as e:  # not there yet, or no longer: the file may be replaced
                 problem = _why(e)
         time.sleep(POLL_S)

@@ -59,7 +59,7 @@ class RankExit:
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
         self._run, self._launch = run, launch
         self.rank, self.node = launch.rank, launch.node
-        self.attempt: int | None = None
+        self.attempt = 0  # until it is known
         self._store: Any = None
         self._stop = threading.Event()
         self._once = threading.Lock()
@@ -222,10 +222,9 @@ class RankExit:
             time.sleep(2 * POLL_S)
 
     def _write(self, state: str, error: str | None, **more: Any) -> None:
-        if self.attempt is not None:
-            more["attempt"] = self.attempt
+        attempt = {"attempt": self.attempt} if self.attempt else {}
         with contextlib.suppress(HolmesError, OSError):
-            self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more)
+            self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more, **attempt)
 
 
 def dump_stacks(file: Any = None) -> None:
