@@ -318,10 +318,11 @@ def slow(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> lis
         partners = {nic for link in mine for nic in _ends(link)} - {chosen}
         equal = next((nic for nic in sorted(partners) if score[nic] == score[chosen]), None)
         if equal is None:
-            found.append(_own(chosen[1], mine, best, level, by_node))
+            gravest = max((level[link] for link in mine), key=("warning", "error").index)
+            found.append(_own(chosen[1], mine[0], best[mine[0]], gravest, by_node))
         else:
             mine = [link for link in mine if equal in _ends(link)]
-            found.append(_between(mine[0], best, level, by_node))
+            found.append(_between(mine[0], best[mine[0]], level[mine[0]], by_node))
         bad -= set(mine)
     return found
 
@@ -342,40 +343,28 @@ def _rate(gbps: float) -> str:
 _SLOW_HINT = "see its link speed, shaping (tc) and cable (ethtool, ibstat), or lower the declared rate (holmes label)"
 
 
-def _own(
-    node: str,
-    links: Sequence[NodeLink],
-    best: Mapping[NodeLink, float],
-    level: Mapping[NodeLink, str],
-    infos: Mapping[str, NodeInformation],
-) -> Finding:
-    worst = links[0]
-    nic = infos[node].nics[worst.kind]
-    sends = node == worst.sender
-    other = worst.receiver if sends else worst.sender
-    should = declared(infos, worst)
+def _own(node: str, worst: NodeLink, gbps: float, level: str, infos: Mapping[str, NodeInformation]) -> Finding:
+    nic, should = infos[node].nics[worst.kind], declared(infos, worst)
+    does, peer = ("sends", f"to {worst.receiver}") if node == worst.sender else ("receives", f"from {worst.sender}")
     return Finding(
-        max((level[x] for x in links), key=("warning", "error").index),
+        level,
         f"node {node}",
-        f"{_NAMES[worst.kind]} NIC {nic.text} {'sends' if sends else 'receives'} {_rate(best[worst])} of "
-        f"{_rate(should)} ({best[worst] / should:.0%}; {'to' if sends else 'from'} {other}, group "
-        f"{worst.label})",
+        f"{_NAMES[worst.kind]} NIC {nic.text} {does} {_rate(gbps)} of {_rate(should)} ({gbps / should:.0%}; {peer}, "
+        f"group {worst.label})",
         _SLOW_HINT,
         node,
         nic.interface,
     )
 
 
-def _between(
-    link: NodeLink, best: Mapping[NodeLink, float], level: Mapping[NodeLink, str], infos: Mapping[str, NodeInformation]
-) -> Finding:
+def _between(link: NodeLink, gbps: float, level: str, infos: Mapping[str, NodeInformation]) -> Finding:
     a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
     should = declared(infos, link)
     return Finding(
-        level[link],
+        level,
         f"nodes {link.sender} and {link.receiver}",
-        f"{_NAMES[link.kind]} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry "
-        f"{_rate(best[link])} of {_rate(should)} ({best[link] / should:.0%}; group {link.label})",
+        f"{_NAMES[link.kind]} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry {_rate(gbps)} of "
+        f"{_rate(should)} ({gbps / should:.0%}; group {link.label})",
         _SLOW_HINT,
         link.sender,
         a.interface,
