@@ -33,8 +33,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.best import best_plan, to_plan
 from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.search.offers import Question
 from holmes_hpc.planning.search.per_stage import variants
-from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.planning.spec.parts import Schedule
 from holmes_hpc.planning.spec.plan import Plan

@@ -96,6 +96,18 @@ def check(made: Any, where: str, error: type[HolmesError] = ConfigError, dotted:
             raise error(f"{what} is {_shown(value)}", where="" if dotted else where, hint=allowed(declared, value))
 
 
+class Checked:
+    """A dataclass whose fields are checked (:func:`check`) when it is made, and nothing else."""
+
+    _check: tuple[str, type[HolmesError]]
+
+    def __init_subclass__(cls, where: str = "", error: type[HolmesError] = ConfigError) -> None:
+        cls._check = where, error
+
+    def __post_init__(self) -> None:
+        check(self, *self._check)
+
+
 def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
     """Raise `error` for the first of `cases` (whether it is wrong, what is wrong, what to do) that is wrong."""
     for is_wrong, what, hint in cases:

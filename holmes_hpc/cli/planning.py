@@ -27,8 +27,7 @@ from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
-from holmes_hpc.planning.cost.corrections import NONE, Corrections
+from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.narrative import explain, throughput

@@ -14,8 +14,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.schedule.kinds import megatrons_own
-from holmes_hpc.planning.search.alternatives import PREDICTED
-from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.best import PREDICTED, best_plan
 from holmes_hpc.planning.spec.plan import Plan, Predicted
 from holmes_hpc.records.metrics import PART_NAMES
 

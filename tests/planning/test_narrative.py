@@ -18,8 +18,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.predict import kind_tflops
 from holmes_hpc.planning.narrative import explain
-from holmes_hpc.planning.search.alternatives import grown
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, given_plan, grown
 
 pytestmark = pytest.mark.integration
 

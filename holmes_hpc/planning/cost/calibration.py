@@ -1,4 +1,5 @@
-"""What `holmes calibrate` measured on real nodes, fabric by fabric: the record that it writes and the planner reads."""
+"""What was measured on real nodes: by `holmes calibrate`, fabric by fabric (the record that it writes and the planner
+reads), and by a site's own runs (corrections of all figures)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.planning.cost.flops import layer_flops
 from holmes_hpc.planning.cost.hardware import Link
-from holmes_hpc.schema import check, key, keys, make, refuse
+from holmes_hpc.schema import Checked, check, key, keys, make, refuse
 
 NETWORKS = ("local", *map(str, NicType))
 COLLECTIVES = ("reduce_scatter", "all_gather")
@@ -87,7 +88,7 @@ class MeasuredFabric:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Checked, where="calibration"):
     """`between`: rate and delay between fabrics, as a site file's `links:` say them. `pace_layer_ms`: layers waited
     that long. `step_s`: seconds of every step that belong to none of its passes and none of its traffic."""
 
@@ -97,9 +98,6 @@ class Calibration:
     step_s: Annotated[float | None, key("of every step", unit="s", ge=0, le=1e4)] = None
     dtype: Annotated[str | None, key("of weights", one_of=("fp32", "bf16", "fp16"))] = None
     made: str = ""  # when and where, for people
-
-    def __post_init__(self) -> None:
-        check(self, "calibration")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
@@ -197,6 +195,20 @@ class Calibration:
             where="calibration",
             hint=f"measure this model: `holmes calibrate model={model.name}`",
         )
+
+
+@dataclass(frozen=True)
+class Corrections(Checked, where="corrections"):
+    """What a site's own runs say of the planner's figures. `compute`: how many times as long layers, embedding and head
+    take on a kind of GPU. `rates`: how many times the rate a network reaches (ib, roce, ethernet). `notes`: what they
+    were learned from, for a plan's assumptions."""
+
+    compute: Annotated[Mapping[str, float], key("of seconds, by GPU kind", gt=0)] = field(default_factory=dict)
+    rates: Annotated[Mapping[str, float], key("of rates, by network", gt=0)] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+NONE = Corrections()
 
 
 def _fits(p: Measured, model: ModelSpec) -> bool:

@@ -16,8 +16,7 @@ from functools import cached_property
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Fabric, Gpu, Site
-from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric, interpolated
-from holmes_hpc.planning.cost.corrections import NONE, Corrections
+from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, Measured, MeasuredFabric, interpolated
 from holmes_hpc.planning.cost.cpu import Cpu
 from holmes_hpc.planning.cost.flops import (
     ffn_matrix,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.planning.cost.hardware import FITTED, memory_gbps
+from holmes_hpc.planning.cost.hardware import CPU_MEMORY_GBPS, FITTED
+from holmes_hpc.planning.cost.kernels import kind
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Cpu:
         return flops / (self.gpu.peak_tflops * 1e12 * FITTED.matrix)
 
     def memory_s(self, moved: float) -> float:
-        return moved / (memory_gbps(self.gpu) * 1e9 * FITTED.memory)
+        gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps  # a GPU's layers may be paced
+        return moved / (gbps * 1e9 * FITTED.memory)
 
     def rest_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, sequence_parallel: bool) -> float:
         """Return the seconds of a forward pass, all but matrix products. Per token and hidden unit, in elements: two

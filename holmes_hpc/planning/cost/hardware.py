@@ -4,39 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated
 
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import Checked, key
 
-# Memory bandwidth in GB/s, from NVIDIA's data sheets: A100 40 GB and 80 GB SXM, H100 SXM, H200 SXM, B200.
-# A CPU rank: one core's share of a server's DDR4.
-MEMORY_GBPS = {"a100-40gb": 1555.0, "a100": 2039.0, "h100": 3350.0, "h200": 4800.0, "b200": 8000.0, "cpu": 10.0}
-# FLOPs per byte of the four above lie between 153 and 295; for an unknown GPU, take this many.
+CPU_MEMORY_GBPS = 10.0  # of one rank: one core's share of a server's DDR4
+# FLOPs per byte of A100, H100, H200 and B200 lie between 153 and 295; for an unknown GPU, take this many.
 FLOPS_PER_BYTE = 200.0
 
 
-@lru_cache(maxsize=64)
-def memory_gbps(gpu: Gpu) -> float:
-    """Memory bandwidth of a GPU in GB/s (1e9 bytes): its data sheet's, by the longest known start of its name."""
-    for name in sorted(MEMORY_GBPS, key=len, reverse=True):
-        if gpu.name.lower().startswith(name):
-            return MEMORY_GBPS[name]
-    return gpu.peak_tflops * 1e12 / FLOPS_PER_BYTE / 1e9
-
-
 @dataclass(frozen=True)
-class Link:
+class Link(Checked, where="calibration"):
     """What one kind of transport costs."""
 
     latency_s: Annotated[float, key("before a message's first byte", unit="s", ge=0)]
     # above 1 where a burst is faster than the nominal rate
     efficiency: Annotated[float, key("share of the nominal rate that payload gets", gt=0)]
-
-    def __post_init__(self) -> None:
-        check(self, "calibration")
 
 
 @dataclass(frozen=True)

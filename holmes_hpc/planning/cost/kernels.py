@@ -18,7 +18,7 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.hardware import FLOPS_PER_BYTE
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import Checked, check, key, make
 
 # Rows and columns of a tile, and its speed beside the best.
 FILL = 64  # rows of the inner side that filling a tile's pipeline takes
@@ -75,7 +75,7 @@ Time = Annotated[float, key("seconds", unit="s", ge=0)]
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(Checked, where="stack"):
     """What programs of today reach on top of the kinds' tables, one set of constants for all GPUs and programs, fitted
     to published runs (benchmarks/published_fit.py).
 
@@ -107,9 +107,6 @@ class Stack:
     local: Share = 0.679
     ib: Share = 0.92
     transfer: Share = 0.9
-
-    def __post_init__(self) -> None:
-        check(self, "stack")
 
 
 STACK = Stack()

@@ -13,10 +13,11 @@ from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, 
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.per_stage import breakdown_per_stage, events
-from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, step_s, timing
+from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s
+from holmes_hpc.planning.schedule.event_simulation import Went
+from holmes_hpc.planning.schedule.event_simulation import ends as row_ends
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import step_seconds
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER
@@ -80,7 +81,7 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
     gradients' and parameters' traffic that nothing hides, the optimizer and what else follows. They sum up to the
     step."""
     if layout.is_per_stage:
-        return breakdown_per_stage(layout, layers)
+        return _breakdown_per_stage(layout, layers)
     times = timing(layout, layers)
     ends = [float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(times.replicas, times.shared, strict=True)]
     replica = int(np.argmax(ends))
@@ -156,12 +157,7 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     if layout.is_per_stage:
-        rows = [
-            dict(stage=e.row, kind=e.kind, chunk=0, micro_batch=e.micro_batch, start_s=e.start, end_s=e.end)
-            for e in events(layout, layers)
-            if e.end > e.start
-        ]
-        return sorted(rows, key=_event_order)
+        return sorted((e for e in events(layout, layers) if e["end_s"] > e["start_s"]), key=_event_order)
     times = timing(layout, layers)
     return [event for replica in range(len(times.replicas)) for event in _events(layout, times, replica)]
 
@@ -180,6 +176,46 @@ def _events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]
         event["stage"] += replica * layout.parallel.pp
         rows.append(event)
     return sorted(rows, key=_event_order)
+
+
+def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
+    """Return the simulated step of one layer split of a layout that is per stage: events as of :func:`timeline`."""
+    order, durations = layout.order, row_durations(times := timing(layout, layers), 0)
+    tail = times.replicas[0].tail[0, :, 0].tolist()
+    passes, made = list[Went](), list[dict[str, Any]]()
+
+    def add(row: int, kind: str, start: float, end: float, micro_batch: int | None = None) -> None:
+        made.append(dict(stage=row, kind=kind, chunk=0, micro_batch=micro_batch, start_s=start, end_s=end))
+
+    last_ends = row_ends(order, durations, passes)
+    for w in passes:
+        if w.forward and w.micro_batch == order.own(w.row)[0]:
+            add(w.row, "param_sync", w.start - durations.ready[order.stage_of(w.row)], w.start)
+        add(w.row, "forward" if w.forward else "backward", w.start, w.end, w.micro_batch)
+        if w.sent is not None:
+            add(w.row, "send", *w.sent, micro_batch=w.micro_batch)
+    for row, end in enumerate(last_ends):
+        add(row, "grad_sync", end, end + tail[order.stage_of(row)])
+    return made
+
+
+def _breakdown_per_stage(layout: Layout, layers: np.ndarray) -> dict[str, float]:
+    """Return seconds of the step of the replica that computes longest, by part, as :func:`breakdown` has them."""
+    times, simulated = timing(layout, layers), events(layout, layers)
+    work: defaultdict[int, float] = defaultdict(float)
+    for e in simulated:
+        work[e["stage"]] += e["end_s"] - e["start_s"] if e["kind"] in ("forward", "backward") else 0.0
+    row = max(work, key=lambda r: work[r])
+    gather = next(e["end_s"] - e["start_s"] for e in simulated if e["stage"] == row and e["kind"] == "param_sync")
+    end = max(e["end_s"] for e in simulated)
+    sync = max(0.0, end - max(e["end_s"] for e in simulated if e["kind"] != "grad_sync"))
+    return {
+        "compute_s": work[row],
+        "pipeline_wait_s": end - work[row] - gather - sync,
+        "grad_sync_s": sync + times.tied + times.norm,
+        "param_sync_s": gather + float(times.gather[0].max()),
+        "optimizer_s": float(times.optimizer[0]) + times.other,
+    }
 
 
 def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:

@@ -21,11 +21,11 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
 from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
-from holmes_hpc.schema import REQUIRED, check, key, keys
+from holmes_hpc.schema import REQUIRED, Checked, key, keys
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Checked, where="profile"):
     """One part in one shape. `sequence` 0: the batch's; `hidden` 0: not known."""
 
     part: Annotated[str, key("of a model", one_of=("layer", "embedding", "head"))]
@@ -37,9 +37,6 @@ class Row:
     sequence: Annotated[int, key("tokens of a sequence", ge=0)] = 0
     hidden: Annotated[int, key("width of the residual stream", ge=0)] = 0
     gpu: str = ""
-
-    def __post_init__(self) -> None:
-        check(self, "profile")
 
 
 def is_sailors(data: Any) -> bool:

@@ -14,14 +14,14 @@ from typing import Annotated
 from holmes_hpc.planning.cost.kernels import Kind, kind
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import Checked, key, make
 
 # A kind whose shares are supposed, or that has no table: known kinds' shares lie between 0.49 and 0.86.
 SUPPOSED, UNKNOWN = 1.15, 1.35
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(Checked, where="uncertainty"):
     """Measured over predicted seconds of nine of ten runs of a class: TP up to `tp`, attention fused or not."""
 
     tp: Annotated[int, key("tensor parallel, at most", ge=1)]
@@ -29,9 +29,6 @@ class Spread:
     low: Annotated[float, key("5th percentile", gt=0)]
     high: Annotated[float, key("95th percentile", gt=0)]
     rows: Annotated[int, key("runs that it was seen on", ge=1)]
-
-    def __post_init__(self) -> None:
-        check(self, "uncertainty")
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -18,15 +18,14 @@ from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.schedule.kinds import megatrons_own, schedule_kind
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search import refusal
-from holmes_hpc.planning.search.alternatives import alternative
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
 from holmes_hpc.planning.search.near_batch import WORTH, near_batch
-from holmes_hpc.planning.search.offers import offers
+from holmes_hpc.planning.search.offers import Question, offers
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, obstacle, variants
-from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.space import Space
 from holmes_hpc.planning.spec.plan import Plan, Stage
+from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
 BETTER = 24  # candidates made better at most
 NEAR = 1.05  # candidates slower than the best by no more than this are made better
@@ -36,6 +35,7 @@ ALIKE = 6  # of one kind that were made better, after which those that would hav
 GIVEN = 50  # choices of nodes for one given layout that are tried
 RUNNERS_UP = 5
 GAINED = 0.01  # what TP and DP by stage must gain at least: they are less plain
+PREDICTED = tuple(part for part in PARTS if part != "other_s")  # of a step's time
 SAID = 0.005  # a gap to the lower bound that a plan tells of
 
 
@@ -278,3 +278,37 @@ def _step_time_s(runner_up: dict[str, Any]) -> float:
 def _kind(candidate: Candidate | Variant) -> tuple[object, ...]:
     layout = candidate.layout
     return candidate.strategy, layout.parallel.stages, tuple(sorted(c.fabric for c in layout.components))
+
+
+def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, Any]:
+    """Return a runner-up, whose layout is uniform, as plain data, with what it loses against the best."""
+    other, layers = runner_up.layout, runner_up.layers
+    first, second = predict_layout(best.layout, best.layers), predict_layout(other, layers)
+    slower = second.step_time_s / first.step_time_s - 1
+    more = {name: second.breakdown[name] - first.breakdown[name] for name in PREDICTED}
+    why = f"{slower:.1%} slower: {grown(more)}" if slower > 0.0005 else ("as fast, and less plain or with more GPUs")
+    p = other.parallel
+    return {
+        "strategy": runner_up.strategy,
+        "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
+        "micro_size": other.batch.micro_size,
+        "nodes": {c.fabric: c.nodes for c in other.components},
+        "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)],
+        "recompute": other.recompute,
+        "schedule": other.schedule.kind,
+        "why_not": why,
+        "predicted": {
+            "step_time_s": second.step_time_s,
+            "samples_per_s": second.samples_per_s,
+            "memory_bytes_per_gpu": max(second.memory_bytes_per_gpu),
+            "breakdown": second.breakdown,
+        },
+    }
+
+
+def grown(more: Mapping[str, float]) -> str:
+    """In words the part of a step that takes longest beyond the best plan's, and the next where that is a third of it
+    or more. `more`: seconds of each, less where negative."""
+    first, second = sorted(more, key=lambda name: -more[name])[:2]
+    text = f"{PART_NAMES[first]} takes {more[first]:.3g} s longer"
+    return text + (f", {PART_NAMES[second]} {more[second]:.3g} s" if more[second] >= more[first] / 3 > 0 else "")

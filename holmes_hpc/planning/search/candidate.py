@@ -21,7 +21,7 @@ from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
-from holmes_hpc.planning.search.depth import deepened, extra_depth, may_be_early, schedule_of
+from holmes_hpc.planning.search.layers import deepened, extra_depth, may_be_early, schedule_of
 from holmes_hpc.planning.search.one_size import most_chunks
 from holmes_hpc.planning.search.placement import Block, Placement, component
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel

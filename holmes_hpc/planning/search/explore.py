@@ -16,7 +16,7 @@ from math import inf
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
-from holmes_hpc.planning.search.limit import required
+from holmes_hpc.planning.search.estimate import required
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.space import MARGIN, Space
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.search.estimate import Estimate, Limit
 from holmes_hpc.planning.search.fabric_order import along
-from holmes_hpc.planning.search.limit import Limit
 from holmes_hpc.planning.search.offers import divisors
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.placement import Block, Placement, ordered

@@ -6,9 +6,8 @@ from dataclasses import replace
 from math import ceil, floor, gcd, inf
 
 from holmes_hpc.config.model import Batch
-from holmes_hpc.planning.search.offers import divisors
+from holmes_hpc.planning.search.offers import Question, divisors
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.space import Space
 
 EVEN = 16  # micro-batches of all ranks that are a multiple of this are shared out well as they are

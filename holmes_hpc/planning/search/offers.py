@@ -1,17 +1,30 @@
-"""What a site offers to a plan: nodes and ranks of each fabric, and the sizes that divide a batch."""
+"""What a plan is searched for, and what the site offers to it: nodes and ranks of each fabric, sizes that divide a
+batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from holmes_hpc.config.model import Batch
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.planning.cost.costs import Costs
 
 LARGEST_MICRO = 32
+
+
+class Question(NamedTuple):
+    """A model and a batch to train on a site, what is fixed of the plan, and the costs it is judged by."""
+
+    model: ModelSpec
+    batch: Batch
+    site: Site
+    options: PlanOptions
+    costs: Costs
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import schedule_kind
-from holmes_hpc.planning.search.offers import Offer
-from holmes_hpc.planning.search.question import Question
+from holmes_hpc.planning.search.offers import Offer, Question
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, TransportRule
 
 T = TypeVar("T")

@@ -26,9 +26,8 @@ from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.explore import OVER, Clock
 from holmes_hpc.planning.search.layers import STEPS
-from holmes_hpc.planning.search.offers import Offer, offers
+from holmes_hpc.planning.search.offers import Offer, Question, offers
 from holmes_hpc.planning.search.placement import component
-from holmes_hpc.planning.search.question import Question
 from holmes_hpc.planning.search.shapes import Shape, shapes
 from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.planning.spec.plan import Component, Schedule

@@ -15,9 +15,8 @@ import numpy as np
 
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.schedule.kinds import schedule_kind
-from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.search.estimate import Estimate, Limit, required
 from holmes_hpc.planning.search.fabric_order import along, least_edges
-from holmes_hpc.planning.search.limit import Limit, required
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.placement import Block, Placement, ordered
 

@@ -20,11 +20,9 @@ import numpy as np
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import most_layers
 from holmes_hpc.planning.memo import Memo
-from holmes_hpc.planning.search.offers import Offer, micro_sizes, offers
+from holmes_hpc.planning.search.offers import Offer, Question, micro_sizes, offers
 from holmes_hpc.planning.search.one_size import OneSize
-from holmes_hpc.planning.search.question import Question
-from holmes_hpc.planning.search.stage_rows import Stages, changed, orders
-from holmes_hpc.planning.search.stage_table import StageTable
+from holmes_hpc.planning.search.stage_rows import Stages, StageTable, changed, orders
 
 FINE, WIDE = 1.006, 1.8  # taus: how much longer each is than the one before, and the last than the first
 MOST_STAGES = 12  # of one fabric

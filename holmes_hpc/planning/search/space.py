@@ -7,13 +7,12 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.estimate import SMALL, Limit
 from holmes_hpc.planning.search.hierarchies import hierarchies
-from holmes_hpc.planning.search.limit import SMALL, Limit
-from holmes_hpc.planning.search.offers import divisors, micro_sizes, offers
+from holmes_hpc.planning.search.offers import Question, divisors, micro_sizes, offers
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.question import Question
 
 MARGIN = 1.3  # placements estimated slower than the best on the same fabrics by more than this wait
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.errors import PlanError
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import Checked, check, key
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Predicted(Checked, where="predicted", error=PlanError):
     """What a plan should do. Times in seconds; `nic_bytes_per_step`: fabric name or ``ethernet`` -> bytes that all
     nodes together send over such NICs in one step, payload only; `breakdown`: seconds of the step by part.
     `interval_s`: (low, high), between which nine of ten runs like it were; None where nothing is known of that."""
@@ -77,6 +77,3 @@ class Predicted:
     nic_bytes_per_step: dict[str, float]
     breakdown: dict[str, float]
     interval_s: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        check(self, "predicted", PlanError)

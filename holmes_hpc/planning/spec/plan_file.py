@@ -15,7 +15,7 @@ import yaml
 from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
 from holmes_hpc.records.untrusted import from_yaml
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import Checked, key, make
 
 P = TypeVar("P")  # Plan, whose methods these are
 
@@ -186,25 +186,19 @@ def _fields(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Uniform:
+class _Uniform(Checked, where="parallel", error=PlanError):
     """The sizes of a uniform layout, as a plan's file has them."""
 
     tp: Annotated[int, key("tensor parallel", ge=1)] = 1
     pp: Annotated[int, key("pipeline stages", ge=1)] = 1
     dp: Annotated[int, key("data parallel", ge=1)] = 1
 
-    def __post_init__(self) -> None:
-        check(self, "parallel", PlanError)
-
 
 @dataclass(frozen=True)
-class _Routing:
+class _Routing(Checked, where="routing", error=PlanError):
     """The rule of an uneven layout as a plan's file has it: per stage, every replica's weight."""
 
     weights: tuple[tuple[float, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        check(self, "routing", PlanError)
 
 
 def _parallel(flat: Mapping[str, Any]) -> Parallel:

@@ -17,7 +17,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.corrections import Corrections
+from holmes_hpc.planning.cost.calibration import Corrections
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.learned import Observed, computing_s, learn

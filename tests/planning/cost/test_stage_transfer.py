@@ -21,7 +21,7 @@ from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.stage_transfer import StageTransferCost, stage_transfer_cost
 from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.search.depth import deepened, extra_depth
+from holmes_hpc.planning.search.layers import deepened, extra_depth
 from holmes_hpc.planning.spec.plan import Plan, Schedule
 
 pytestmark = pytest.mark.integration
