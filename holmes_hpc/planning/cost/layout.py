@@ -20,7 +20,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import UNMEASURED
 from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.memo import Memo
-from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.kinds import PER_STAGE, ScheduleKind
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
@@ -32,6 +32,7 @@ _OF_THE_PLAN = (  # fields that a layout has of its plan
     *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
 )
 _order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
+schedule_of = lru_cache(maxsize=4096)(Schedule)
 
 
 def remembered(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
@@ -94,6 +95,12 @@ class Layout:
                 object.__setattr__(made, name, value)
         made.__dict__.pop("order", None)  # the only thing computed that these change
         return made
+
+    def scheduled(self, kind: ScheduleKind, chunks: int | None = None, recompute: str | None = None) -> Layout:
+        """Return the layout under a schedule, with as few passes in flight as that has at least."""
+        p, chunks = self.parallel, chunks or self.parallel.virtual_stages
+        depths = kind.in_flight(p.pp, self.batch.micro_batches(p.dp), chunks)
+        return self.varied(schedule_of(kind.name, depths), recompute=recompute, virtual_stages=chunks)
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:

@@ -13,7 +13,7 @@ from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.schedule.simulation import step_seconds
-from holmes_hpc.planning.spec.plan import Plan, Schedule
+from holmes_hpc.planning.spec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     if both[at] <= 0:
         return None
     chunks = p.virtual_stages
-    theirs = megatrons_own(chunks)
-    own = replace(layout, schedule=Schedule(theirs.name, theirs.in_flight(p.pp, layout.order.micro_batches, chunks)))
     computing = float((d.forward + d.backward)[0].sum(axis=1).max())
     one_way_s = float(both[at]) / 2
     return StageTransferCost(
@@ -67,7 +65,7 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
         ratio=one_way_s / computing,
         wire_s=float(both[at]) * layout.order.micro_batches * chunks,
         exposed_s=_exposed_s(layout, layers),
-        waiting_s=_exposed_s(own, layers),
+        waiting_s=_exposed_s(layout.scheduled(megatrons_own(chunks)), layers),
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import accumulate, combinations, permutations
 from math import inf
 
 import numpy as np
@@ -14,15 +14,14 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits, most_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
-from holmes_hpc.planning.search.layers import deepened, extra_depth, may_be_early, schedule_of
-from holmes_hpc.planning.search.one_size import most_chunks
+from holmes_hpc.planning.search.layers import deepened, extra_depth, may_be_early
 from holmes_hpc.planning.search.placement import Block, Placement, component
 from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.spec.plan import RECOMPUTE, Component
@@ -56,12 +55,6 @@ class Candidate:
         """Seconds, a little longer for virtual stages and for more GPUs: ties go to the simpler plan."""
         virtual = self.layout.parallel.virtual_stages > 1
         return self.seconds * (1 + PLAINER * virtual + 1e-7 * self.placement.gpus)
-
-    @property
-    def passes(self) -> int:
-        """How much there is to simulate."""
-        o = self.layout.order
-        return o.stages * o.chunks * min(o.micro_batches, 10 * o.stages)
 
     def key(self) -> tuple[object, ...]:
         p = self.layout.parallel
@@ -100,16 +93,11 @@ class Evaluator:
                     if not made.full:
                         break
 
-    def _chunks(self, placement: Placement) -> list[int]:
-        """Virtual stages to try. Megatron-Core deals micro-batches out to them in groups of PP."""
+    def _chunks(self, placement: Placement) -> Sequence[int]:
+        """Return the numbers of virtual stages to try."""
         wanted, kind = self.options.virtual_stages, self.options.schedule
-        if wanted is not None:
-            return [wanted]
-        micro_batches = self.batch.global_size // (placement.micro * placement.dp)
-        possible = range(2, min(self.model.layers // placement.pp, most_chunks(kind)) + 1)
-        if placement.pp == 1 or micro_batches % placement.pp:
-            possible = range(0)
-        return [*possible] if kind != "auto" and schedule_kind(kind).chunks[0] > 1 else [1, *possible]
+        least = 1 if kind == "auto" else schedule_kind(kind).chunks[0]
+        return [wanted] if wanted else range(least, int(placement.estimate.most_chunks) + 1)
 
     def _could_fit(self, placement: Placement, recompute: str, chunks: int) -> bool:
         """Whether the stages could hold all layers, by what these keep themselves: quick, and never wrongly false."""
@@ -149,19 +137,12 @@ class Evaluator:
         """The layout under the schedule `kind`, with as many passes in flight as it has at least."""
         if self._last is None or self._last[0] is not placement:
             self._last = placement, self._layout(placement)
-        made = self._last[1]
-        depths = schedule_kind(kind).in_flight(placement.pp, made.batch.micro_batches(placement.dp), chunks)
-        return made.varied(schedule_of(kind, depths), recompute=recompute, virtual_stages=chunks)
+        return self._last[1].scheduled(schedule_kind(kind), chunks, recompute=recompute)
 
     def _layout(self, placement: Placement) -> Layout:
-        o, pp = self.options, placement.pp
-        hierarchical = placement.strategy == "hierarchical-dp"
-        components, at = [], 0
-        for b in placement.blocks:
-            components.append(self._component(b, 0 if hierarchical else at, pp if hierarchical else b.stages))
-            at += b.stages
+        o, hierarchical = self.options, placement.strategy == "hierarchical-dp"
+        firsts = accumulate((0 if hierarchical else b.stages for b in placement.blocks), initial=0)
         batch = self._batch(placement.micro)
-        order = HIERARCHICAL_ORDER if hierarchical else PIPELINE_ORDER
         divides = batch.sequence_length % placement.tp == 0
         if o.sequence_parallel and not divides:
             raise PlanError(
@@ -171,23 +152,21 @@ class Evaluator:
             )
         parallel = Parallel.uniform(
             placement.tp,
-            pp,
+            placement.pp,
             placement.dp,
-            order=order,
+            order=HIERARCHICAL_ORDER if hierarchical else PIPELINE_ORDER,
             optimizer_instances=placement.instances,
             distributed_optimizer=o.distributed_optimizer,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
         )
-        plain = megatrons_own(chunks=1)
-        schedule = schedule_of(plain.name, plain.in_flight(pp, batch.micro_batches(placement.dp), 1))
-        alike = hierarchical and pp, placement.micro, placement.tp, placement.dp, placement.instances
+        alike = hierarchical and placement.pp, placement.micro, placement.tp, placement.dp, placement.instances
         return Layout(
             self.model,
             batch,
             parallel,
             recompute="none",
-            schedule=schedule,
-            components=tuple(components),
+            schedule=schedule_of(megatrons_own(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` sets another
+            components=tuple(map(self._component, placement.blocks, firsts)),
             site=self.site,
             costs=self.costs,
             transport_mode=o.transport,
@@ -197,11 +176,11 @@ class Evaluator:
             common=self._memo.of("common", *alike, compute=Memo),
         )
 
-    def _component(self, block: Block, first: int, stages: int) -> Component:
-        """`stages` stages of a block, from `first` on; a search asks for the same ones again and again."""
+    def _component(self, b: Block, first: int) -> Component:
+        """Return the component of a block whose stages begin with `first`."""
         return self._memo.of(
-            *("component", block.fabric.name, block.nodes, first, stages),
-            compute=lambda: component(block.fabric, block.nodes, block.per_node, first, stages),
+            *("component", b.fabric.name, b.nodes, first, b.stages),
+            compute=lambda: component(b.fabric, b.nodes, b.per_node, first, b.stages),
         )
 
     def _batch(self, micro: int) -> Batch:
@@ -358,10 +337,7 @@ class Evaluator:
         s = candidate.layout
         if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate
-        chunks, p = s.parallel.virtual_stages, candidate.placement
-        own = megatrons_own(chunks)
-        depths = own.in_flight(p.pp, s.order.micro_batches, chunks)
-        other = self._timed(replace(candidate, layout=s.varied(schedule_of(own.name, depths))))
+        other = self._timed(replace(candidate, layout=s.scheduled(megatrons_own(s.parallel.virtual_stages))))
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:

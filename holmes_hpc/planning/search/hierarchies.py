@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.planning.search.estimate import Estimate, Limit
-from holmes_hpc.planning.search.fabric_order import along
 from holmes_hpc.planning.search.offers import divisors
 from holmes_hpc.planning.search.one_size import OneSize
-from holmes_hpc.planning.search.placement import Block, Placement, ordered
+from holmes_hpc.planning.search.placement import Placement
 
 DEEPEST = 64  # stages at most
 
 
 def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
     """Those of `size` with the largest optimizer instances that are equal, as far as `limit` allows them."""
-    options = size.options
-    wanted = options.pp or (len(options.layers_per_stage) if options.layers_per_stage else None)
+    wanted = size.options.stages
     depths = np.array([wanted] if wanted else range(1, min(size.layers, DEEPEST) + 1))
     depths = depths[(depths <= size.layers) & (depths * size.tp * dp <= size.ranks.sum())]
     per_stage = -(-size.layers // depths)
@@ -34,25 +32,11 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
         most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
         for counts, run in _splits(size, dp, most, units, _alone(size, pp), partial(_too_slow, size, dp, pp, limit)):
-            used = [f for f, n in enumerate(counts) if n]
-            if size.linked and options.fabric_order is None:
-                used = along(1 / size.between, used, ring=True)
+            used = size.in_order([f for f, n in enumerate(counts) if n], 1 / size.between, ring=True)
             estimate = _estimate(size, dp, pp, used, run)
             if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
-                blocks = tuple(
-                    Block(o.fabric, counts[f] * pp * size.tp // o.per_node, o.per_node, pp, counts[f])
-                    for f in used
-                    for o in [size.offers[f]]
-                )
-                yield Placement(
-                    "hierarchical-dp",
-                    size.micro,
-                    size.tp,
-                    dp=dp,
-                    blocks=ordered(blocks, options.fabric_order),
-                    estimate=estimate,
-                    instances=dp // run,
-                )
+                held = {f: (counts[f] * pp * size.tp, pp) for f in used}
+                yield size.placement("hierarchical-dp", dp, held, estimate, instances=dp // run)
 
 
 def _replica(

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import ceil
 
 import numpy as np
 
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import memory, room
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.schedule.simulation import Durations
-from holmes_hpc.planning.spec.parts import Schedule
 
 STEPS = 24  # of a bisection
 WIDE = 10  # stages up to which every move of one layer is tried; beyond, only those from the busiest stages
-
-
-schedule_of = lru_cache(maxsize=4096)(Schedule)  # a search asks for the same ones over and over
 
 
 def chunked(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:

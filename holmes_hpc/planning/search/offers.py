@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.spec.parallel import undivided
 
 LARGEST_MICRO = 32
 
@@ -76,6 +77,18 @@ def offers(site: Site, options: PlanOptions) -> list[Offer]:
         ),
     )
     return found
+
+
+def tensor_sizes(model: ModelSpec, options: PlanOptions, usable: list[Offer]) -> list[int]:
+    """Return every TP by which the model's layers can be divided inside a node."""
+    sizes = [options.tp] if options.tp else range(1, max(o.per_node for o in usable) + 1)
+    return [tp for tp in sizes if not undivided(model, tp)]
+
+
+def allowed(options: PlanOptions, layers: int, stages: Any, fabrics: Any) -> Any:
+    """Return whether a placement, or each of many, may have so many stages on so many fabrics."""
+    kept = (stages >= 1) & (stages <= layers) & (stages == (options.stages or stages))
+    return kept & {"one-fabric": fabrics == 1, "pipeline": fabrics > 1}.get(options.strategy, fabrics >= 1)
 
 
 @lru_cache(maxsize=512)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
@@ -16,17 +16,14 @@ from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import schedule_kind
+from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.search.fabric_order import along
 from holmes_hpc.planning.search.offers import Offer, Question
+from holmes_hpc.planning.search.placement import Block, Placement
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, TransportRule
 
 T = TypeVar("T")
 MOST_CHUNKS = 8
-
-
-def most_chunks(wanted: str) -> int:
-    """Virtual stages to try at most under a schedule (a name or ``auto``)."""
-    most = None if wanted == "auto" else schedule_kind(wanted).chunks[1]
-    return MOST_CHUNKS if most is None else min(most, MOST_CHUNKS)
 
 
 class OneSize:
@@ -72,6 +69,24 @@ class OneSize:
         self._speed = [float(ranks) / each for ranks, each in zip(self.ranks, self.seconds, strict=True)]
         self._memo = Memo()
 
+    def in_order(self, fabrics: list[int], across: np.ndarray, ring: bool = False) -> list[int]:
+        """Return fabrics in the order of :func:`along` where the site says how far apart they are."""
+        return along(across, fabrics, ring) if self.linked and self.options.fabric_order is None else fabrics
+
+    def placement(
+        self, strategy: str, dp: int, held: Mapping[int, tuple[int, int]], estimate: Estimate, instances: int = 1
+    ) -> Placement:
+        """Return the placement on fabrics that hold (ranks, stages) each: in the order of ``plan.fabric_order``, those
+        that it does not name last, as they are."""
+        order = self.options.fabric_order or ()
+        blocks = [
+            Block(o.fabric, ranks // o.per_node, o.per_node, stages)
+            for f, (ranks, stages) in held.items()
+            for o in [self.offers[f]]
+        ]
+        blocks.sort(key=lambda b: order.index(b.fabric.name) if b.fabric.name in order else len(order))
+        return Placement(strategy, self.micro, self.tp, dp, tuple(blocks), estimate, instances)
+
     def least_s(self, dp: int) -> float:
         """Less than any step with so many data-parallel ranks."""
         return self.least_on(dp, tuple(range(len(self.offers))))
@@ -91,12 +106,13 @@ class OneSize:
         )
 
     def most_chunks(self, stages: int, micro_batches: int) -> int:
-        """Virtual stages that pipelines of so many stages could have."""
-        if self.options.virtual_stages:
-            return self.options.virtual_stages
-        if stages < 2 or micro_batches % stages:
-            return 1
-        return max(1, min(self.layers // stages, most_chunks(self.options.schedule)))
+        """Return the virtual stages that pipelines of so many stages could have. Megatron-Core deals micro-batches out
+        to them in groups of PP."""
+        kind = self.options.schedule
+        most = None if kind == "auto" else schedule_kind(kind).chunks[1]
+        if self.options.virtual_stages or stages < 2 or micro_batches % stages:
+            return self.options.virtual_stages or 1
+        return max(1, min(self.layers // stages, most or MOST_CHUNKS, MOST_CHUNKS))
 
     def all_chunks(self, stages: np.ndarray, micro_batches: int) -> np.ndarray:
         """:meth:`most_chunks` of many."""

@@ -16,9 +16,10 @@ import numpy as np
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate, Limit, required
-from holmes_hpc.planning.search.fabric_order import along, least_edges
+from holmes_hpc.planning.search.fabric_order import least_edges
+from holmes_hpc.planning.search.offers import allowed
 from holmes_hpc.planning.search.one_size import OneSize
-from holmes_hpc.planning.search.placement import Block, Placement, ordered
+from holmes_hpc.planning.search.placement import Placement
 
 FEW = 512  # combinations up to which all are listed
 KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them
@@ -45,12 +46,7 @@ def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         tau = _tau(size, counts)
     else:
         counts, tau = _filled(size, dp, most, units, limit)
-    stages, fabrics = counts.sum(axis=1), (counts > 0).sum(axis=1)
-    kept = (stages >= 1) & (stages <= layers) & np.isfinite(tau)
-    for wanted in (options.pp, len(options.layers_per_stage) if options.layers_per_stage else None):
-        kept &= stages == wanted if wanted else True
-    kept &= fabrics == 1 if options.strategy == "one-fabric" else True
-    kept &= fabrics > 1 if options.strategy == "pipeline" else True
+    kept = allowed(options, layers, counts.sum(axis=1), (counts > 0).sum(axis=1)) & np.isfinite(tau)
     counts, tau = counts[kept], tau[kept]
     if not len(counts):
         return
@@ -61,17 +57,9 @@ def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         names = frozenset(size.offers[f].fabric.name for f in chosen)
         if not limit.allows(float(seconds[at]), names):
             continue
-        if size.linked and options.fabric_order is None:
-            chosen = along(size.known(size.transfers_s, dp)[1], chosen)
-        blocks = tuple(
-            Block(o.fabric, int(counts[at, f]) * block // o.per_node, o.per_node, int(counts[at, f]))
-            for f in chosen
-            for o in [size.offers[f]]
-        )
-        blocks = ordered(blocks, options.fabric_order)
-        yield Placement(
-            "one-fabric" if len(blocks) == 1 else "pipeline", size.micro, size.tp, dp, blocks, estimate.at(at)
-        )
+        chosen = size.in_order(chosen, size.known(size.transfers_s, dp)[1])
+        held = {f: (int(counts[at, f]) * block, int(counts[at, f])) for f in chosen}
+        yield size.placement("one-fabric" if len(held) == 1 else "pipeline", dp, held, estimate.at(at))
 
 
 def _worth_a_look(counts: np.ndarray, seconds: np.ndarray) -> list[int]:

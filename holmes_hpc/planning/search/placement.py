@@ -12,27 +12,19 @@ from holmes_hpc.planning.spec.parts import Component
 
 @dataclass(frozen=True)
 class Block:
-    """`nodes` nodes of a fabric with `per_node` ranks each; they hold `stages` pipeline stages, or, in a hierarchical
-    placement, `pipelines` whole pipelines."""
+    """`nodes` nodes of a fabric with `per_node` ranks each; they hold `stages` pipeline stages, all of them in a
+    hierarchical placement."""
 
     fabric: Fabric
     nodes: int
     per_node: int
     stages: int
-    pipelines: int = 0
 
 
 def component(fabric: Fabric, nodes: int, per_node: int, first: int, stages: int) -> Component:
     """Return `nodes` of a fabric as the component that holds `stages` stages from `first` on."""
     held = tuple(range(first, first + stages))
     return Component(fabric.partition, fabric.constraint, fabric.name, nodes, per_node, held)
-
-
-def ordered(blocks: tuple[Block, ...], wanted: tuple[str, ...] | None) -> tuple[Block, ...]:
-    """As ``plan.fabric_order`` says; fabrics that it does not name come last, as they were."""
-    if wanted is None:
-        return blocks
-    return tuple(sorted(blocks, key=lambda b: wanted.index(b.fabric.name) if b.fabric.name in wanted else len(wanted)))
 
 
 @dataclass(frozen=True)

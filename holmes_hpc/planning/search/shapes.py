@@ -20,7 +20,7 @@ import numpy as np
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import most_layers
 from holmes_hpc.planning.memo import Memo
-from holmes_hpc.planning.search.offers import Offer, Question, micro_sizes, offers
+from holmes_hpc.planning.search.offers import Offer, Question, allowed, micro_sizes, offers, tensor_sizes
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.stage_rows import Stages, StageTable, changed, orders
 
@@ -85,18 +85,10 @@ class _OneKind:
         self._memo = Memo()
         own = question._replace(options=replace(self.options, recompute=recompute))
         self.sizes = {
-            tp: OneSize(own, micro, tp, [o for o in chosen if o.per_node % tp == 0]) for tp in self._tensor_sizes()
+            tp: OneSize(own, micro, tp, usable)
+            for tp in tensor_sizes(self.model, self.options, chosen)
+            if (usable := [o for o in chosen if o.per_node % tp == 0]) and self.batch.sequence_length % tp == 0
         }
-
-    def _tensor_sizes(self) -> list[int]:
-        m, most = self.model, max(o.per_node for o in self.chosen)
-        wanted = [self.options.tp] if self.options.tp else range(1, most + 1)
-        return [
-            t
-            for t in wanted
-            if not (m.heads % t or m.kv_heads % t or m.ffn % t or self.batch.sequence_length % t)
-            and any(o.per_node % t == 0 for o in self.chosen)
-        ]
 
     def _stage(self, fabric: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
         """Of stages with `tp` on 1 to N nodes of a fabric: (seconds of a step for each layer, layers that fit), (N,)
@@ -211,10 +203,7 @@ class _OneKind:
             -1, len(tables)
         )
         stages = counts.sum(axis=1)
-        used = (counts > 0).sum(axis=1)
-        kept = (stages > 0) & (stages <= self.model.layers)
-        kept &= stages == self.options.pp if self.options.pp else True
-        kept &= used > 1 if self.options.strategy == "pipeline" else True
+        kept = allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
         for f, offer in enumerate(self.chosen):
             kept &= counts[:, f] > 0 if offer.fixed else True
         counts, stages = counts[kept], stages[kept]
@@ -267,13 +256,8 @@ class _OneKind:
         return ends[-1] if offer.fixed else [stages for some in ends for stages in some]
 
     def wanted(self, stages: Stages) -> bool:
-        """Whether there may be such stages, by what is told."""
-        o = self.options
-        return (
-            0 < len(stages) <= self.model.layers
-            and (not o.pp or len(stages) == o.pp)
-            and (o.strategy != "pipeline" or len({f for f, *_ in stages}) > 1)
-        )
+        """Return whether there may be such stages."""
+        return bool(allowed(self.options, self.model.layers, len(stages), len({f for f, *_ in stages})))
 
     def estimate(self, stages: Stages) -> float:
         """Seconds of the step, infinite where the layers do not fit, or not within `limit`. For a limit of the step,

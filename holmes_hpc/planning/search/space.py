@@ -9,7 +9,7 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.estimate import SMALL, Limit
 from holmes_hpc.planning.search.hierarchies import hierarchies
-from holmes_hpc.planning.search.offers import Question, divisors, micro_sizes, offers
+from holmes_hpc.planning.search.offers import Question, divisors, micro_sizes, offers, tensor_sizes
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
@@ -40,7 +40,7 @@ class Space:
         self.small = True  # after placements(): none was left out for its estimate
         self._sizes: list[OneSize] = []
         for micro in micro_sizes(batch, options):
-            for tp in self._tensor_sizes() if batch.global_size % micro == 0 else ():
+            for tp in tensor_sizes(model, options, self.offers) if batch.global_size % micro == 0 else ():
                 usable = [o for o in self.offers if o.per_node % tp == 0]
                 if usable and (len(usable) == len(self.offers) or not any(o.fixed for o in self.offers)):
                     question = Question(model, batch, site, options, costs)
@@ -63,8 +63,3 @@ class Space:
                 found += hierarchies(self._sizes[at], dp, limit)
         self.small = limit.count <= SMALL
         return sorted((p for p in found if p.least_s <= limit.most(p.fabrics)), key=Placement.key)
-
-    def _tensor_sizes(self) -> list[int]:
-        m, most = self.model, max(o.per_node for o in self.offers)
-        sizes = [self.options.tp] if self.options.tp else range(1, most + 1)
-        return [t for t in sizes if m.heads % t == 0 and m.kv_heads % t == 0 and m.ffn % t == 0]
