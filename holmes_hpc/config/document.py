@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -23,6 +24,20 @@ PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
 HEAD = "# Written from holmes_hpc/config/ by `python -m holmes_hpc.config.document`; change it there."
 WIDTH = 118
+# How the page abbreviates the allowed values of a key.
+_SHORT = (
+    ("true or false", "bool"),
+    ("a whole number|whole numbers", "int"),
+    ("a number|numbers", "number"),
+    ("texts", "text"),
+    (", or null", " or null"),
+    ("keys with values", "map"),
+    ("keys with", "map of"),
+    ("a list of", "list of"),
+    (",? from ", " ≥"),
+    (",? above ", " >"),
+    (",? below ", " <"),
+)
 _HYDRA = """
 hydra:
   run: {dir: "${oc.env:HOLMES_RUNS,runs}/${now:%Y%m%d-%H%M%S}"}
@@ -51,16 +66,19 @@ def page() -> str:
         "",
         "<!-- written by `python -m holmes_hpc.config.document` -->",
         "",
-        "Every key is given as `KEY=VALUE` on the command line (`train.steps=100`, `model=llama2_7b`, "
-        "`'plan.nodes={ib-a: 2}'`), or in a sweep. A wrong type, a value out of its range or an unknown key is "
-        "refused before anything is submitted.",
+        "Give a key as `KEY=VALUE` on the command line (`train.steps=100`, `'plan.nodes={ib-a: 2}'`). Wrong values and "
+        "unknown keys are refused before anything is submitted.",
+        "",
+        "- A *map* is `{NAME: VALUE}`.",
+        "- A key whose default is `null` also takes `null`. A key without a default comes from the named model or batch.",
+        "- [Models](models.md) lists the named models. Each has a batch of its own name, its default.",
         "",
     ]
     for name, cls in (("", Configuration), *GROUPS.items()):
         parts += [
-            f"## `{name}`" if name else "## Keys of no group",
+            f"## `{name}`" if name else "## Keys without a group",
             "",
-            "| key | what | allowed | default |",
+            "| Key | Meaning | Values | Default |",
             "|---|---|---|---|",
         ]
         for k in keys(cls).values():
@@ -68,20 +86,20 @@ def page() -> str:
                 cells = (
                     f"`{name}.{k.name}`" if name else f"`{k.name}`",
                     k.says.help,
-                    allowed(k).removeprefix("use "),
+                    _short(allowed(k)).removesuffix(" or null" if k.default is None else ""),
                     "" if k.default is REQUIRED else f"`{_scalar(k.default)}`",
                 )
                 parts.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         parts.append("")
-    named = {"model": ", ".join(f"`{m}`" for m in MODELS), "batch": ", ".join(f"`{b}`" for b in BATCHES)}
-    return "\n".join(
-        [
-            *parts,
-            f"Named models: {named['model']}. Named batches: {named['batch']}. A model for which no "
-            "batch is given takes the one of its own name.",
-            "",
-        ]
-    )
+    return "\n".join(parts)
+
+
+def _short(text: str) -> str:
+    """Return the text of :func:`allowed` in fewer words."""
+    text = text.removeprefix("use ")
+    for pattern, short in _SHORT:
+        text = re.sub(pattern, short, text)
+    return text
 
 
 def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> str:

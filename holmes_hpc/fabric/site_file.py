@@ -1,4 +1,4 @@
-"""A site file: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
+"""A site file: planning without a Slurm, or for hardware not bought yet (docs/site-file.md)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST = {
 }
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # of a GPU kind's data sheet
 NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
-_HINT = "see docs/howto.md: Plan for hardware that this Slurm does not have"
+_HINT = "see docs/site-file.md"
 
 
 @dataclass(frozen=True)

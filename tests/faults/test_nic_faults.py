@@ -1,7 +1,7 @@
 """NICs that break, crawl or lie, on the testbed: each fault gives one line that names node, NIC and hint, in time.
 
-Nodes and NICs are drawn from a seed, which is printed: HOLMES_FAULT_SEED=7 tries others. docs/faults.md is written from
-what the runs said when all of them passed with the usual seed.
+Nodes and NICs are drawn from a seed, which is printed: HOLMES_FAULT_SEED=7 tries others. A table in docs/nics.md is
+written from what the runs said when all of them passed with the usual seed.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from holmes_hpc.testbed.network import shape
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 
 HOLMES = str(Path(sys.executable).parent / "holmes")
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).parents[2] / "docs" / "nics.md"
+BEGIN, END = "<!-- faults: written by tests/faults/test_nic_faults.py -->\n", "<!-- end of faults -->"
 USUAL_SEED = 4
 SEED = int(os.environ.get("HOLMES_FAULT_SEED", USUAL_SEED))
 IN_TIME_S = 60  # from the first rank's start, or from the fault, to the end of `holmes run`
@@ -258,7 +259,7 @@ def test_slow_rdma_nic(testbed, runs, percent, stops) -> None:
         assert word in line
     measured = int(re.search(r"\((\d+)%", line)[1])
     assert percent * 0.6 < measured < percent * 1.4
-    note(f"RDMA NIC at {percent}% of its rate", "stops" if stops else "goes on, with a warning", line)
+    note(f"RDMA NIC at {percent}% of its rate", "stops" if stops else "continues, with a warning", line)
 
 
 def test_roce_node_labelled_ib(testbed, runs) -> None:
@@ -282,7 +283,7 @@ def test_renamed_ethernet_nic(testbed, runs) -> None:
         line = trial.one_line()
     for word in ("warning", f"node {node}", "net7", "rename it to eth0"):
         assert word in line
-    note("Ethernet NIC renamed", "goes on, with a warning", line)
+    note("Ethernet NIC renamed", "continues, with a warning", line)
 
 
 @pytest.mark.parametrize("kind", ["RDMA", "Ethernet"])
@@ -370,7 +371,9 @@ def test_traffic_on_the_wrong_nic(testbed, runs) -> None:
         trial = Trial(runs, "route", *HYBRID, "train.steps=14")
         trial.started()
         assert trial.end() == 0, trial.out
-    note("Route over the wrong NIC", "goes on, with an error line within 20 steps", names_the_route(trial, node, other))
+    note(
+        "Route over the wrong NIC", "continues, with an error line within 20 steps", names_the_route(trial, node, other)
+    )
     nics = [json.loads(line)["nics"] for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()]
     assert len(nics) == 14 and all(step["eth0"]["tx"] > 10 * step.get(rdma(node), {"tx": 0})["tx"] for step in nics)
 
@@ -417,20 +420,14 @@ FAULTS = 16
 
 
 def page() -> str:
-    """docs/faults.md. What differs between equal runs (addresses, measured rates) is left out."""
-    lines = [
-        "# Faults of NICs, and what a run says",
-        "",
-        "Written by `tests/faults/test_nic_faults.py`, which breaks the testbed's NICs and reads what the run said.",
-        f"Node and NIC are drawn from seed {USUAL_SEED}. Each line came within {IN_TIME_S} s of the fault or of the",
-        "first rank's start; healthy runs say none. Measured figures and addresses are left out.",
-        "",
-        "| fault | the run | what it says |",
-        "|---|---|---|",
-    ]
+    """Return docs/nics.md with a new table of faults, without hints and what differs between equal runs (addresses,
+    rates)."""
+    lines = ["| Fault | The run | Message, without its hint |", "|---|---|---|"]
     for fault, (happens, line) in sorted(ROWS.items()):
-        text = re.sub(r"\b\d+(\.\d+){3}(:\d+)?\b", "ADDRESS", line)
-        text = re.sub(r"[\d.]+ ([GM]b/s of)", r"… \1", re.sub(r"\d+%", "…%", text))
+        text = re.sub(r" \([^()]*;[^()]*\)", "", line).partition("; ")[0]
+        text = re.sub(r"\b\d+(\.\d+){3}(:\d+)?\b", "ADDRESS", text)
+        text = re.sub(r"[\d.]+ ([GM]b/s of)", r"… \1", text)
         text = re.sub(r"[\d.]+ MB", "… MB", text)
         lines.append(f"| {fault} | {happens} | `` {text} `` |")
-    return "\n".join(lines) + "\n"
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1]
