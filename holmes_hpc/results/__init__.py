@@ -1,4 +1,4 @@
-"""What came out: run directories as tables, statistics, figures and reports."""
+"""Run directories as tables, statistics, figures and reports."""
 
 from holmes_hpc.results.columns import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS
 from holmes_hpc.results.loading.loader import load_runs, load_stages, load_steps

@@ -1,9 +1,8 @@
-"""The columns of the tables of runs, steps and stages: name -> (type, what it is). Types are pandas' names.
+"""The columns of the tables of runs, steps and stages: name -> (type, meaning). Types are pandas' names.
 
-Texts may be missing (None), figures NaN. Which keys a configuration, a run's labels or its NIC counters have differs
-from run to run: each such group of keys gives a family of columns, named by a prefix and the key (`config.train.lr`,
-`tx_bytes_ib-a`).
-"""
+Missing texts are None, missing figures NaN. The keys of a configuration, of a run's labels and of its NIC counters
+differ from run to run. Each such group of keys is a family of columns, named by a prefix and the key
+(`config.train.lr`, `tx_bytes_ib-a`)."""
 
 from __future__ import annotations
 
@@ -19,79 +18,82 @@ from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
 
 RUN_COLUMNS: dict[str, tuple[str, str]] = {
-    "run": ("string", "path of the run below the loaded directory (its name where that is the run itself)"),
-    "path": ("string", "its directory"),
-    "name": ("string", "its name"),
+    "run": ("string", "path of the run below the loaded directory, or its name if that is the run itself"),
+    "path": ("string", "run directory"),
+    "name": ("string", "run name"),
     "state": (
         "string",
         "completed, failed, cancelled, timeout, preempted; unfinished: steps or a start but no end; "
         "not-started; unreadable: `error` says why",
     ),
-    "error": ("string", "the error, one line; also of a completed run whose files are damaged"),
-    "exit_code": ("Int64", "of the job"),
+    "error": ("string", "the error, one line; also for a completed run with damaged files"),
+    "exit_code": ("Int64", "exit code of the job"),
     "failed_rank": ("Int64", "the rank that failed first"),
-    "failed_node": ("string", "its node"),
-    "version": ("Int64", "of the record's schema"),
-    "created": ("datetime64[ns, UTC]", "when the run directory was made"),
-    "submitted": ("datetime64[ns, UTC]", "when Slurm took the job"),
+    "failed_node": ("string", "the node of that rank"),
+    "version": ("Int64", "version of the record's schema"),
+    "created": ("datetime64[ns, UTC]", "when the run directory was created"),
+    "submitted": ("datetime64[ns, UTC]", "when Slurm accepted the job"),
     "started": ("datetime64[ns, UTC]", "start of the first attempt"),
-    "ended": ("datetime64[ns, UTC]", "when its end was recorded"),
-    "queue_s": ("float64", "from the latest submission to the start that followed"),
-    "wall_s": ("float64", "from the first start to the end, waits between attempts included"),
-    "attempts": ("Int64", "how often it was started"),
-    "job_id": ("Int64", "Slurm's, of the leader"),
+    "ended": ("datetime64[ns, UTC]", "when the end was recorded"),
+    "queue_s": ("float64", "from the latest submission to the next start"),
+    "wall_s": ("float64", "from the first start to the end, including waits between attempts"),
+    "attempts": ("Int64", "number of starts"),
+    "job_id": ("Int64", "Slurm job id of the leader"),
     "session": ("string", "runs of one session of the machine (`labels.session`) can be compared in pairs"),
-    "git_commit": ("string", "of the code"),
+    "git_commit": ("string", "git commit of the code"),
     "device": ("string", "cpu, or the GPU's name"),
-    "pace_layer_ms": ("float64", "paced compute: forward time of a layer by waiting; NaN: not paced"),
-    "overrides": ("object", "Hydra's overrides, a list of texts"),
-    "plan_id": ("string", "what the plan does, as 12 hex digits"),
+    "pace_layer_ms": ("float64", "emulated compute: forward time of a layer; NaN: real compute"),
+    "overrides": ("object", "Hydra overrides, a list of texts"),
+    "plan_id": ("string", "hash of the plan's content, 12 hex digits"),
     "strategy": ("string", "one-fabric, pipeline or hierarchical-dp"),
-    "transport": ("string", "holmes: the best of each group; single: plain Megatron-LM's one for all"),
+    "transport": (
+        "string",
+        "holmes: the best transport of each group; single: one for all groups, as plain Megatron-LM",
+    ),
     "schedule": ("string", ", ".join(SCHEDULES)),
     "recompute": ("string", "none, selective or full"),
-    "edge_dtype": ("string", "of activations on TCP edges"),
-    "overlap": ("boolean", "gradient reduction and parameter gather overlapped with computing"),
-    "partition": ("string", "how layers were divided: exact, proportional (the paper's rule), uniform"),
-    "site": ("string", "the site's name"),
+    "edge_dtype": ("string", "data type of activations on TCP edges"),
+    "overlap": ("boolean", "whether gradient reduction and parameter gather overlap with computing"),
+    "partition": ("string", "how layers are divided: exact, proportional (the paper's rule), uniform"),
+    "site": ("string", "name of the site"),
     "environment": ("string", "IB, RoCE, Ethernet, hybrid (IB and RoCE), a list with counts, or one node"),
     "placement": ("string", "nodes of each fabric, `ib-a:2 roce-a:2`"),
     "layers_per_stage": ("string", "`13,11`"),
-    "nodes": ("Int64", "nodes used"),
-    "ranks": ("Int64", "ranks, one per GPU"),
-    "model": ("string", "the model's name"),
-    "global_batch": ("Int64", "samples a step"),
-    "micro_batch": ("Int64", "samples a micro-batch"),
-    "sequence_length": ("Int64", "tokens a sample"),
-    "tp": ("Int64", "tensor parallel"),
-    "pp": ("Int64", "pipeline stages"),
-    "dp": ("Int64", "data parallel"),
-    "virtual_stages": ("Int64", "model chunks of one pipeline rank"),
+    "nodes": ("Int64", "number of nodes"),
+    "ranks": ("Int64", "number of ranks, one per GPU"),
+    "model": ("string", "name of the model"),
+    "global_batch": ("Int64", "samples per step"),
+    "micro_batch": ("Int64", "samples per micro-batch"),
+    "sequence_length": ("Int64", "tokens per sample"),
+    "tp": ("Int64", "tensor-parallel size"),
+    "pp": ("Int64", "number of pipeline stages"),
+    "dp": ("Int64", "data-parallel size"),
+    "virtual_stages": ("Int64", "model chunks per pipeline rank"),
     "predicted_step_time_s": ("float64", "by the plan"),
     "predicted_samples_per_s": ("float64", "by the plan"),
-    "steps": ("Int64", "different steps recorded"),
-    "earlier_steps": ("Int64", "of them, made under an earlier plan (`holmes resume --plan`)"),
-    "warmup_steps": ("Int64", "of the others, warm-up; both are left out of all figures below but losses and peak"),
+    "steps": ("Int64", "number of distinct steps recorded"),
+    "earlier_steps": ("Int64", "steps run under an earlier plan (`holmes resume --plan`)"),
+    "warmup_steps": ("Int64", "warm-up steps among the others; all figures below but losses and peak exclude both"),
     "step_time_s": ("float64", "median"),
-    "step_time_low_s": ("float64", "lower end of its 95% interval (order statistics); NaN below 6 steps"),
-    "step_time_high_s": ("float64", "upper end"),
+    "step_time_low_s": ("float64", "lower end of its 95% interval (order statistics); NaN for fewer than 6 steps"),
+    "step_time_high_s": ("float64", "upper end of that interval"),
     "samples_per_s": ("float64", "harmonic mean"),
     "tokens_per_s": ("float64", "harmonic mean"),
     "model_tflops_per_gpu": ("float64", "harmonic mean, model FLOPs only"),
     "hardware_tflops_per_gpu": ("float64", "harmonic mean, with recomputation"),
     "first_loss": ("float64", "of the first step"),
     "loss": ("float64", "of the last step"),
-    "validation_loss": ("float64", "the last that was taken"),
+    "validation_loss": ("float64", "the last validation loss"),
     "grad_norm": ("float64", "of the last step"),
-    **{part: ("float64", "median over steps of the mean over stages") for part in PARTS},
-    "header_factor": ("float64", "counted bytes over payload bytes, measured in the run, mean over NIC kinds"),
-    "peak_memory_bytes": ("float64", "the most of any rank"),
-    "missing": ("string", "what its files lack because an older release wrote them: they are read without it"),
+    **{part: ("float64", "median over steps, mean over stages") for part in PARTS},
+    "header_factor": ("float64", "counted bytes over payload bytes, measured in the run, mean over NIC types"),
+    "peak_memory_bytes": ("float64", "maximum over ranks"),
+    "missing": ("string", "fields that its files lack because an older release wrote them"),
 }
 
 
 class Family(NamedTuple):
-    """Columns of the table of runs, one for each key that any run has: named `prefix` and the key."""
+    """Columns of the table of runs, one for each key of any run, named `prefix` and the key."""
 
     prefix: str
     keys: str
@@ -100,13 +102,13 @@ class Family(NamedTuple):
 
 
 FAMILIES = {  # by the key in `holmes report --json`
-    "labels": Family("labels.", "NAME", "what the runs were labelled with", None),
+    "labels": Family("labels.", "NAME", "the runs' labels", None),
     "config": Family("config.", "GROUP.KEY", "the resolved configuration", None),
-    "model_spec": Family("model.", "KEY", "the model, its sizes too, as the plan has it", None),
-    "planned_bytes_per_step": Family("planned_bytes_", "NIC", "planned payload bytes that all nodes send in a step"),
-    "stage_breakdown": Family("stage_", "N.PART", "median seconds over steps of a part, mean over a stage's ranks"),
-    "tx_bytes_per_step": Family("tx_bytes_", "NIC", "median bytes that all nodes' counters sent in a step"),
-    "rx_bytes_per_step": Family("rx_bytes_", "NIC", "the same, received"),
+    "model_spec": Family("model.", "KEY", "the model and its sizes, from the plan", None),
+    "planned_bytes_per_step": Family("planned_bytes_", "NIC", "planned payload bytes per step, sent by all nodes"),
+    "stage_breakdown": Family("stage_", "N.PART", "median seconds of a part over steps, mean over a stage's ranks"),
+    "tx_bytes_per_step": Family("tx_bytes_", "NIC", "median bytes per step sent by all nodes, as counted"),
+    "rx_bytes_per_step": Family("rx_bytes_", "NIC", "the same for received bytes"),
     "setup_tx_bytes": Family("setup_tx_bytes_", "NIC", "bytes sent before the first step: rendezvous and control"),
     "header_factors": Family("header_factor_", "NIC", "`header_factor` of one fabric or ethernet"),
 }
@@ -121,8 +123,8 @@ _TYPES = {
 STEP_COLUMNS: dict[str, tuple[str, str]] = {
     "run": ("category", "as in the table of runs"),
     "step": ("int32", FIELDS["step"].meaning),
-    "attempt": ("int16", "the attempt that counts"),
-    "warmup": ("bool", "left out of the run's figures"),
+    "attempt": ("int16", "the latest attempt that ran this step"),
+    "warmup": ("bool", "excluded from the run's figures"),
     **{
         name: ("float64", f"{FIELDS[name].unit}: {FIELDS[name].meaning}".removeprefix(": "))
         for name in (
@@ -138,7 +140,7 @@ STEP_COLUMNS: dict[str, tuple[str, str]] = {
             "hardware_tflops_per_gpu",
         )
     },
-    **{part: ("float64", f"s: {what}, mean over stages") for part, what in BREAKDOWN.items()},
+    **{part: ("float64", f"s: {meaning}, mean over stages") for part, meaning in BREAKDOWN.items()},
     # and for every fabric (or ethernet) NAME: tx_bytes_NAME, rx_bytes_NAME, float64, summed over all nodes
 }
 
@@ -162,12 +164,12 @@ _ARROW = {
 
 
 def arrow_type(kind: str) -> pa.DataType:
-    """What a column of the pandas type `kind` is kept as on disk."""
+    """Return the Arrow type that stores a column of the pandas type `kind`."""
     return _ARROW[kind]
 
 
 def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Series[Any]]:
-    """Columns of the family `name`, from {key: value} of every run; missing where a run lacks the key."""
+    """Return the columns of the family `name` from each run's {key: value}; missing keys are NaN or None."""
     family = FAMILIES[name]
     columns = {}
     for key in dict.fromkeys(key for entry in entries for key in entry):
@@ -178,20 +180,22 @@ def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Ser
 
 
 def family(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """{key: value} of the family `name` in a row of the table of runs, without what is missing there."""
+    """Return {key: value} of the family `name` in a row of the table of runs, without missing values."""
     prefix = FAMILIES[name].prefix
-    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix) and known(value)}
+    return {
+        key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix) and has_value(value)
+    }
 
 
 def stage_breakdown(row: Mapping[str, Any]) -> list[dict[str, float]]:
-    """[{part: median seconds} for each stage] of a row of the table of runs."""
+    """Return [{part: median seconds} for each stage] from a row of the table of runs."""
     parts = family(row, "stage_breakdown")
     stages = 1 + max((int(key.partition(".")[0]) for key in parts), default=-1)
     return [{part: parts.get(f"{stage}.{part}", math.nan) for part in PARTS} for stage in range(stages)]
 
 
-def known(value: Any) -> bool:
-    """Whether there is a value: not None, not pandas' missing ones, and a float is finite."""
+def has_value(value: Any) -> bool:
+    """Return whether a value is neither None nor missing in pandas nor a float that is not finite."""
     return (
         value is not None
         and value is not pd.NA
@@ -201,7 +205,7 @@ def known(value: Any) -> bool:
 
 
 def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """{"train.lr": 1} as {"train": {"lr": 1}}."""
+    """Return {"train.lr": 1} as {"train": {"lr": 1}}."""
     tree: dict[str, Any] = {}
     for name, value in entries.items():
         *groups, key = name.split(".")

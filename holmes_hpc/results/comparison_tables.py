@@ -1,4 +1,4 @@
-"""Tables of several runs side by side, as of a sweep: one row per setting, the fastest first."""
+"""Tables that compare several runs, as of a sweep: one row per setting, the fastest first."""
 
 from __future__ import annotations
 
@@ -9,49 +9,52 @@ import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
-from holmes_hpc.results.columns import family, known
+from holmes_hpc.results.columns import family, has_value
 from holmes_hpc.results.compare import Comparison, entries
-from holmes_hpc.results.tables import Table, interval, number, pace, percent, word
+from holmes_hpc.results.tables import Table, as_text, interval, number, pace_note, percent
 
-SHOWN = 40  # rows of a table in a terminal
+MAX_ROWS = 40  # rows of a table in a terminal
 
 
 def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
-    """All of them, the most wanted first."""
-    made = (
+    """Return all tables, the most important first."""
+    tables = (
         [cell_table(comparison, by), breakdown_table(comparison), bytes_table(comparison)]
         if len(comparison.cells)
         else []
     )
-    return [table for table in (*made, ended_table(comparison)) if table]
+    return [table for table in (*tables, incomplete_table(comparison)) if table]
 
 
 def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
-    """Throughput of every cell, its speed-up, the prediction beside it, its loss, and its shares where one can be told.
-    What is the same in all rows stands below."""
+    """Return each cell's throughput, speed-up, predicted step time, loss and, where known, shares.
+
+    Columns with one value for all cells are in the caption."""
     cells = comparison.cells
     shares = {
         name: column
         for column, name in (("of_linear", "of linear"), ("of_mean", "of mean(IB, RoCE)"))
-        if cells.head(SHOWN)[column].notna().any()
+        if cells.head(MAX_ROWS)[column].notna().any()
     }
     numbers = {index: str(i + 1) for i, index in enumerate(cells.index)}
     rows = []
-    for index, c in entries(cells.head(SHOWN)):
-        base = numbers.get(int(c["baseline"]), NONE) if known(c["baseline"]) and c["baseline"] != index else NONE
+    for index, c in entries(cells.head(MAX_ROWS)):
+        base = numbers.get(int(c["baseline"]), NONE) if has_value(c["baseline"]) and c["baseline"] != index else NONE
         error = 100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1)
-        bounds = f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if known(c["step_time_low_s"]) else ""
+        bounds = (
+            f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if has_value(c["step_time_low_s"]) else ""
+        )
         system = ", ".join(
             filter(None, [str(c["system"]), c["varied"], c["apart"], "" if c["completed"] else "not completed"])
         )
-        placed = f"{c['environment']}: {c['placement']}" if known(c["placement"]) else NONE
+        placed = f"{c['environment']}: {c['placement']}" if has_value(c["placement"]) else NONE
         rows.append(
             [
                 numbers[index],
                 str(c["names"]),
                 system,
                 placed,
-                word(c["layers_per_stage"]),
+                as_text(c["layers_per_stage"]),
                 str(c["repeats"]),
                 number(c["samples_per_s"]),
                 number(c["tokens_per_s"]),
@@ -61,7 +64,7 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
                 percent(error),
                 number(c["loss"], 4),
                 number(c["validation_loss"], 4),
-                *(f"{c[column]:.1%}" if known(c[column]) else NONE for column in shares.values()),
+                *(f"{c[column]:.1%}" if has_value(c[column]) else NONE for column in shares.values()),
             ]
         )
     columns = [
@@ -81,8 +84,8 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
         "validation",
         *shares,
     ]
-    columns, rows, alike = _without_constants(columns, rows)
-    said = {
+    columns, rows, constants = _without_constants(columns, rows)
+    share_notes = {
         "of_linear": "; of linear: per node, of that on the fewest nodes",
         "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes",
     }
@@ -90,72 +93,72 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
         f"Settings by {by}",
         columns,
         rows,
-        f"{alike}after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
-        f"{_paces(cells)}; predicted: predicted over measured step time, less 1"
-        f"{''.join(said[column] for column in shares.values())}{_not_shown(cells)}",
+        f"{constants}after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
+        f"{_pace_notes(cells)}; predicted: predicted over measured step time, less 1"
+        f"{''.join(share_notes[column] for column in shares.values())}{_not_shown(cells)}",
     )
 
 
 def _without_constants(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
-    """The table without columns that say nothing, or the same of each setting; and the latter in words."""
-    drop, said = set(), []
-    for at, name in enumerate(columns):
-        values = {row[at] for row in rows}
+    """Return the table without empty and constant columns, and the constants as text."""
+    drop, constants = set(), []
+    for index, name in enumerate(columns):
+        values = {row[index] for row in rows}
         if values == {NONE} and name in ("speed-up", "over", "predicted", "loss", "validation"):
-            drop.add(at)
+            drop.add(index)
         elif len(rows) > 1 and len(values) == 1 and name in ("system", "environment: nodes", "layers", "runs"):
-            drop.add(at)
-            said.append(f"{name} {values.pop()}")
+            drop.add(index)
+            constants.append(f"{name} {values.pop()}")
     return (
-        [name for at, name in enumerate(columns) if at not in drop],
-        [[cell for at, cell in enumerate(row) if at not in drop] for row in rows],
-        f"all: {', '.join(said)}; " if said else "",
+        [name for index, name in enumerate(columns) if index not in drop],
+        [[cell for index, cell in enumerate(row) if index not in drop] for row in rows],
+        f"all: {', '.join(constants)}; " if constants else "",
     )
 
 
 def _not_shown(cells: pd.DataFrame) -> str:
-    return f"; {len(cells) - SHOWN} more not shown" if len(cells) > SHOWN else ""
+    return f"; {len(cells) - MAX_ROWS} more not shown" if len(cells) > MAX_ROWS else ""
 
 
 def _times(cell: Mapping[str, Any]) -> str:
-    if not known(cell["speedup"]):
+    if not has_value(cell["speedup"]):
         return NONE
-    bounds = f" ({interval(cell['speedup_low'], cell['speedup_high'])})" if known(cell["speedup_low"]) else ""
+    bounds = f" ({interval(cell['speedup_low'], cell['speedup_high'])})" if has_value(cell["speedup_low"]) else ""
     return f"{number(cell['speedup'])}x{bounds}"
 
 
-def _paces(cells: pd.DataFrame) -> str:
-    found = dict.fromkeys(pace(c) for _, c in entries(cells))
-    return " / ".join(found) or "no runs"
+def _pace_notes(cells: pd.DataFrame) -> str:
+    notes = dict.fromkeys(pace_note(c) for _, c in entries(cells))
+    return " / ".join(notes) or "no runs"
 
 
 def breakdown_table(comparison: Comparison) -> Table:
-    """Where a step goes in every cell, mean over stages."""
-    whole = comparison.cells
-    cells = whole.head(SHOWN)
+    """Return the parts of a step for every cell, mean over stages."""
+    all_cells = comparison.cells
+    cells = all_cells.head(MAX_ROWS)
     rows = [
         [
             str(i),
             str(c["names"]),
             str(c["system"]),
-            word(c["placement"]),
+            as_text(c["placement"]),
             number(c["step_time_s"]),
             *(number(c[p]) for p in PARTS),
         ]
         for i, (_, c) in enumerate(entries(cells), 1)
     ]
     return Table(
-        "Where a step goes: seconds, mean over stages",
+        "Time per part of a step: seconds, mean over stages",
         ["#", "run", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)],
         rows,
-        f"medians; {_paces(cells)}{_not_shown(whole)}",
+        f"medians; {_pace_notes(cells)}{_not_shown(all_cells)}",
     )
 
 
 def bytes_table(comparison: Comparison) -> Table | None:
-    """Bytes that the NICs of all nodes sent in a step; None where they sent none."""
-    whole = comparison.cells
-    cells = whole.head(SHOWN)
+    """Return the bytes that the NICs of all nodes sent per step; None if they sent none."""
+    all_cells = comparison.cells
+    cells = all_cells.head(MAX_ROWS)
     sent = [family(c, "tx_bytes_per_step") for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
     if not kinds:
@@ -165,7 +168,7 @@ def bytes_table(comparison: Comparison) -> Table | None:
             str(i),
             str(c["names"]),
             str(c["system"]),
-            word(c["placement"]),
+            as_text(c["placement"]),
             *(data_size(entry.get(kind)) for kind in kinds),
         ]
         for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)
@@ -174,19 +177,19 @@ def bytes_table(comparison: Comparison) -> Table | None:
         "Bytes sent per step, all nodes together, as counted",
         ["#", "run", "system", "nodes", *kinds],
         rows,
-        f"medians, headers included; {_paces(cells)}{_not_shown(whole)}",
+        f"medians, headers included; {_pace_notes(cells)}{_not_shown(all_cells)}",
     )
 
 
-def ended_table(comparison: Comparison) -> Table | None:
-    """The runs that did not complete or whose files are damaged, with their errors; None when all are well."""
+def incomplete_table(comparison: Comparison) -> Table | None:
+    """Return the runs that did not complete or have damaged files, with errors; None if there are none."""
     runs = comparison.runs
-    bad = runs[(runs["state"] != "completed") | runs["error"].notna()]
-    if bad.empty:
+    incomplete = runs[(runs["state"] != "completed") | runs["error"].notna()]
+    if incomplete.empty:
         return None
     rows = [
-        [str(r["run"]), str(r["state"]), word(r["steps"]), str(r["error"]) if known(r["error"]) else ""]
-        for _, r in entries(bad.head(SHOWN))
+        [str(r["run"]), str(r["state"]), as_text(r["steps"]), str(r["error"]) if has_value(r["error"]) else ""]
+        for _, r in entries(incomplete.head(MAX_ROWS))
     ]
-    more = f"{len(bad) - SHOWN} more not shown" if len(bad) > SHOWN else ""
-    return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, more)
+    omitted_note = f"{len(incomplete) - MAX_ROWS} more not shown" if len(incomplete) > MAX_ROWS else ""
+    return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, omitted_note)

@@ -1,4 +1,4 @@
-"""What a run's plan.yaml says, as plain data: placement, NIC environment, sizes, predictions."""
+"""A run's plan.yaml as plain data: placement, NIC environment, sizes, predictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NIC_WORDS = {
     "ethernet": "Ethernet",
 }
 
-SHAPE: dict[str, Any] = {  # of what is reckoned with here
+SHAPE: dict[str, Any] = {  # examples of the values that results compute with
     "model": {},
     "batch": {},
     "parallel": {},
@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {  # of what is reckoned with here
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
-    """plan.yaml as plain data, not to be changed; empty where there is none that can be read."""
+    """Return plan.yaml as plain data, which callers must not change; empty if missing or unreadable."""
     try:
         return _plan(read_file(run.plan_path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -53,33 +53,34 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
-    """Repeats share a plan, byte for byte."""
+    """Parse a plan once: repeats have the same plan, byte for byte."""
     plan = mapping(flatten(from_yaml(text)))
     return {key: _shaped(value, SHAPE.get(key)) for key, value in plan.items()}
 
 
 def _shaped(value: Any, shape: Any) -> Any:
-    """`value` without what is not of the kind that its readers expect, as in a plan that somebody edited. `shape`: an
-    example, as SHAPE holds them; None for what is only shown."""
+    """Return `value` without the parts whose type differs from `shape`, as in a plan edited by hand.
+
+    `shape` is an example, as in SHAPE; None stands for values that are only shown."""
     if isinstance(shape, dict):
-        return {key: _shaped(held, shape.get(key)) for key, held in mapping(value).items()}
+        return {key: _shaped(element, shape.get(key)) for key, element in mapping(value).items()}
     if isinstance(shape, list):
         return (
             [
-                _shaped(held, shape[0])
-                for held in value
-                if isinstance(held, type(shape[0])) and not isinstance(held, bool)
+                _shaped(element, shape[0])
+                for element in value
+                if isinstance(element, type(shape[0])) and not isinstance(element, bool)
             ]
             if isinstance(value, list)
             else []
         )
     if isinstance(shape, int):
-        return whole(value)
+        return integer(value)
     return number(value) if isinstance(shape, float) else value
 
 
 def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
-    """The columns of the table of runs that a plan tells; None or NaN for what it does not say."""
+    """Return the columns of the table of runs that come from the plan; missing values are None or NaN."""
     model, batch, parallel = mapping(plan.get("model")), mapping(plan.get("batch")), mapping(plan.get("parallel"))
     predicted, site = mapping(plan.get("predicted")), mapping(plan.get("site"))
     components = [c for c in plan.get("components") or [] if isinstance(c, dict)]
@@ -101,39 +102,41 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
         "ranks": sum(int(c.get("nodes") or 0) * int(c.get("gpus_per_node") or 0) for c in components) or None,
         "model": text(model.get("name")),
         "model_spec": to_json(model) if model else None,
-        "global_batch": whole(batch.get("global_size")),
-        "micro_batch": whole(batch.get("micro_size")),
-        "sequence_length": whole(batch.get("sequence_length")),
-        "virtual_stages": whole(parallel.get("virtual_stages")),
-        **{name: whole(parallel.get(name)) for name in ("tp", "pp", "dp")},
+        "global_batch": integer(batch.get("global_size")),
+        "micro_batch": integer(batch.get("micro_size")),
+        "sequence_length": integer(batch.get("sequence_length")),
+        "virtual_stages": integer(parallel.get("virtual_stages")),
+        **{name: integer(parallel.get(name)) for name in ("tp", "pp", "dp")},
         "predicted_step_time_s": number(predicted.get("step_time_s")),
         "predicted_samples_per_s": number(predicted.get("samples_per_s")),
     }
 
 
 def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Fabric name -> its NIC type, of the plan's site."""
+    """Return fabric name -> NIC type from the plan's site."""
     fabrics = mapping(plan.get("site")).get("fabrics") or []
     return {str(f.get("name")): str(f.get("nic")) for f in fabrics if isinstance(f, dict)}
 
 
 def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
-    """What the NIC environment of a placement (fabric -> nodes) is called: IB, RoCE, Ethernet; hybrid for IB with RoCE;
-    otherwise a list, `2 x IB`, `IB + RoCE + Ethernet`; one node: no NIC."""
+    """Return the name of a placement's NIC environment (fabric -> nodes).
+
+    The name is IB, RoCE or Ethernet, hybrid for IB with RoCE, or "one node". Other mixes are lists, `2 x IB`, `IB +
+    RoCE + Ethernet`."""
     if sum(nodes.values()) == 1:
         return "one node"
     kinds = [types.get(name, name) for name in nodes]
     if sorted(kinds) == ["ib", "roce"]:
         return "hybrid"
-    words = []
+    names = []
     for kind in sorted(set(kinds), key=lambda k: (list(NIC_WORDS).index(k) if k in NIC_WORDS else 9, k)):
         count = kinds.count(kind)
-        words.append(f"{count} x {NIC_WORDS.get(kind, kind)}" if count > 1 else NIC_WORDS.get(kind, kind))
-    return " + ".join(words)
+        names.append(f"{count} x {NIC_WORDS.get(kind, kind)}" if count > 1 else NIC_WORDS.get(kind, kind))
+    return " + ".join(names)
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A mapping; empty for anything else, as records of runs that died may hold."""
+    """Return a mapping as it is, and an empty one for anything else: records of dead runs may hold anything."""
     return value if isinstance(value, dict) else {}
 
 
@@ -141,10 +144,10 @@ def text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def whole(value: Any) -> int | None:
-    """An integer of 64 bits; None for anything else."""
+def integer(value: Any) -> int | None:
+    """Return an integer of 64 bits; None for anything else."""
     try:
-        found = int(value)
+        converted = int(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if -(2**63) <= found < 2**63 else None
+    return converted if -(2**63) <= converted < 2**63 else None

@@ -1,4 +1,4 @@
-"""What `holmes report` says: of one run throughput, step breakdown and bytes; of several, which is fastest and why."""
+"""The report of `holmes report`: throughput, step breakdown and bytes of one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import answers, compare, headline, tables
-from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family, known, nested, stage_breakdown
+from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family, has_value, nested, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -23,14 +23,15 @@ from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
 Simulate = Callable[[Path], list[dict[str, Any]]]
 HYPERPARAMETERS = ("lr", "min_lr", "warmup_steps", "weight_decay", "seed")
-STEPS_OF = 8  # runs: of more no figure shows the steps
+MAX_RUNS_WITH_STEPS = 8  # no figure shows the steps of more runs
 
 
 @dataclass(frozen=True)
 class Report:
-    """Runs as they were loaded; `steps` of a few only. Of the only run (empty for several): `plan`: the whole
-    plan.yaml; `trace`: one step's events, measured (see timeline.typical_step); `simulated`: the same, simulated. `by`:
-    what settings are ranked by, throughput or loss."""
+    """The loaded runs, and their steps if they are few.
+
+    For a single run (empty for several): `plan`: plan.yaml; `trace`: measured events of one step (see
+    timeline.typical_step); `simulated`: the same, simulated. `by`: settings are ranked by throughput or loss."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -46,11 +47,11 @@ class Report:
 
     @property
     def run(self) -> dict[str, Any]:
-        """The only run's row."""
+        """Return the row of the only run."""
         return compare.entries(self.comparison.runs)[0][1]
 
     def answer(self) -> list[str]:
-        """Which placement, how much faster, why; for one run what it was and how it went. A few sentences."""
+        """Return which placement is fastest, by how much, and why; for one run a summary. A few sentences."""
         if self.single:
             return _one_run_answer(self.run, self.plan)
         if self.by == "throughput":
@@ -58,15 +59,15 @@ class Report:
         return answers.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """(what, samples/s) of several runs' cells, for a chart on a terminal; none for one, or by loss."""
+        """Return (name, samples/s) of several runs' cells for a bar chart; none for one run, or by loss."""
         return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
-        """All tables, the most wanted first; each is (title, columns, rows, caption)."""
+        """Return all tables (title, columns, rows, caption), the most important first."""
         return tables.one_run(self.run, self.plan) if self.single else comparison_tables(self.comparison, self.by)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for scripts: numbers in seconds and bytes, null where unknown."""
+        """Return the report for scripts: numbers in seconds and bytes, null if unknown."""
         data: dict[str, Any] = {"answer": self.answer(), "runs": _records(self.comparison.runs)}
         if self.single:
             data.update(
@@ -80,16 +81,20 @@ class Report:
         return data
 
     def missing(self) -> str | None:
-        """What files of older releases lack, of all runs in one line; None where nothing is missing."""
+        """Return, in one line, the fields that files of older releases lack; None if none are missing."""
         counts = self.runs["missing"].dropna().value_counts(sort=False)
-        lacking = "; ".join(f"{what} ({count} run{'s' if count > 1 else ''})" for what, count in counts.items())
-        return f"read without what an older release did not record: {lacking}" if lacking else None
+        missing_fields = "; ".join(
+            f"{fields} ({count} run{'s' if count > 1 else ''})" for fields, count in counts.items()
+        )
+        return f"fields not recorded by an older release: {missing_fields}" if missing_fields else None
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """The only run's measured timeline, for Perfetto. RecordError without a trace."""
+        """Write the only run's measured timeline for Perfetto.
+
+        Raises RecordError without a trace."""
         if not self.single:
             raise RecordError(
-                f"a timeline is of one run, these are {len(self.runs)}", where=str(path), hint="name one run"
+                f"a timeline shows one run, but {len(self.runs)} runs are given", where=str(path), hint="name one run"
             )
         write_perfetto(RunDirectory(self.run["path"]), path)
 
@@ -97,122 +102,121 @@ class Report:
 def load_report(
     paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None, by: str = "throughput"
 ) -> Report:
-    """The report of runs, or of all runs below directories (sweeps). RecordError when there is nothing to report.
+    """Return the report of runs, or of all runs below directories (sweeps).
 
-    `simulate`: gives the simulated timeline of a run's plan.yaml (events with stage, kind, start_s, end_s); asked for
-    where the only run has a trace to show beside it.
-    """
+    `simulate` returns the simulated timeline of a plan.yaml (events with stage, kind, start_s, end_s). It is called if
+    there is one run with a trace. Raises RecordError if there are no runs."""
     frames: list[pd.DataFrame] = []
-    wanted: list[tuple[str | os.PathLike[str], set[str], dict[str, str]]] = []
-    seen: set[str] = set()
+    selections: list[tuple[str | os.PathLike[str], set[str], dict[str, str]]] = []
+    loaded_paths: set[str] = set()
     for index, path in enumerate(paths):
         prefix = "" if len(paths) == 1 else f"{Path(path).resolve().name}/"
         runs = load_runs(path)
-        places = [os.path.realpath(place) for place in runs["path"]]
-        new = pd.Series([place not in seen for place in places], index=runs.index, dtype=bool)
-        runs = runs[new]  # the others were named twice, or lie below two of the directories
-        seen.update(places)
-        alone = RunDirectory(path).exists()
-        names = {key: key if alone or not prefix else prefix + key for key in runs["run"]}
+        real_paths = [os.path.realpath(run_path) for run_path in runs["path"]]
+        is_new = pd.Series([run_path not in loaded_paths for run_path in real_paths], index=runs.index, dtype=bool)
+        runs = runs[is_new]  # a run may be named twice, or be below two of the directories
+        loaded_paths.update(real_paths)
+        is_run = RunDirectory(path).exists()
+        names = {key: key if is_run or not prefix else prefix + key for key in runs["run"]}
         if len(set(names.values()) & {name for frame in frames for name in frame["run"]}):
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
-        wanted.append((path, set(runs["run"]), names))
+        selections.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
         raise RecordError(
-            "no runs there",
+            "no runs found",
             where=", ".join(map(str, paths)) or "load_report",
             hint="give run directories, their names, or directories that hold runs",
         )
     runs = pd.concat(frames, ignore_index=True)
-    whole = _concat_steps([_steps(*one) for one in wanted] if len(runs) <= STEPS_OF else [])
+    steps = _concat_steps([_steps(*selection) for selection in selections] if len(runs) <= MAX_RUNS_WITH_STEPS else [])
     comparison = compare.compare(runs, by)
     if len(runs) > 1:
-        return Report(runs, whole, {}, comparison, pd.DataFrame(), by=by)
+        return Report(runs, steps, {}, comparison, pd.DataFrame(), by=by)
     run = RunDirectory(str(runs["path"].iloc[0]))
     trace = typical_step(read_trace(run))
     simulated = pd.DataFrame(simulate(run.plan_path)) if simulate and len(trace) else None
-    return Report(runs, whole, read_plan(run), comparison, trace, simulated)
+    return Report(runs, steps, read_plan(run), comparison, trace, simulated)
 
 
 def _steps(path: str | os.PathLike[str], runs: set[str], names: dict[str, str]) -> pd.DataFrame:
-    """The steps of `runs` below `path`, under their `names` in the report."""
-    found = load_steps(path, runs=runs)
-    found = found.assign(run=found["run"].cat.remove_unused_categories())
-    return found.assign(run=found["run"].cat.rename_categories(names))
+    """Load the steps of `runs` below `path`, under their `names` in the report."""
+    steps = load_steps(path, runs=runs)
+    steps = steps.assign(run=steps["run"].cat.remove_unused_categories())
+    return steps.assign(run=steps["run"].cat.rename_categories(names))
 
 
 def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
-    """One table; the runs stay a category."""
+    """Concatenate the tables; `run` stays a category."""
     if not steps:
         return pd.DataFrame(columns=list(STEP_COLUMNS))
-    kinds = [str(name) for frame in steps for name in frame["run"].cat.categories]
-    made = pd.concat([frame.assign(run=frame["run"].astype("object")) for frame in steps], ignore_index=True)
-    return made.assign(run=pd.Categorical(made["run"], categories=list(dict.fromkeys(kinds))))
+    run_names = [str(name) for frame in steps for name in frame["run"].cat.categories]
+    table = pd.concat([frame.assign(run=frame["run"].astype("object")) for frame in steps], ignore_index=True)
+    return table.assign(run=pd.Categorical(table["run"], categories=list(dict.fromkeys(run_names))))
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    if not known(run["steps"]) or not run["steps"]:
+    if not has_value(run["steps"]) or not run["steps"]:
         return [f"{run['name']} is {run['state']}: no steps are recorded."]
-    said = [
+    sentences = [
         f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, "
         f"{tables.number(run['tokens_per_s'])} tokens/s, a step takes {tables.number(run['step_time_s'])} s "
         f"({compare.work(run)}).",
-        _what_it_was(run),
+        _run_summary(run),
     ]
-    if known(run["predicted_step_time_s"]):
+    if has_value(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
-        said.append(
+        sentences.append(
             f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
             f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
         )
-    parts = {part: float(run[part]) for part in PARTS if known(run[part])}
+    parts = {part: float(run[part]) for part in PARTS if has_value(run[part])}
     if parts and run["step_time_s"]:
-        top = sorted(parts, key=lambda part: -parts[part])[:2]
-        said.append(
-            "Of a step " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} is {PART_NAMES[p]}" for p in top) + "."
+        largest = sorted(parts, key=lambda part: -parts[part])[:2]
+        sentences.append(
+            "A step is " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} {PART_NAMES[p]}" for p in largest) + "."
         )
-    sent = [(r["kind"], r["counted_bytes"] or 0) for r in tables.traffic(run, plan)]
-    total = sum(count for _, count in sent)
+    sent_bytes = [(r["kind"], r["counted_bytes"] or 0) for r in tables.traffic(run, plan)]
+    total = sum(count for _, count in sent_bytes)
     if total:
-        shares = ", ".join(f"{count / total:.0%} went over {kind}" for kind, count in sent)
-        said.append(f"Of the bytes sent, {shares}.")
-    return said
+        shares = ", ".join(f"{count / total:.0%} went over {kind}" for kind, count in sent_bytes)
+        sentences.append(f"Of all bytes sent, {shares}.")
+    return sentences
 
 
-def _what_it_was(run: dict[str, Any]) -> str:
-    """State, steps, loss, nodes, batch and hyperparameters of a run, in a sentence."""
-    steps = f" of {run['config.train.steps']}" if known(run.get("config.train.steps")) else ""
-    said = [f"{run['state']}, {tables.word(run['steps'])}{steps} steps, loss {tables.number(run['loss'], 4)}"]
-    if known(run["validation_loss"]):
-        said.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
-    if known(run["nodes"]):
-        said.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
-    if known(run["global_batch"]):
-        said.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
-    said += [
+def _run_summary(run: dict[str, Any]) -> str:
+    """Return the state, steps, loss, nodes, batch and hyperparameters of a run as a sentence."""
+    steps = f" of {run['config.train.steps']}" if has_value(run.get("config.train.steps")) else ""
+    parts = [f"{run['state']}, {tables.as_text(run['steps'])}{steps} steps, loss {tables.number(run['loss'], 4)}"]
+    if has_value(run["validation_loss"]):
+        parts.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
+    if has_value(run["nodes"]):
+        parts.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
+    if has_value(run["global_batch"]):
+        parts.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
+    parts += [
         f"{name.replace('_', ' ')} {run[f'config.train.{name}']:g}"
         for name in HYPERPARAMETERS
         if isinstance(run.get(f"config.train.{name}"), int | float)
     ]
-    text = ", ".join(said)
+    text = ", ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as JSON knows them; the columns of a family under one key."""
+    """Return rows as JSON values, the columns of a family under one key."""
     prefixes = tuple(one.prefix for one in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
-        plain: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         for key, value in row.items():
             if key.startswith(prefixes):
                 continue
             if isinstance(value, pd.Timestamp):
-                plain[key] = value.isoformat()
+                record[key] = value.isoformat()
             else:
-                plain[key] = value.item() if hasattr(value, "item") else value
-        plain |= {name: family(row, name) for name in FAMILIES}
-        plain |= {"config": nested(plain["config"]), "stage_breakdown": stage_breakdown(row)}
-        rows.append({k: v if known(v) else None for k, v in plain.items()})
+                record[key] = value.item() if hasattr(value, "item") else value
+        record |= {name: family(row, name) for name in FAMILIES}
+        record |= {"config": nested(record["config"]), "stage_breakdown": stage_breakdown(row)}
+        rows.append({k: v if has_value(v) else None for k, v in record.items()})
     return rows

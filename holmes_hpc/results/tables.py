@@ -1,4 +1,4 @@
-"""Tables of one run, ready to print: strings in cells, units in the column names, the pace in every caption."""
+"""Tables of one run, ready to print: text cells, units in column names, emulated compute named in each caption."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
-from holmes_hpc.results.columns import family, known, stage_breakdown
+from holmes_hpc.results.columns import family, has_value, stage_breakdown
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
-GROUP_WORDS = {
+GROUP_NAMES = {
     "world": "all ranks",
     "tp": "tensor parallel",
     "dp": "data parallel",
@@ -29,7 +29,7 @@ MODES = {"single": "one transport for all groups, as plain Megatron-LM", "holmes
 
 
 class Table(NamedTuple):
-    """A table to print: `rows` of cells, one for each of `columns`."""
+    """A table to print: each of `rows` has one cell for each of `columns`."""
 
     title: str
     columns: list[str]
@@ -38,8 +38,8 @@ class Table(NamedTuple):
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A figure with `digits` significant digits and no exponent; a dash where there is none."""
-    if not known(value):
+    """Format a figure with `digits` significant digits and no exponent; a dash if missing."""
+    if not has_value(value):
         return NONE
     figure = float(value)
     if figure == 0:
@@ -48,44 +48,46 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{figure:,.{places}f}"
 
 
-def word(value: Any) -> str:
-    """A text, of a whole number without a point; a dash where there is none."""
-    if not known(value):
+def as_text(value: Any) -> str:
+    """Format a value, and whole floats without a decimal point; a dash if missing."""
+    if not has_value(value):
         return NONE
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def percent(value: Any) -> str:
-    return f"{float(value):+.1f}%" if known(value) else NONE
+    return f"{float(value):+.1f}%" if has_value(value) else NONE
 
 
 def interval(low: Any, high: Any, digits: int = 3) -> str:
-    return f"{number(low, digits)} to {number(high, digits)}" if known(low) and known(high) else NONE
+    return f"{number(low, digits)} to {number(high, digits)}" if has_value(low) and has_value(high) else NONE
 
 
-def pace(run: Mapping[str, Any]) -> str:
-    """How computing was paced: it belongs under every table of measured figures."""
+def pace_note(run: Mapping[str, Any]) -> str:
+    """Describe emulated compute; every table of measured figures has this note."""
     value: Any = run.get("pace_layer_ms")
     return (
-        f"paced compute: {float(value):g} ms a layer forward, twice that backward"
-        if known(value)
-        else "compute not paced"
+        f"emulated compute: {float(value):g} ms per layer forward, twice that backward"
+        if has_value(value)
+        else "real compute"
     )
 
 
-def basis(run: Mapping[str, Any]) -> str:
-    """Which steps the figures are of, and how computing was paced."""
-    count, earlier, left = (
-        int(run[name]) if known(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
+def basis_note(run: Mapping[str, Any]) -> str:
+    """Describe which steps the figures are from, and emulated compute."""
+    count, earlier, warmup = (
+        int(run[name]) if has_value(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
     )
-    before = f" and {earlier} under an earlier plan" if earlier else ""
-    return f"{count - earlier - left} steps after {left} of warm-up{before}; {pace(run)}"
+    earlier_note = f" and {earlier} under an earlier plan" if earlier else ""
+    return f"{count - earlier - warmup} steps after {warmup} warm-up steps{earlier_note}; {pace_note(run)}"
 
 
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Measured figures with their intervals, beside the predicted ones."""
+    """Return measured figures with their intervals, beside the predicted ones."""
     predicted = plan.get("predicted") or {}
-    memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None  # a process is not a device
+    memory = (
+        predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None
+    )  # a plan predicts GPU memory, not process memory
     rows = [
         _figure(
             "step time, s (median)",
@@ -93,64 +95,70 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
             (run["step_time_low_s"], run["step_time_high_s"]),
             predicted.get("step_time_s"),
         ),
-        _figure("samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s"), told=True),
+        _figure(
+            "samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s"), hide_error=True
+        ),
         _figure("tokens/s", run["tokens_per_s"]),
         _figure(
             "model TFLOP/s per GPU",
             run["model_tflops_per_gpu"],
             predicted=predicted.get("model_tflops_per_gpu"),
-            told=True,
+            hide_error=True,
         ),
         _figure(
             "hardware TFLOP/s per GPU",
             run["hardware_tflops_per_gpu"],
             predicted=predicted.get("hardware_tflops_per_gpu"),
-            told=True,
+            hide_error=True,
         ),
         _figure(
-            "peak memory, GiB (most of any rank)",
+            "peak memory, GiB (maximum over ranks)",
             _gib(run["peak_memory_bytes"]),
             predicted=_gib(max(memory or [math.nan])),
         ),
         ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""],
         *(
-            [["validation loss, the last", number(run["validation_loss"], 4), "", "", ""]]
-            if known(run["validation_loss"])
+            [["validation loss, last", number(run["validation_loss"], 4), "", "", ""]]
+            if has_value(run["validation_loss"])
             else []
         ),
     ]
     columns = ["figure", "measured", "95% interval", "predicted", "error of prediction"]
-    return Table(f"Throughput of {run['name']}", columns, rows, basis(run))
+    return Table(f"Throughput of {run['name']}", columns, rows, basis_note(run))
 
 
 def _figure(
-    name: str, value: Any, bounds: tuple[Any, Any] = (math.nan, math.nan), predicted: Any = None, told: bool = False
+    name: str,
+    value: Any,
+    bounds: tuple[Any, Any] = (math.nan, math.nan),
+    predicted: Any = None,
+    hide_error: bool = False,
 ) -> list[str]:
-    """A row. `told`: its error is that of the step time, the one sign for all: above 0 is longer than measured."""
-    error = float(percentage_errors([predicted], [value])[0]) if known(predicted) and known(value) else math.nan
-    return [name, number(value), interval(*bounds), number(predicted), "" if told else percent(error)]
+    """Return a row. `hide_error` avoids an error of opposite sign: above 0, steps were predicted too long."""
+    error = float(percentage_errors([predicted], [value])[0]) if has_value(predicted) and has_value(value) else math.nan
+    return [name, number(value), interval(*bounds), number(predicted), "" if hide_error else percent(error)]
 
 
 def _gib(value: Any) -> float:
-    return float(value) / 2**30 if known(value) else math.nan
+    return float(value) / 2**30 if has_value(value) else math.nan
 
 
 def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Where the step's time goes, for each pipeline stage; every part in seconds and as a share of the stage's step."""
-    placed = plan.get("stages") or []
+    """Return where each pipeline stage's step time goes: seconds of each part and its share of the step."""
+    plan_stages = plan.get("stages") or []
     types = nic_types(plan)
     rows = []
     for index, parts in enumerate(stage_breakdown(run)):
-        place = placed[index] if index < len(placed) else {}
-        total = sum(v for v in parts.values() if known(v))
-        fabric = str(place.get("fabric", NONE))
+        plan_stage = plan_stages[index] if index < len(plan_stages) else {}
+        total = sum(v for v in parts.values() if has_value(v))
+        fabric = str(plan_stage.get("fabric", NONE))
         rows.append(
             [
                 str(index),
                 f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})",
-                str(place.get("layers", NONE)),
+                str(plan_stage.get("layers", NONE)),
                 *(
-                    f"{number(parts.get(p))} {parts[p] / total:.0%}" if known(parts.get(p)) and total else NONE
+                    f"{number(parts.get(p))} {parts[p] / total:.0%}" if has_value(parts.get(p)) and total else NONE
                     for p in PARTS
                 ),
             ]
@@ -159,20 +167,22 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         "Step time by stage: seconds, share",
         ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)],
         rows,
-        f"medians over {basis(run)}; mean over a stage's ranks",
+        f"medians over {basis_note(run)}; mean over a stage's ranks",
     )
 
 
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Bytes that all nodes together send in a step, for each NIC kind: `planned_bytes` (payload), `counted_bytes` (by
-    the NICs), `header_factor`, `payload_bytes` (counted over factor), `difference_percent` (of planned)."""
+    """Return the bytes that all nodes together send per step, for each NIC type.
+
+    Keys: `planned_bytes` (payload), `counted_bytes` (by the NICs), `header_factor`, `payload_bytes` (counted over
+    factor), `difference_percent` (from planned)."""
     planned, counted = family(run, "planned_bytes_per_step"), family(run, "tx_bytes_per_step")
     factors, types = family(run, "header_factors"), nic_types(plan)
     rows = []
     for kind in sorted({*planned, *counted}, key=lambda k: (k == "ethernet", k)):
         factor = factors.get(kind, run.get("header_factor"))
         sent = counted.get(kind, 0.0 if counted else None)
-        payload = sent / factor if known(sent) and known(factor) and factor else None
+        payload = sent / factor if has_value(sent) and has_value(factor) and factor else None
         plan_bytes = planned.get(kind)
         rows.append(
             {
@@ -180,7 +190,7 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
                 "nic": types.get(kind, kind if kind == "ethernet" else None),
                 "planned_bytes": plan_bytes,
                 "counted_bytes": sent,
-                "header_factor": factor if known(factor) else None,
+                "header_factor": factor if has_value(factor) else None,
                 "payload_bytes": payload,
                 "difference_percent": 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None,
             }
@@ -189,12 +199,12 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
 
 
 def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """:func:`traffic` as a table, with what was sent before the first step as a row of its own."""
-    nothing = "none" if plan.get("predicted") else NONE
+    """Return :func:`traffic` as a table, with a row for bytes sent before the first step."""
+    no_plan_bytes = "none" if plan.get("predicted") else NONE
     rows = [
         [
             _nic_name(r),
-            nothing if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
+            no_plan_bytes if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
             data_size(r["counted_bytes"]),
             number(r["header_factor"], 4),
             data_size(r["payload_bytes"]),
@@ -203,21 +213,22 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         for r in traffic(run, plan)
     ]
     setup = {k: v for k, v in family(run, "setup_tx_bytes").items() if v}
-    spread = ""
+    setup_note = ""
     if rows or setup:
         rows.append(
             ["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE, NONE, NONE]
         )
         parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
-        spread = f"; rendezvous and control, before the first step: {parts}" if parts else ""
+        setup_note = f"; rendezvous and control, before the first step: {parts}" if parts else ""
     if not rows:
         rows = [["none: all ranks were on one node" if len(_hosts(plan)) < 2 else "no counters", *[""] * 5]]
-        return Table("Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], rows, basis(run))
+        return Table("Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], rows, basis_note(run))
     return Table(
         "Bytes sent per step, all nodes together",
         ["NIC kind", "planned", "counted", "header factor", "counted / factor", "difference"],
         rows,
-        f"medians over {basis(run)}; header factor: bytes on the wire per byte of payload, measured here" + spread,
+        f"medians over {basis_note(run)}; header factor: bytes on the wire per byte of payload, measured in this run"
+        + setup_note,
     )
 
 
@@ -233,7 +244,7 @@ def _hosts(plan: Mapping[str, Any]) -> list[str]:
 
 
 def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The plan's process groups by kind and transport: how many, over which fabric, and the first one's ranks."""
+    """Return the plan's process groups by kind and transport: their count, fabric and the first one's ranks."""
     counts: Counter[tuple[str, str, str, str]] = Counter()
     example: dict[tuple[str, str, str, str], list[int]] = {}
     for group in plan.get("transports") or []:
@@ -258,7 +269,7 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     rows = [
         [
-            GROUP_WORDS.get(t["kind"], t["kind"]),
+            GROUP_NAMES.get(t["kind"], t["kind"]),
             str(t["groups"]),
             _carrier(t, run["device"]),
             t["fabric"] or NONE,
@@ -267,39 +278,41 @@ def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         for t in transports(plan)
     ]
     columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
-    return Table("Transport of each process group", columns, rows, f"{MODES.get(str(run['transport']))}; {pace(run)}")
+    return Table(
+        "Transport of each process group", columns, rows, f"{MODES.get(str(run['transport']))}; {pace_note(run)}"
+    )
 
 
 def _carrier(entry: Mapping[str, Any], device: Any) -> str:
-    if entry["transport"] == "rdma":  # gloo, which CPU ranks use, knows no RDMA: it takes the NIC by TCP
+    if entry["transport"] == "rdma":  # CPU ranks use gloo, which has no RDMA: it uses the NIC over TCP
         return f"{'TCP' if device == 'cpu' else 'RDMA'} on {NIC_WORDS.get(entry['nic'] or '', entry['nic'])}"
     return {"tcp": "TCP on Ethernet", "local": "inside a node"}.get(entry["transport"], entry["transport"])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    words = [str(r) for r in ranks]
-    return " ".join(words if len(words) <= 6 else [*words[:4], "…", words[-1]])
+    numbers = [str(r) for r in ranks]
+    return " ".join(numbers if len(numbers) <= 6 else [*numbers[:4], "…", numbers[-1]])
 
 
-def ending(run: Mapping[str, Any]) -> Table | None:
-    """How a run that did not complete ended; None for one that did."""
+def incomplete_table(run: Mapping[str, Any]) -> Table | None:
+    """Return how a run ended that did not complete; None for a completed run."""
     if run["state"] == "completed":
         return None
     rows = [
         ["state", str(run["state"])],
-        *([["error", str(run["error"])]] if known(run["error"]) else []),
-        *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if known(run["failed_rank"]) else []),
+        *([["error", str(run["error"])]] if has_value(run["error"]) else []),
+        *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if has_value(run["failed_rank"]) else []),
         ["attempts", str(run["attempts"])],
         ["steps recorded", str(run["steps"])],
     ]
-    how = "has not ended" if run["state"] == "unfinished" else "did not complete"
-    return Table(f"{run['name']} {how}", ["", "what is known"], rows, "")
+    status = "has not ended" if run["state"] == "unfinished" else "did not complete"
+    return Table(f"{run['name']} {status}", ["", "record"], rows, "")
 
 
 def one_run(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Table]:
-    """Everything about one run, the most wanted first."""
-    ended = ending(run)
-    tables = [ended] if ended else []
-    if known(run["steps"]) and run["steps"]:
+    """Return all tables of one run, the most important first."""
+    incomplete = incomplete_table(run)
+    tables = [incomplete] if incomplete else []
+    if has_value(run["steps"]) and run["steps"]:
         tables += [throughput(run, plan), stages(run, plan), traffic_table(run, plan)]
     return [*tables, transports_table(run, plan)] if plan.get("transports") else tables

@@ -1,5 +1,6 @@
-"""The pipeline's timeline: measured (trace/rank-*.jsonl of a run with `train.trace=true`), beside the simulated one,
-and as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""The pipeline's timeline, measured and simulated, and as a trace for Perfetto (ui.perfetto.dev).
+
+A run with `train.trace=true` records it in trace/rank-*.jsonl. chrome://tracing reads the trace, too."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.untrusted import from_json, read_file
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.untrusted import from_json, read_file
-from holmes_hpc.results.plans import whole
+from holmes_hpc.results.plans import integer
 
 COMPUTING = ("forward", "backward")
 TYPES = {
@@ -34,116 +35,120 @@ TYPES = {
 
 
 def read_trace(run: RunDirectory) -> pd.DataFrame:
-    """One row per event of every rank: `rank, step, stage, kind, micro_batch, chunk, start_s, end_s` (Unix seconds),
-    `held` (passes whose activations the stage held). Empty without a trace; half-written lines are left out, and so is
-    what an attempt did beyond the step from which a later one went on."""
+    """Return one row per event of every rank, empty without a trace.
+
+    Columns: `rank, step, stage, kind, micro_batch, chunk, start_s, end_s` (Unix seconds), `held` (passes whose
+    activations the stage held). Half-written lines are skipped, and so are steps that a later attempt repeated."""
     rows: list[dict[str, Any]] = []
     for path in sorted(run.trace.glob("rank-*.jsonl")):
-        rank = whole(path.stem.removeprefix("rank-"))
+        rank = integer(path.stem.removeprefix("rank-"))
         if rank is None:
             continue
         try:
             lines = read_file(path).split(b"\n")
         except OSError as e:
             raise RecordError(e.strerror or str(e), where=str(path), hint="restore the file, or remove it") from e
-        mine: list[dict[str, Any]] = []
-        seen: set[tuple[Any, ...]] = set()
+        rank_events: list[dict[str, Any]] = []
+        seen_passes: set[tuple[Any, ...]] = set()
         for line in lines:
             if (event := _event(line, rank)) is None:
                 continue
-            computed = tuple(event[key] for key in ("step", "kind", "micro_batch", "chunk"))
-            if computed in seen or (mine and event["step"] < mine[-1]["step"]):  # another attempt
-                mine = [e for e in mine if e["step"] < event["step"]]
-                seen = {key for key in seen if key[0] < event["step"]}
-            mine.append(event)
+            pass_key = tuple(event[key] for key in ("step", "kind", "micro_batch", "chunk"))
+            if pass_key in seen_passes or (rank_events and event["step"] < rank_events[-1]["step"]):  # another attempt
+                rank_events = [e for e in rank_events if e["step"] < event["step"]]
+                seen_passes = {key for key in seen_passes if key[0] < event["step"]}
+            rank_events.append(event)
             if event["kind"] in COMPUTING:
-                seen.add(computed)
-        rows += mine
+                seen_passes.add(pass_key)
+        rows += rank_events
     frame = pd.DataFrame(rows, columns=list(TYPES)).astype(TYPES)
     return frame.sort_values(["rank", "start_s"], ignore_index=True)
 
 
 def _event(line: bytes, rank: int) -> dict[str, Any] | None:
-    """A line of a rank's trace; None for one that is half-written, or no event."""
+    """Parse a line of a rank's trace; None for a half-written line or one that is no event."""
     try:
-        said = from_json(line)
+        fields = from_json(line)
         event: dict[str, Any] = {
             "rank": rank,
-            **{key: whole(said[key]) for key in ("step", "stage")},
-            "kind": str(said["kind"]),
-            "micro_batch": whole(said.get("micro_batch")),
-            "chunk": whole(said.get("chunk", 0)),
-            **{key: float(said[key]) for key in ("start_s", "end_s")},
-            "held": whole(said.get("held")),
+            **{key: integer(fields[key]) for key in ("step", "stage")},
+            "kind": str(fields["kind"]),
+            "micro_batch": integer(fields.get("micro_batch")),
+            "chunk": integer(fields.get("chunk", 0)),
+            **{key: float(fields[key]) for key in ("start_s", "end_s")},
+            "held": integer(fields.get("held")),
         }
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
-    certain = (event["step"], event["stage"], event["chunk"])
-    return event if None not in certain and math.isfinite(event["start_s"] + event["end_s"]) else None
+    required = (event["step"], event["stage"], event["chunk"])
+    return event if None not in required and math.isfinite(event["start_s"] + event["end_s"]) else None
 
 
 def typical_step(trace: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
-    """The events of one step (default: the one of median length after warm-up), of the first rank of each stage, in
-    seconds from the step's first event."""
+    """Return one step's events of the first rank of each stage, in seconds from its first event.
+
+    The default is the step of median length after warm-up."""
     if trace.empty:
         return trace
     if step is None:
         spans = trace.groupby("step").agg(start=("start_s", "min"), end=("end_s", "max"))
-        lengths = (spans["end"] - spans["start"]).iloc[warmup_steps(len(spans)) :].sort_values()
-        step = int(lengths.index[(len(lengths) - 1) // 2])
-    one = trace[trace["step"] == step]
-    one = one[one["rank"] == one.groupby("stage")["rank"].transform("min")]
-    start = one["start_s"].min()
-    return one.assign(start_s=one["start_s"] - start, end_s=one["end_s"] - start).reset_index(drop=True)
+        lengths_s = (spans["end"] - spans["start"]).iloc[warmup_steps(len(spans)) :].sort_values()
+        step = int(lengths_s.index[(len(lengths_s) - 1) // 2])
+    events = trace[trace["step"] == step]
+    events = events[events["rank"] == events.groupby("stage")["rank"].transform("min")]
+    start = events["start_s"].min()
+    return events.assign(start_s=events["start_s"] - start, end_s=events["end_s"] - start).reset_index(drop=True)
 
 
 def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dict[str, Any]:
-    """Events (with `stage, kind, micro_batch, start_s, end_s`; `rank` where measured) as a Chrome trace: one process a
-    stage and rank; computing, waiting and each kind of transfer are its threads. Times from the first event on, in
-    microseconds."""
+    """Return events (`stage, kind, micro_batch, start_s, end_s`; `rank` if measured) as a Chrome trace.
+
+    Each stage and rank is a process; computing, waiting and each kind of transfer are its threads. Times are
+    microseconds since the first event."""
     rows = sorted((dict(e) for e in events), key=lambda e: (e["stage"], e.get("rank", 0), e["start_s"]))
-    first = min((e["start_s"] for e in rows), default=0.0)
-    lines: list[dict[str, Any]] = []
-    places: dict[tuple[int, int], int] = {}
+    first_s = min((e["start_s"] for e in rows), default=0.0)
+    trace_events: list[dict[str, Any]] = []
+    pids: dict[tuple[int, int], int] = {}
     threads: dict[tuple[int, str], int] = {}
     for event in rows:
-        place = (int(event["stage"]), int(event.get("rank", 0)))
-        if place not in places:
-            places[place] = len(places)
-            of_rank = f", rank {place[1]}" if "rank" in event else ""
-            lines.append(_name("process_name", places[place], 0, f"{name}: stage {place[0]}{of_rank}"))
-        pid = places[place]
+        stage_rank = (int(event["stage"]), int(event.get("rank", 0)))
+        if stage_rank not in pids:
+            pids[stage_rank] = len(pids)
+            rank_note = f", rank {stage_rank[1]}" if "rank" in event else ""
+            trace_events.append(_name("process_name", pids[stage_rank], 0, f"{name}: stage {stage_rank[0]}{rank_note}"))
+        pid = pids[stage_rank]
         kind = event["kind"]
         thread = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else kind
         if (pid, thread) not in threads:
             threads[pid, thread] = len([t for t in threads if t[0] == pid])
-            lines.append(_name("thread_name", pid, threads[pid, thread], thread))
-        number = event.get("micro_batch")
-        label = event["kind"] if number is None or pd.isna(number) else f"{event['kind']} {int(number)}"
-        lines.append(
+            trace_events.append(_name("thread_name", pid, threads[pid, thread], thread))
+        micro_batch = event.get("micro_batch")
+        label = event["kind"] if micro_batch is None or pd.isna(micro_batch) else f"{event['kind']} {int(micro_batch)}"
+        trace_events.append(
             {
                 "ph": "X",
                 "pid": pid,
                 "tid": threads[pid, thread],
                 "name": label,
                 "cat": event["kind"],
-                "ts": round((event["start_s"] - first) * 1e6, 3),
+                "ts": round((event["start_s"] - first_s) * 1e6, 3),
                 "dur": round((event["end_s"] - event["start_s"]) * 1e6, 3),
             }
         )
-    return {"traceEvents": lines, "displayTimeUnit": "ms"}
+    return {"traceEvents": trace_events, "displayTimeUnit": "ms"}
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+def _name(key: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}}
 
 
 def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
-    """Write a run's measured timeline for Perfetto; the number of its events comes back. RecordError without a
-    trace."""
+    """Write a run's measured timeline for Perfetto and return the number of its events.
+
+    Raises RecordError without a trace."""
     trace = read_trace(run)
     if trace.empty:
-        raise RecordError("no trace was recorded", where=str(run.path), hint="run it again with train.trace=true")
+        raise RecordError("no trace was recorded", where=str(run.path), hint="repeat the run with train.trace=true")
     rows: list[dict[Any, Any]] = trace.to_dict("records")
     write_whole(Path(path), json.dumps(perfetto(rows)))
     return len(rows)

@@ -104,8 +104,8 @@ def test_bars_are_as_long_as_their_figures(made: Report) -> None:
 
 def test_bars_that_are_left_out_are_said(made: Report, tmp_path: Path) -> None:
     cells = made.comparison.cells
-    assert len(bars(figures.throughput(cells, most=3))) == 3
-    assert "the fastest 3 of 4 settings" in figures.throughput(cells, most=3).axes[0].get_title()
+    assert len(bars(figures.throughput(cells, max_bars=3))) == 3
+    assert "the fastest 3 of 4 settings" in figures.throughput(cells, max_bars=3).axes[0].get_title()
     assert "fastest" not in figures.throughput(cells).axes[0].get_title()
     for i in range(13):
         run = make_run(tmp_path / str(i), step_time_s=1 + 0.1 * i, steps=4)
@@ -170,9 +170,9 @@ def test_labels_are_never_cut_to_the_same_text() -> None:
     shared = "hybrid, ib-a:2 roce-a:2, holmes, a setting with a long name"
     long = [f"{shared}, train.lr=0.{n} {'x' * 40} end {n}" for n in (1, 2)]
     made = figures.distinct([*long, f"{shared}, short"])
-    assert len(set(made)) == 3 and max(map(len, made)) <= figures.LABEL and "end 2" in made[1]
+    assert len(set(made)) == 3 and max(map(len, made)) <= figures.MAX_LABEL and "end 2" in made[1]
     same = figures.distinct(["a" * 30 + str(n) + "b" * 60 for n in range(3)])
-    assert len(set(same)) == 3 and max(map(len, same)) <= figures.LABEL
+    assert len(set(same)) == 3 and max(map(len, same)) <= figures.MAX_LABEL
     assert figures.distinct(["short", "b"]) == ["short", "b"]
 
 

@@ -26,8 +26,8 @@ def test_hybrid_is_held_against_homogeneous_clusters_and_plain_megatron(tmp_path
     make(tmp_path)
     report = load_report([tmp_path])
     assert report.answer()[0] == (
-        "Hybrid (ib-a:2 roce-a:2) is 128% of the mean of InfiniBand and RoCE alone and 2.00 times plain Megatron-LM, "
-        "with one network for all, on the same nodes. Step times were predicted within 3.0%."
+        "Hybrid (ib-a:2 roce-a:2) is 128% of the mean of InfiniBand and RoCE alone and 2.00 times plain Megatron-LM "
+        "(one transport for all groups) on the same nodes. Step times were predicted within 3.0%."
     )
     rates = [rate for _, rate in report.bars()]
     assert rates == sorted(rates, reverse=True) and len(rates) == 4

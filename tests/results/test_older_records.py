@@ -56,7 +56,7 @@ def test_fields_that_are_missing_are_named_and_the_rest_is_read(tmp_path: Path) 
 def test_any_field_of_run_yaml_may_be_missing(tmp_path: Path, field: str) -> None:
     path = older(tmp_path / "a", (field,))
     made = load_report([path])
-    assert made.missing() == f"read without what an older release did not record: run.yaml: {field} (1 run)"
+    assert made.missing() == f"fields not recorded by an older release: run.yaml: {field} (1 run)"
     assert made.tables() and page(made)
 
 
@@ -81,7 +81,7 @@ def test_what_can_be_told_without_the_record_is_not_missing(tmp_path: Path) -> N
 )
 def test_any_field_of_a_line_may_be_missing(tmp_path: Path, field: str) -> None:
     made = load_report([older(tmp_path / "a", without_line=(field,))])
-    assert made.missing() == f"read without what an older release did not record: metrics.jsonl: {field} (1 run)"
+    assert made.missing() == f"fields not recorded by an older release: metrics.jsonl: {field} (1 run)"
     assert made.tables() and page(made) and json.dumps(made.to_dict(), allow_nan=False)
 
 
@@ -91,9 +91,7 @@ def test_of_many_runs_it_is_one_line(tmp_path: Path) -> None:
     said = CliRunner().invoke(load("report"), ["report", str(tmp_path)])
     assert said.exit_code == 0
     lines = [line for line in said.stderr.splitlines() if line]
-    assert lines == [
-        "read without what an older release did not record: run.yaml: nics (3 runs); run.yaml: device (1 run)"
-    ]
+    assert lines == ["fields not recorded by an older release: run.yaml: nics (3 runs); run.yaml: device (1 run)"]
 
 
 def test_a_run_that_made_no_step_lacks_nothing(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_throughput_of_one_run(one: Report) -> None:
     assert step["predicted"] == "0.970" and step["error of prediction"].startswith("-")
     assert " to " in step["95% interval"]
     assert one.tables()[0].caption == (
-        "18 steps after 2 of warm-up; paced compute: 30 ms a layer forward, twice that backward"
+        "18 steps after 2 warm-up steps; emulated compute: 30 ms per layer forward, twice that backward"
     )
 
 
@@ -102,8 +102,8 @@ def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
 
 def test_the_answer_names_placement_factor_and_reason(sweep: Path) -> None:
     said = load_report([sweep]).answer()
-    assert said[0].startswith("Fastest: IB, ib-a:4, holmes with") and "paced compute" in said[0]
-    base = re.escape("hybrid, ib-a:2 roce-a:2, one transport, as plain Megatron-LM has")  # the slowest on four nodes
+    assert said[0].startswith("Fastest: IB, ib-a:4, holmes with") and "emulated compute" in said[0]
+    base = re.escape("hybrid, ib-a:2 roce-a:2, one transport (as plain Megatron-LM)")  # the slowest on four nodes
     assert re.match(rf"That is 2\.[01]\d times {base} \(95% interval .*, 6 pairs\)\.", said[1])
     assert said[2].startswith("Why: compute takes")
 
@@ -137,7 +137,7 @@ def test_a_lead_within_the_noise_is_no_difference(tmp_path: Path) -> None:
     for i, (transport, seconds) in enumerate((("holmes", 1.0), ("single", 1.01))):
         make_run(tmp_path / str(i), transport=transport, step_time_s=seconds, spread=0.2, seed=i, steps=40)
     said = load_report([tmp_path]).answer()
-    assert len(said) == 2 and said[1].endswith(": no difference that these runs can tell.")
+    assert len(said) == 2 and said[1].endswith(": no significant difference.")
     make_run(tmp_path / "2", transport="single", step_time_s=3.0, labels={"system": "slow"})
     assert "Why:" in load_report([tmp_path / "0", tmp_path / "2"]).answer()[-1]
 
@@ -213,7 +213,7 @@ def test_what_did_other_work_and_was_faster_is_said(tmp_path: Path) -> None:
         run = make_run(tmp_path / f"run-{i}", hidden=hidden, step_time_s=seconds, seed=i)
         run.update_run(overrides=[f"train.lr={i}"])
     said = load_report([tmp_path]).answer()[0]
-    assert said.startswith("Fastest of those that did the same work: ") and "(run run-0)" in said
+    assert said.startswith("Fastest for the same work: ") and "(run run-0)" in said
     assert "1 with more samples/s did other work" in said
 
 
@@ -355,7 +355,7 @@ def test_runs_from_several_places(tmp_path: Path) -> None:
 
 
 def test_nothing_to_report_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="no runs there"):
+    with pytest.raises(RecordError, match="no runs found"):
         load_report([tmp_path])
     with pytest.raises(RecordError, match="no such directory"):
         load_report([tmp_path / "none"])
@@ -374,9 +374,9 @@ def test_every_table_names_the_pace(sweep: Path, one: Report, tmp_path: Path) ->
     for made in (one, load_report([sweep])):
         for table in made.tables():
             if not table.title.startswith(("Runs that did not", "a did not")):
-                assert "paced compute: 30 ms" in table.caption, table.title
+                assert "emulated compute: 30 ms" in table.caption, table.title
     unpaced = load_report([make_run(tmp_path / "unpaced", pace_layer_ms=None).path])
-    assert all("compute not paced" in table.caption for table in unpaced.tables())
+    assert all("real compute" in table.caption for table in unpaced.tables())
 
 
 @pytest.mark.parametrize(

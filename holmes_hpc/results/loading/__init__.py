@@ -1,1 +1,1 @@
-"""Run directories as DataFrames: reading many runs fast, once."""
+"""Loading many run directories into DataFrames, with a cache."""

@@ -1,12 +1,11 @@
-"""Run directories as tables: `load_runs` one row a run, `load_steps` one row a step, `load_stages` one row a stage.
+"""Run directories as tables: `load_runs` has one row per run, `load_steps` per step, `load_stages` per stage.
 
     runs = load_runs("runs/sweep-20250101-120000")
     runs[runs.state == "completed"].groupby("environment").samples_per_s.median()
 
-`path` is a run, a directory of runs, a Hydra multirun tree or a sweep; finished, failed, half-finished and unreadable
-runs all have their row. Columns: holmes_hpc/results/columns.py. Where there are more than a few runs, what was read is
-cached in `.holmes-cache/` under `path`, if that can be written, and read again when a run's files have changed.
-"""
+`path` is a run, a directory of runs, a Hydra multirun tree or a sweep. Finished, failed, half-finished and unreadable
+runs all have a row. Columns: holmes_hpc/results/columns.py. If there are more than a few runs, they are cached in
+`.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
 
 from __future__ import annotations
 
@@ -32,23 +31,26 @@ from holmes_hpc.results.columns import (
     family_columns,
     stage_breakdown,
 )
-from holmes_hpc.results.loading import cache as kept
+from holmes_hpc.results.loading import cache as run_cache
 from holmes_hpc.results.loading.run_row import plain_name
 
 CACHE = ".holmes-cache"
-FEW = 10  # fewer runs are read again each time, so that no cache appears beside a single run
+MIN_CACHED_RUNS = 10  # fewer runs are read each time, so that no cache appears beside a single run
 PathLike = str | os.PathLike[str]
 
 
 def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """One row per run below `path`, in order of path; the columns are RUN_COLUMNS, then those of
-    FAMILIES. RecordError: no such directory."""
-    found = _directories(Path(path))
-    table = _load(Path(path), found, cache).runs
+    """Return one row per run below `path`, in order of path, with RUN_COLUMNS and the columns of FAMILIES.
+
+    Raises RecordError if the directory does not exist."""
+    run_dirs = _directories(Path(path))
+    table = _load(Path(path), run_dirs, cache).runs
     frame = table.select(list(RUN_COLUMNS)).to_pandas(
         types_mapper={pa.int64(): pd.Int64Dtype(), pa.string(): pd.StringDtype(), pa.bool_(): pd.BooleanDtype()}.get
     )
-    frame["path"] = pd.array([plain_name(directory) for _, directory in found], dtype="string")  # it may have moved
+    frame["path"] = pd.array(
+        [plain_name(directory) for _, directory in run_dirs], dtype="string"
+    )  # the runs may have moved since
     frame["overrides"] = [[] if overrides is None else list(overrides) for overrides in frame["overrides"]]
     wide = frame.astype({name: kind for name, (kind, _) in RUN_COLUMNS.items()})
     families: dict[str, pd.Series[Any]] = {}
@@ -60,39 +62,38 @@ def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
 def load_steps(
     path: PathLike, columns: Sequence[str] | None = None, runs: Collection[str] | None = None, cache: bool = True
 ) -> pd.DataFrame:
-    """One row per step of every run below `path`, in order; the columns are STEP_COLUMNS and bytes per NIC kind.
+    """Return one row per step of every run below `path`, in order: STEP_COLUMNS and bytes per NIC type.
 
-    `columns`: only these, beside `run` and `step`; `runs`: only of these (values of the column `run`).
-    """
-    found = _directories(Path(path))
-    loaded = _load(Path(path), found, cache)
-    keys = [key for key, _ in found]
-    chosen = set(keys if runs is None else runs)
-    if unknown := chosen - set(keys):
-        raise ConfigError(f"no run {min(unknown)!r}", where="load_steps", hint=nearest(min(unknown), keys))
-    rows = [row for row, key in enumerate(keys) if key in chosen]
+    `columns`: only these, with `run` and `step`. `runs`: only these runs (values of the column `run`)."""
+    run_dirs = _directories(Path(path))
+    loaded = _load(Path(path), run_dirs, cache)
+    keys = [key for key, _ in run_dirs]
+    selected = set(keys if runs is None else runs)
+    if unknown_runs := selected - set(keys):
+        raise ConfigError(f"no run {min(unknown_runs)!r}", where="load_steps", hint=nearest(min(unknown_runs), keys))
+    rows = [row for row, key in enumerate(keys) if key in selected]
     steps = loaded.steps_of(rows)
     frame = steps.select(_names(steps, columns)).to_pandas()
     codes = np.repeat(np.array(rows, dtype=np.int32), loaded.counts[rows])
-    named = pd.Categorical.from_codes(codes, categories=pd.Index(keys, dtype="object"), ordered=False)
-    frame.insert(0, "run", pd.Series(named, index=frame.index))
+    run_column = pd.Categorical.from_codes(codes, categories=pd.Index(keys, dtype="object"), ordered=False)
+    frame.insert(0, "run", pd.Series(run_column, index=frame.index))
     return frame
 
 
-def _names(steps: pa.Table, wanted: Sequence[str] | None) -> list[str]:
-    """The columns of `steps` that are wanted: in documented order, or in the one asked for."""
+def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
+    """Return the requested columns of `steps` in the order of the request, by default the documented one."""
     documented = [name for name in STEP_COLUMNS if name != "run"]
     names = [*documented, *sorted(set(steps.column_names) - set(documented), key=lambda name: (name[:1] != "t", name))]
-    if wanted is None:
+    if requested is None:
         return names
-    for name in wanted:
+    for name in requested:
         if name not in (*names, "run"):
             raise ConfigError(f"no column {name!r}", where="load_steps", hint=nearest(name, names))
-    return ["step", *(name for name in dict.fromkeys(wanted) if name not in ("run", "step"))]
+    return ["step", *(name for name in dict.fromkeys(requested) if name not in ("run", "step"))]
 
 
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """One row per pipeline stage of every run with steps: medians of the parts of its step; STAGE_COLUMNS."""
+    """Return one row per pipeline stage of every run with steps: STAGE_COLUMNS, medians of the step's parts."""
     runs = load_runs(path, cache)
     records: list[dict[Any, Any]] = runs.to_dict("records")
     rows = [
@@ -106,30 +107,32 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     )
 
 
-def _load(root: Path, found: Sequence[tuple[str, str]], cache: bool) -> kept.Loaded:
-    if cache and len(found) >= FEW:
+def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_cache.Loaded:
+    if cache and len(run_dirs) >= MIN_CACHED_RUNS:
         folder = root / CACHE
         try:
             folder.mkdir(exist_ok=True)
             if os.access(folder, os.W_OK):
-                return kept.load(folder, found)
+                return run_cache.load(folder, run_dirs)
         except (OSError, pa.ArrowException):
-            pass  # not ours to write, full, or another loader has tidied up
+            pass  # no write permission, disk full, or another loader removed files
     with tempfile.TemporaryDirectory(prefix="holmes-cache-") as temporary:
-        return kept.load(Path(temporary), found)
+        return run_cache.load(Path(temporary), run_dirs)
 
 
 def _directories(root: Path) -> list[tuple[str, str]]:
-    """(key, directory) of everything below `root` that is, or was to become, a run."""
+    """Return (key, directory) of every run below `root`, including runs that never started."""
     if not root.is_dir():
         raise RecordError("no such directory", where=str(root), hint="give a run directory, or one that holds runs")
-    found = []
-    for directory, below, files in os.walk(root):
-        recorded = "run.yaml" in files
-        if recorded or (".hydra" in below and "multirun.yaml" not in files and os.fspath(root) != directory):
+    run_dirs = []
+    for directory, subdirectories, files in os.walk(root):
+        has_record = "run.yaml" in files
+        if has_record or (".hydra" in subdirectories and "multirun.yaml" not in files and os.fspath(root) != directory):
             key = plain_name(os.path.relpath(directory, root))
-            found.append((plain_name(root.resolve().name) if key == "." else key.replace(os.sep, "/"), directory))
-        if recorded:
-            below.clear()
-        below[:] = [name for name in below if name not in SKIPPED and name != CACHE]
-    return sorted(found, key=lambda item: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in item[0].split("/")])
+            run_dirs.append((plain_name(root.resolve().name) if key == "." else key.replace(os.sep, "/"), directory))
+        if has_record:
+            subdirectories.clear()
+        subdirectories[:] = [name for name in subdirectories if name not in SKIPPED and name != CACHE]
+    return sorted(
+        run_dirs, key=lambda item: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in item[0].split("/")]
+    )
