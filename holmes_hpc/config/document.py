@@ -70,7 +70,7 @@ def page() -> str:
         "unknown keys are refused before anything is submitted.",
         "",
         "- A *map* is `{NAME: VALUE}`.",
-        "- A key whose default is `null` also takes `null`. A key without a default comes from the named model or batch.",
+        "- A key whose default is `null` also takes `null`. A named model or batch sets the keys without a default.",
         "- [Models](models.md) lists the named models. Each has a batch of its own name, its default.",
         "",
     ]
@@ -78,28 +78,25 @@ def page() -> str:
         parts += [
             f"## `{name}`" if name else "## Keys without a group",
             "",
-            "| Key | Meaning | Values | Default |",
-            "|---|---|---|---|",
+            "| Key | Meaning | Values; default |",
+            "|---|---|---|",
         ]
         for k in keys(cls).values():
             if name or k.name not in GROUPS:
-                cells = (
-                    f"`{name}.{k.name}`" if name else f"`{k.name}`",
-                    k.says.help,
-                    _short(allowed(k)).removesuffix(" or null" if k.default is None else ""),
-                    "" if k.default is REQUIRED else f"`{_scalar(k.default)}`",
-                )
+                cells = (f"`{name}.{k.name}`" if name else f"`{k.name}`", k.says.help, _values_and_default(k))
                 parts.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         parts.append("")
     return "\n".join(parts)
 
 
-def _short(text: str) -> str:
-    """Return the text of :func:`allowed` in fewer words."""
-    text = text.removeprefix("use ")
+def _values_and_default(declared: Key) -> str:
+    """Return the allowed values of a key in a few words, and its default. A default of null implies that value."""
+    values = allowed(declared).removeprefix("use ")
     for pattern, short in _SHORT:
-        text = re.sub(pattern, short, text)
-    return text
+        values = re.sub(pattern, short, values)
+    if declared.default is REQUIRED:
+        return values
+    return f"{values.removesuffix(' or null') if declared.default is None else values}; `{_scalar(declared.default)}`"
 
 
 def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> str:
