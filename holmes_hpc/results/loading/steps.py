@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 from holmes_hpc.records.files import to_json
-from holmes_hpc.records.untrusted import MOST_LEVELS, from_json, too_deep
-from holmes_hpc.records.metrics import FIELDS, PARTS, WAYS
+from holmes_hpc.records.metrics import DIRECTIONS, FIELDS, PARTS
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import MOST_LEVELS, from_json, too_deep
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
 from holmes_hpc.results.plans import mapping, number
 
@@ -177,7 +177,7 @@ def _breakdown(lines: pa.Table) -> Floats:
 
 def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
     """Return {tx or rx: {fabric or ethernet: [steps]}}; a network that a line omits carried nothing."""
-    counts: dict[str, dict[str, Floats]] = {direction: {} for direction in WAYS}
+    counts: dict[str, dict[str, Floats]] = {direction: {} for direction in DIRECTIONS}
     if "nic_bytes" not in lines.column_names or not pa.types.is_struct(lines["nic_bytes"].type):
         return counts
     nics = lines["nic_bytes"].combine_chunks()
@@ -186,7 +186,7 @@ def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
         by_direction = (
             dict(zip((f.name for f in network.type), network.flatten(), strict=True)) if network.type.num_fields else {}
         )
-        for direction in WAYS:
+        for direction in DIRECTIONS:
             counted = by_direction.get(direction, pa.nulls(len(network))).cast(pa.float64())
             counts[direction][name] = pc.if_else(is_idle, 0.0, counted).to_numpy(zero_copy_only=False)
     return counts
@@ -216,7 +216,7 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(stages, list)
         else None,
         "nic_bytes": {
-            name: {direction: _number(mapping(pair).get(direction)) for direction in WAYS}
+            name: {direction: _number(mapping(pair).get(direction)) for direction in DIRECTIONS}
             for name, pair in nics.items()
         }
         if isinstance(nics, dict)
