@@ -142,11 +142,9 @@ def _greet(gate: socket.socket, address: str, secret: bytes, own_port: int) -> i
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (piece := connection.recv(count - len(data))):
-            raise Refused("another process answers there")
-        data += piece
+    data = connection.makefile("rb").read(count)
+    if len(data) < count:
+        raise Refused("another process answers there")
     return data
 
 

@@ -222,8 +222,5 @@ def forget(run_dir: Path, launch: Launch) -> None:
 
 
 def _why(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there"
-    return getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    known: dict[type[BaseException], str] = {TimeoutError: "no answer", ConnectionRefusedError: "nobody listens there"}
+    return known.get(type(error)) or getattr(error, "strerror", None) or " ".join(str(error).split())[:200]

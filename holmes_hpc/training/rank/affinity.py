@@ -44,15 +44,14 @@ def choose(own: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int], str
     """The CPUs to keep of a rank's `own`, when those in `near` are beside its GPU; and why, in words for the record."""
     own, near = frozenset(own), frozenset(near)
     both = own & near
-    if not near:
-        return own, "the kernel does not tell which CPUs are beside its GPU"
-    if own <= near:
-        return own, "all beside its GPU"
-    if not both:
-        return own, f"none beside its GPU (those are {spell(near)})"
-    if len(both) < LEAST_CPUS:
-        return own, f"{len(both)} beside its GPU, too few to leave the others"
-    return both, f"beside its GPU, of {len(own)} that it was given"
+    reasons_to_stay = (
+        (not near, "the kernel does not tell which CPUs are beside its GPU"),
+        (own <= near, "all beside its GPU"),
+        (not both, f"none beside its GPU (those are {spell(near)})"),
+        (len(both) < LEAST_CPUS, f"{len(both)} beside its GPU, too few to leave the others"),
+    )
+    why = next((reason for holds, reason in reasons_to_stay if holds), None)
+    return (own, why) if why else (both, f"beside its GPU, of {len(own)} that it was given")
 
 
 def spell(cpus: Iterable[int]) -> str:

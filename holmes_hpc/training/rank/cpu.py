@@ -142,7 +142,6 @@ def install() -> None:
 
 def threads(environ: Mapping[str, str], ranks_here: int, cores: int) -> int:
     """Threads for one rank's computing: as Slurm or OMP_NUM_THREADS say, else this machine's cores shared fairly."""
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        if environ.get(name, "").isdecimal() and int(environ[name]) > 0:
-            return int(environ[name])
-    return max(1, cores // max(1, ranks_here))
+    values = (environ.get(name, "") for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"))
+    set_threads = next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
+    return set_threads or max(1, cores // max(1, ranks_here))

@@ -102,12 +102,21 @@ class RankExit:
             return
         if hung:
             dump_stacks()
-        say(line if cause is None else f"failed: {line}")
-        self._write("failed", line)
-        if cause is not None:
-            self._tell(cause)
-        self._let_others_hear()
+        self._report(line, cause)
         end_process(code)
+
+    def _report(self, line: str, own: BaseException | None, hung: bool = False) -> None:
+        """Log and record a failure, and tell the others where it is this rank's `own`."""
+        if own is not None:
+            self._tell(own, hung)
+        say(line if own is None else f"failed: {line}")
+        if own is not None and not isinstance(own, HolmesError):
+            traceback.print_exception(own)
+        self._write("failed", line)
+        if (self.rank == 0 or hung) and self._store is not None and self._launch.world_size > 1:
+            # Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang
+            # all are to show where they stand before a connection breaks.
+            time.sleep(2 * POLL_S)
 
     def _tell(self, error: BaseException, hung: bool = False) -> None:
         """Tell the other ranks, where no failure has been told yet, if the store answers soon."""
@@ -174,52 +183,34 @@ class RankExit:
         error = self._explained(error)
         # what torch raised where the error came from below: a connection that broke, a collective that timed out
         below = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
-        hang = self._as_hang(below) if below is not None else None
-        if hang is not None:
-            error, hung = hang, True
-        failure = self._failure_of_another(below) if below is not None and hang is None else None
+        failure = None
+        if below is not None and _TIMED_OUT.search(one_line(below)):
+            self._show(below)
+            hung = True
+            error = RunFailed(
+                f"another rank gave no answer within train.net_timeout_s ({one_line(below)[:200]})",
+                where=f"rank {self.rank} on {self.node}",
+                hint="every rank's log holds its stacks: the one that is not in a collective is the cause; "
+                "was it only slow, raise train.net_timeout_s",
+            )
+        elif below is not None:
+            failure = self._failure_of_another(below)
         if failure is not None and not failure.get("hung") and isinstance(error, HolmesError):
             failure = None  # this rank knows better
         if not self._once.acquire(blocking=False):
             time.sleep(5)  # the other thread is ending this process
         self._stop.set()
         if failure is not None:  # a connection that broke because the rank at its other end failed
-            code, line = int(failure["code"]), _echo(failure)
             if failure.get("hung") and below is not None:
                 self._show(below)
-            say(line)
-        else:
-            code, line = error.exit_code if isinstance(error, HolmesError) else 1, one_line(error)
-            self._tell(error, hung)
-            say(f"failed: {line}")
-            if not isinstance(error, HolmesError):
-                traceback.print_exception(error)
-        self._write("failed", line)
-        self._let_others_hear(hung)
-        return code
-
-    def _as_hang(self, error: RuntimeError) -> RunFailed | None:
-        """A collective that ran into its time-out, after this rank has shown where it stands; else None."""
-        text = one_line(error)
-        if not _TIMED_OUT.search(text):
-            return None
-        self._show(error)
-        return RunFailed(
-            f"another rank gave no answer within train.net_timeout_s ({text[:200]})",
-            where=f"rank {self.rank} on {self.node}",
-            hint="every rank's log holds its stacks: the one that is not in a collective is the cause; "
-            "was it only slow, raise train.net_timeout_s",
-        )
+            self._report(_echo(failure), None)
+            return int(failure["code"])
+        self._report(one_line(error), error, hung)
+        return error.exit_code if isinstance(error, HolmesError) else 1
 
     def _show(self, error: RuntimeError) -> None:
         traceback.print_exception(error)
         dump_stacks()
-
-    def _let_others_hear(self, hung: bool = False) -> None:
-        """Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang all
-        are to show where they stand before a connection breaks."""
-        if (self.rank == 0 or hung) and self._store is not None and self._launch.world_size > 1:
-            time.sleep(2 * POLL_S)
 
     def _write(self, state: str, error: str | None, **more: Any) -> None:
         attempt = {"attempt": self.attempt} if self.attempt else {}
@@ -227,14 +218,13 @@ class RankExit:
             self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more, **attempt)
 
 
-def dump_stacks(file: Any = None) -> None:
-    """Every thread's stack into the log, and on NCCL what the communicators were last doing (its flight recorder)."""
-    target = file or sys.stderr
-    print("stacks of all threads:", file=target, flush=True)
-    faulthandler.dump_traceback(file=target, all_threads=True)
-    recorder = _flight_recorder()
-    if recorder:
-        print(f"pending collectives: {recorder}", file=target, flush=True)
+def dump_stacks() -> None:
+    """Write every thread's stack into the log, and on NCCL what the communicators were last doing (its flight
+    recorder)."""
+    print("stacks of all threads:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    if recorder := _flight_recorder():
+        print(f"pending collectives: {recorder}", file=sys.stderr, flush=True)
 
 
 def _flight_recorder() -> str:

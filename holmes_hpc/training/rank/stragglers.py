@@ -46,22 +46,21 @@ class Stragglers:
         return lines + self._between_stages(times)
 
     def _between_stages(self, times: Sequence[float]) -> list[str]:
-        lines = []
         pace = [statistics.median_low([times[r] for r in self._stages[s]]) / work for s, work in enumerate(self._work)]
-        for number, own in enumerate(pace):
-            middle = statistics.median_low(
-                [p for p, gpu in zip(pace, self._alike, strict=True) if gpu == self._alike[number]]
+        middles = [
+            statistics.median_low([p for p, gpu in zip(pace, self._alike, strict=True) if gpu == own])
+            for own in self._alike
+        ]
+        return [
+            self._line(
+                self._stages[number][0],
+                times,
+                own / middle,
+                f"for a layer of stage {number} as the other stages' nodes",
             )
-            if middle > 0 and own > SLOW_STAGE * middle:
-                lines.append(
-                    self._line(
-                        self._stages[number][0],
-                        times,
-                        own / middle,
-                        f"for a layer of stage {number} as the other stages' nodes",
-                    )
-                )
-        return lines
+            for number, (own, middle) in enumerate(zip(pace, middles, strict=True))
+            if middle > 0 and own > SLOW_STAGE * middle
+        ]
 
     def _line(self, rank: int, times: Sequence[float], ratio: float, than: str) -> str:
         return (
