@@ -15,6 +15,7 @@ from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.search.best import PREDICTED, best_plan
+from holmes_hpc.planning.spec.parallel import abridged
 from holmes_hpc.planning.spec.plan import Plan, Predicted
 from holmes_hpc.records.metrics import PART_NAMES
 
@@ -286,7 +287,7 @@ def _runner_up(other: dict[str, Any]) -> str:
     nodes = ", ".join(f"{n} x {f}" for f, n in other["nodes"].items())
     return (
         f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
-        f"{_layers(other['layers_per_stage'])}, {other['schedule']}: {other['why_not']}"
+        f"{abridged(other['layers_per_stage'], '+')}, {other['schedule']}: {other['why_not']}"
     )
 
 
@@ -337,8 +338,3 @@ def counted_less(plan: Plan, costs: Costs) -> Iterable[str]:
                 f"{fabric.name}: its {fabric.rdma_gbps:g} Gb/s are counted as {share * fabric.rdma_gbps:.3g} ({by});"
                 " `holmes calibrate` measures yours"
             )
-
-
-def _layers(layers: list[int]) -> str:
-    text = [str(n) for n in layers]
-    return "+".join(text if len(text) <= 8 else [*text[:3], "…", text[-1]])

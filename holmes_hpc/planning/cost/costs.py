@@ -103,13 +103,15 @@ class Costs:
         """Of one weight, and of one element of an activation."""
         return BYTES[self.dtype_of(gpu)]
 
-    def gradient_size(self, gpu: Gpu) -> int:
+    @property
+    def gradient_size(self) -> int:
         """Bytes of one gradient element in its buffer."""
         return self.gradient_bytes or 4
 
-    def wire_size(self, gpu: Gpu) -> int:
+    @property
+    def wire_size(self) -> int:
         """Bytes of one gradient element on the wire."""
-        return self.software.wire_bytes or self.gradient_size(gpu)
+        return self.software.wire_bytes or self.gradient_size
 
     def collectives(self, gpu: Gpu) -> Collectives:
         return collectives(gpu)
@@ -209,7 +211,7 @@ class Costs:
         gpu, measured = fabric.gpu, self._of(fabric)
         if measured is not None and measured.optimizer_s is not None:
             return updated * measured.optimizer_s
-        moved = updated * (self.gradient_size(gpu) + 6 * 4 + self.weight_bytes(gpu))
+        moved = updated * (self.gradient_size + 6 * 4 + self.weight_bytes(gpu))
         return (
             self._cpu(gpu).memory_s(moved) if gpu.is_cpu or self.pace_layer_ms else self._device(gpu).streamed_s(moved)
         )
@@ -259,7 +261,7 @@ class Costs:
             batch,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            gradient_bytes=self.gradient_size(gpu),
+            gradient_bytes=self.gradient_size,
             recompute=recompute,
         )
 
@@ -267,7 +269,7 @@ class Costs:
         return Device(gpu, self.weight_bytes(gpu), self.stack)
 
     def _cpu(self, gpu: Gpu) -> Cpu:
-        return Cpu(gpu, self.weight_bytes(gpu), self.gradient_size(gpu), self.software_on(gpu).flash)
+        return Cpu(gpu, self.weight_bytes(gpu), self.gradient_size, self.software_on(gpu).flash)
 
     # -- from what was measured ---------------------------------------------------------------------------------------
 

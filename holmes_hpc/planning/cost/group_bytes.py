@@ -38,15 +38,15 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         elif group.kind == "embd" and layout.model.tied:
             parts = 1 if layout.is_per_stage else p.tp
             senders = one_of_each_node(group.ranks, where)
-            amount = how.all_reduce * embedding_bytes(layout, 0) / parts * (n - 1) / n
+            amount = how.all_reduce * embedding_bytes(layout) / parts * (n - 1) / n
         elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
             senders = one_of_each_node(group.ranks, where)
-            each = how.reduce_scatter * costs.gradient_size(gpu) + how.all_gather * costs.weight_bytes(gpu)
+            each = how.reduce_scatter * costs.gradient_size + how.all_gather * costs.weight_bytes(gpu)
             if not p.distributed_optimizer:
-                each = how.all_reduce * costs.gradient_size(gpu)
+                each = how.all_reduce * costs.gradient_size
             amount = each * float(count[stage]) * (n - 1) / n
         elif group.kind == "inter_dp":
-            amount = how.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size(gpu) / layout.run
+            amount = how.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.run
         for rank in senders if amount else ():
             yield GroupTransport(group.kind, group.ranks, transport, group.stages), rank, amount
 

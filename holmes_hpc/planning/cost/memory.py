@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -151,7 +152,7 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
         gpu = layout.fabric(component).gpu
         return (
             costs.weight_bytes(gpu),
-            costs.gradient_size(gpu),
+            costs.gradient_size,
             moment_bytes(costs, gpu),
             0 if gpu.is_cpu else CUDA_BYTES,
             *_activation_bytes(
@@ -248,7 +249,7 @@ def most_layers(
         model, batch, costs, gpu=gpu, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
     )
     held = layer_parameters(model, tp) * (
-        costs.weight_bytes(gpu) + costs.gradient_size(gpu) + moment_bytes(costs, gpu) / run
+        costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / run
     )
     if costs.software.sharding in ("gradients", "full"):
         held = 0.0
@@ -309,22 +310,34 @@ def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
     )
 
 
+class Shortage(NamedTuple):
+    """The stage whose GPUs lack most memory for what they `need`, in bytes; at most 0 is enough."""
+
+    bytes: float
+    need: float
+    stage: int
+
+    def __str__(self) -> str:
+        gib = 2.0**30
+        return f"stage {self.stage} needs {self.need / gib:.1f} GiB a GPU, {self.bytes / gib:.1f} GiB more"
+
+
+def shortage(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> Shortage:
+    """Return what one layer split, (1, S, C), lacks most."""
+    need = memory(layout, layers).total()[0]
+    short = need - room(layout, most_gib)
+    stage = int(short.argmax())
+    return Shortage(float(short[stage]), float(need[stage]), stage)
+
+
 def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> None:
     """Raise PlanError that names the stage and the shortfall if one layer split, (1, S, C), does not fit."""
-    need = memory(layout, layers).total()[0]
-    worst = None
-    for s, needed in enumerate(need):
-        for replica in layout.replicas:
-            gpu = layout.fabric(replica[s]).gpu
-            short = needed - capacity(gpu, most_gib)
-            if short > 0 and (worst is None or short > worst[0]):
-                worst = (short, s, needed, gpu)
-    if worst is not None:
-        short, stage, needed, gpu = worst
+    short = shortage(layout, layers, most_gib)
+    if short.bytes > 0:
+        gpus = [layout.fabric(replica[short.stage]).gpu for replica in layout.replicas]
         raise PlanError(
-            f"stage {stage} needs {needed / 2**30:.1f} GiB a GPU, {short / 2**30:.1f} GiB more than"
-            f" {gpu.name} has to give",
+            f"{short} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} has to give",
             where="memory",
             hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
-            f" {needed / 2**30 / SLACK:.0f} GiB",
+            f" {short.need / 2**30 / SLACK:.0f} GiB",
         )

@@ -14,7 +14,7 @@ from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
-from holmes_hpc.planning.cost.traffic import activation_bytes
+from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.schedule.event_simulation import Went
 from holmes_hpc.planning.schedule.event_simulation import ends as row_ends
@@ -104,7 +104,7 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
     """Payload bytes that all nodes together send in a step, by fabric (RDMA) or ``ethernet`` (TCP)."""
-    p, model = layout.parallel, layout.model
+    p = layout.parallel
     total: defaultdict[str, float] = defaultdict(float)
 
     def add(transport: Transport, amount: float) -> None:
@@ -125,10 +125,8 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
                 transport = layout.edge(replica, s)
                 transfers = layout.order.micro_batches * (p.virtual_stages if s < p.pp - 1 else p.virtual_stages - 1)
                 add(transport, 2 * transfers * pipelines * p.tp * activation_bytes(layout, transport, component))
-        if model.tied and p.pp > 1:
-            gpu = layout.fabric(stages[0]).gpu
-            whole = model.padded_vocab(p.tp) / p.tp * model.hidden * layout.costs.gradient_size(gpu)
-            how = layout.costs.collectives(gpu)
+        if layout.model.tied and p.pp > 1:
+            how, whole = layout.costs.collectives(layout.fabric(stages[0]).gpu), embedding_bytes(layout) / p.tp
             add(layout.ends(replica), how.all_reduce / 2 * whole * 2 * pipelines * p.tp)
     return dict(sorted(total.items()))
 
@@ -139,7 +137,7 @@ def _add_synchronisation(
     """Gradients and parameters of one stage: a ring leaves each of its nodes once."""
     p, gpu = layout.parallel, layout.fabric(component).gpu
     how, n = layout.costs.collectives(gpu), layout.run
-    gradients, weights = count * layout.costs.wire_size(gpu), count * layout.costs.weight_bytes(gpu)
+    gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
     reduced = how.all_reduce if layout.costs.software.all_reduced else how.reduce_scatter
     amount = reduced * gradients + how.all_gather * weights if p.distributed_optimizer else how.all_reduce * gradients
     nodes = layout.nodes_of_run(replica, stage)

@@ -228,7 +228,7 @@ def _replica(
     plans, software = len(layers), layout.costs.software
     forward, backward = _passes(layout, traffic, computes, layers, count)
     buckets = np.ones_like(count)  # a stage's later chunks have one each (training/model/optimizer.py)
-    buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * traffic.gradient_bytes / bucket_bytes[:, None]))
+    buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))
     reduce, gather = (
         each[0, :, None] * count + each[1, :, None] * buckets for each in (traffic.reduce, traffic.gather)
     )

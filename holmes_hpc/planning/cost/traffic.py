@@ -23,8 +23,8 @@ class Traffic:
 
     `down`, `up`: seconds of a stage transfer from each stage, (S,). `reduce`, `gather`: of a gradients' reduction and
     of gathering parameters, for each parameter and for each bucket, (2, S); `passing`: the same for (gathering,
-    reducing) that FSDP does in every pass, (2, 2, S). `gradient_bytes`: of a gradient's element, (S,). `beside`:
-    whether gradients go by the NIC that the transfers up go by, (S,).
+    reducing) that FSDP does in every pass, (2, 2, S). `beside`: whether gradients go by
+    the NIC that the transfers up go by, (S,).
     """
 
     down: np.ndarray
@@ -32,7 +32,6 @@ class Traffic:
     reduce: np.ndarray
     gather: np.ndarray
     passing: np.ndarray
-    gradient_bytes: np.ndarray
     beside: np.ndarray
 
 
@@ -84,15 +83,7 @@ def _traffic(layout: Layout, replica: int) -> Traffic:
             passing[:, :, first:end] = each[:, :, None]
         if p.pp > 1 and layout.run > 1:
             beside[first:end] = [layout.edge(replica, (s - 1) % p.pp) == reduction for s in range(first, end)]
-    return Traffic(
-        down,
-        up,
-        reduce,
-        gather=gather,
-        passing=passing,
-        gradient_bytes=by_stage(layout, replica, ("gradient",), lambda c: costs.gradient_size(layout.fabric(c).gpu)),
-        beside=beside,
-    )
+    return Traffic(down, up, reduce, gather=gather, passing=passing, beside=beside)
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
@@ -188,7 +179,7 @@ def _passing(layout: Layout, component: Component, reduction: Transport, nodes: 
         [
             np.array([size, 1.0])
             * collective(layout, component, reduction, ranks=layout.run, nodes=nodes, what=what, factor=1.0, sharing=tp)
-            for what, size in (("all_gather", costs.weight_bytes(gpu)), ("reduce_scatter", costs.gradient_size(gpu)))
+            for what, size in (("all_gather", costs.weight_bytes(gpu)), ("reduce_scatter", costs.gradient_size))
         ]
     )
 
@@ -208,11 +199,11 @@ def _synchronise(
         )
 
     if not p.distributed_optimizer:
-        return ring("reduce_scatter", how.all_reduce, costs.wire_size(gpu)), np.zeros(2)
+        return ring("reduce_scatter", how.all_reduce, costs.wire_size), np.zeros(2)
     factor = how.all_reduce if costs.software.all_reduced else how.reduce_scatter
-    reduce = ring("reduce_scatter", factor, costs.wire_size(gpu))
+    reduce = ring("reduce_scatter", factor, costs.wire_size)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers of the other instances
-        reduce = reduce + np.array([costs.wire_size(gpu) / layout.run, 1.0]) * collective(
+        reduce = reduce + np.array([costs.wire_size / layout.run, 1.0]) * collective(
             layout,
             component,
             layout.across(),
@@ -228,16 +219,14 @@ def _synchronise(
 
 def _tied_s(layout: Layout) -> float:
     """A tied embedding's gradient, all-reduced between the first and the last stage."""
-    p, model = layout.parallel, layout.model
-    if not model.tied or p.pp == 1:
+    p = layout.parallel
+    if not layout.model.tied or p.pp == 1:
         return 0.0
     times = []
     for replica, stages in enumerate(layout.replicas):
         transport = layout.ends(replica)
         pair = stages[0], stages[-1]
         for component in pair:
-            gpu = layout.fabric(component).gpu
-            whole = model.padded_vocab(p.tp) / p.tp * model.hidden * layout.costs.gradient_size(gpu)
             sharing = 1 if transport.kind == "local" else _ranks_at_edge(layout, component)
             byte, call = collective(
                 layout,
@@ -250,7 +239,7 @@ def _tied_s(layout: Layout) -> float:
                 sharing=sharing,
                 pairs=[pair],
             )
-            times.append(float(whole * byte + call))
+            times.append(float(embedding_bytes(layout) / p.tp * byte + call))
     return max(times)
 
 
@@ -306,11 +295,10 @@ def _edge_s(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:
     return busy, view.latency(transport, source, peer=target)
 
 
-def embedding_bytes(layout: Layout, stage: int) -> float:
-    """Return the bytes of the tied embedding's gradient, of a layout that is per stage."""
+def embedding_bytes(layout: Layout) -> float:
+    """Return the bytes of a tied embedding's gradient, on all TP ranks together."""
     vocabulary = layout.model.padded_vocab(layout.parallel.vocabulary_parts)
-    gpu = layout.fabric(layout.replicas[0][stage]).gpu
-    return float(vocabulary * layout.model.hidden * layout.costs.gradient_size(gpu))
+    return float(vocabulary * layout.model.hidden * layout.costs.gradient_size)
 
 
 @remembered()
@@ -329,5 +317,5 @@ def tied_per_stage_s(layout: Layout) -> float:
         byte, call = collective(
             view, component, view.ends(), ranks=sum(sizes), nodes=nodes, what="reduce_scatter", factor=2.0, sharing=1.0
         )
-        times.append(float(embedding_bytes(layout, stage) * byte + call))
+        times.append(float(embedding_bytes(layout) * byte + call))
     return max(times)

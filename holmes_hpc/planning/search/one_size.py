@@ -54,8 +54,10 @@ class OneSize:
         self.per_node = np.array([o.per_node for o in usable])
         self.ranks = np.array([o.nodes * o.per_node for o in usable])
         self.fixed = any(o.fixed for o in usable)
-        weight, gradient = (np.array([size(g) for g in gpus]) for size in (costs.weight_bytes, costs.gradient_size))
-        self.held = layer_parameters(model, tp) * (weight + gradient)  # bytes of a layer, without its optimizer
+        weight = np.array([costs.weight_bytes(gpu) for gpu in gpus])
+        self.held = layer_parameters(model, tp) * (
+            weight + costs.gradient_size
+        )  # bytes of a layer, without its optimizer
         self.room = np.array([capacity(g, options.max_memory_gib) for g in gpus])
         self.taus = np.unique(np.concatenate([e * np.arange(1, model.layers + 1) for e in self.each]))
         self.fit = np.floor(self.taus[:, None] / self.each + 1e-9).astype(int)  # layers of a stage in tau, (T, F)
@@ -99,7 +101,7 @@ class OneSize:
 
     def around_s(self, used: tuple[int, ...]) -> float:
         """Seconds to all-reduce the gradients of one layer, held by one rank, round the fabrics `used`."""
-        moved = 2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size(self.offers[used[0]].fabric.gpu)
+        moved = 2.0 * layer_parameters(self.model, self.tp) * self.costs.gradient_size
         return moved / min(
             min(self.ethernet[a], self.between[a, b]) * 1e9 / 8 / self.offers[a].per_node
             for a, b in zip(used, used[1:] + used[:1], strict=True)
@@ -148,7 +150,7 @@ class OneSize:
                 count
                 * (dp - 1)
                 / dp
-                * np.array([how.reduce_scatter * costs.gradient_size(gpu), how.all_gather * costs.weight_bytes(gpu)])
+                * np.array([how.reduce_scatter * costs.gradient_size, how.all_gather * costs.weight_bytes(gpu)])
             )
             if self.tp * dp * apart <= offer.per_node:
                 rate = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, offer.fabric).efficiency)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.memory import SLACK, memory, room
+from holmes_hpc.planning.cost.memory import SLACK, Shortage, shortage
 from holmes_hpc.planning.schedule.kinds import in_question
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.offers import divisors, offers
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.space import Space
-from holmes_hpc.planning.spec.parallel import not_inside_a_node, undivided
+from holmes_hpc.planning.spec.parallel import abridged, not_inside_a_node, undivided
 
 TRIED = 100  # placements whose memory is looked at
 
@@ -51,7 +51,7 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
             is_fixed and shares % dp,
             f"global_size {size} is not a multiple of micro_size {micro} x DP {dp}",
             "batch",
-            f"use a DP that divides {shares}: {_some(divisors(shares))}",
+            f"use a DP that divides {shares}: {abridged(divisors(shares))}",
         ),
         (
             pp > model.layers,
@@ -74,14 +74,19 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
     )
 
 
-@dataclass(frozen=True)
-class Short:
-    """The placement that is short of the least memory: `short`, `need` bytes of `stage`; `short` at most 0 fits."""
+class Short(NamedTuple):
+    """A placement, and the memory that it lacks."""
 
-    short: float
-    need: float
-    stage: int
+    memory: Shortage
     placement: Placement
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.bytes <= 0
+
+    def __str__(self) -> str:
+        p = self.placement
+        return f"TP {p.tp}, PP {p.pp}, DP {p.dp}"
 
 
 def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
@@ -91,27 +96,27 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
     found, said = _shortest(evaluator, placements)
     if found is None and said is not None:
         raise said
-    if found is None or found.short <= 0:
+    if found is None or found.fits:
         said_so = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
         raise PlanError(
             f"no placement can have {said_so}",
             where="plan",
             hint="virtual stages need as many layers in each stage and a multiple of PP micro-batches",
         )
-    what = f"{model.name} fits nowhere here: at best ({_sizes(found)}, recompute {_recompute(o)}) {_lacks(found)}"
+    what = f"{model.name} fits nowhere here: at best ({found}, recompute {_recompute(o)}) {found.memory} than there is"
     where, hint = "memory", ""
     for left_out in _left_out(o):
         freed = replace(o, **{name: FREE[name] for name in left_out})
         other = _searched(evaluator, batch, evaluator.site, freed)
-        if other is not None and other.short <= 0:
+        if other is not None and other.fits:
             where = ", ".join(f"plan.{name}" for name in left_out)
-            hint = f"leave {where} out: {_sizes(other)}, recompute {_recompute(freed)} fits"
+            hint = f"leave {where} out: {other}, recompute {_recompute(freed)} fits"
             break
     else:
         o = replace(o, **{name: FREE[name] for name in FREE})
         free = _searched(evaluator, batch, evaluator.site, o) or found
-        hint = f"use GPUs of {free.need / 2**30 / SLACK:.0f} GiB" + "".join(
-            f", or {other}" for other in _what_fits(evaluator, o, free)
+        hint = f"use GPUs of {free.memory.need / 2**30 / SLACK:.0f} GiB" + "".join(
+            f", or {other}" for other in _what_fits(evaluator, o, free.memory)
         )
     raise PlanError(what, where=where, hint=hint)
 
@@ -139,18 +144,18 @@ def _left_out(o: PlanOptions) -> Iterator[tuple[str, ...]]:
         yield given
 
 
-def _what_fits(evaluator: Evaluator, o: PlanOptions, short: Short) -> Iterator[str]:
+def _what_fits(evaluator: Evaluator, o: PlanOptions, short: Shortage) -> Iterator[str]:
     """Changes of the batch and of the site under which the model fits: tried, not guessed."""
     batch, site = evaluator.batch, evaluator.site
     if batch.micro_size > 1:
         found = _searched(evaluator, replace(batch, micro_size=1), site, o)
-        if found is not None and found.short <= 0:
+        if found is not None and found.fits:
             yield "batch.micro_size=1"
-    first = int(-(-short.need // (short.need - short.short)))
+    first = int(-(-short.need // (short.need - short.bytes)))
     for factor in (first, 2 * first):
         more = replace(site, fabrics=tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.fabrics))
         found = _searched(evaluator, batch, more, o)
-        if found is not None and found.short <= 0:
+        if found is not None and found.fits:
             yield f"{factor} times as many nodes"
             return
 
@@ -178,34 +183,15 @@ def _shortest(evaluator: Evaluator, placements: list[Placement]) -> tuple[Short 
             layers = split.chunked(given, chunks) if given else split.uniform(layout)
             if layers.shape[1] != placement.pp:
                 continue
-            need = memory(layout, layers).total()[0]
+            short = Short(shortage(layout, layers, o.max_memory_gib), placement)
         except PlanError as e:
             said = e
             continue
-        short = need - room(layout, o.max_memory_gib)
-        stage = int(short.argmax())
-        if best is None or short[stage] < best.short:
-            best = Short(float(short[stage]), float(need[stage]), stage, placement)
+        if best is None or short.memory.bytes < best.memory.bytes:
+            best = short
     return best, said
 
 
 def _recompute(o: PlanOptions) -> str:
     """What keeps least."""
     return "full" if o.recompute == "auto" else o.recompute
-
-
-def _sizes(found: Short) -> str:
-    p = found.placement
-    return f"TP {p.tp}, PP {p.pp}, DP {p.dp}"
-
-
-def _lacks(found: Short) -> str:
-    return (
-        f"stage {found.stage} needs {found.need / 2**30:.1f} GiB a GPU, {found.short / 2**30:.1f} GiB more than"
-        " there is"
-    )
-
-
-def _some(values: Sequence[int]) -> str:
-    text = [str(v) for v in values]
-    return ", ".join(text if len(text) <= 8 else [*text[:7], "…", text[-1]])

@@ -7,7 +7,7 @@ tp) and slices of it. Where stages differ, a rule says which replica of each sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -322,6 +322,12 @@ def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
             yield from _group("pp", grid[:, d, t], tuple(range(pp)))
             if pp > 1:
                 yield from _group("embd", grid[[0, pp - 1], d, t], (0, pp - 1))
+
+
+def abridged(values: Iterable[object], separator: str = ", ") -> str:
+    """Return a list, of ranks or layers, in a few letters."""
+    text = [str(value) for value in values]
+    return separator.join(text if len(text) <= 8 else [*text[:3], "…", text[-1]])
 
 
 Case = tuple[Any, str, str, str]  # of :meth:`PlanError.refuse`

@@ -17,7 +17,14 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.spec import plan_file
-from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, Parallel, groups, not_inside_a_node, undivided
+from holmes_hpc.planning.spec.parallel import (
+    HIERARCHICAL_ORDER,
+    Parallel,
+    abridged,
+    groups,
+    not_inside_a_node,
+    undivided,
+)
 from holmes_hpc.planning.spec.parts import Component, Predicted, Schedule, Stage
 from holmes_hpc.planning.spec.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.records.files import write_whole
@@ -191,7 +198,7 @@ class Plan:
         for g in self.transports() if self.transport_mode != "single" else ():
             if g.kind in inside and len(names := {self.places[r].fabric for r in g.ranks}) > 1:
                 raise PlanError(
-                    f"{g.kind} group of ranks {plan_file.short(g.ranks)} spans fabrics {', '.join(sorted(names))}",
+                    f"{g.kind} group of ranks {abridged(g.ranks)} spans fabrics {', '.join(sorted(names))}",
                     where="plan",
                     hint="put stage boundaries on fabric boundaries, or plan again",
                 )

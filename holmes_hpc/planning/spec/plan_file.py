@@ -261,9 +261,3 @@ def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-def short(ranks: Sequence[int]) -> str:
-    """Return ranks, or stages, in a few letters."""
-    text = [str(r) for r in ranks]
-    return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
