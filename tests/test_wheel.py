@@ -44,7 +44,7 @@ print(json.dumps(made))
 PACKAGED = """
 from holmes_hpc.config.composition import load
 from holmes_hpc.submission import plan_job, templates
-from holmes_hpc.submission.lifecycle import begin, finish, follow, resume
+from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run
 from holmes_hpc.submission.sweeps import launcher, status_table
 from holmes_hpc.testbed import bed, topology
 assert len(topology.read("evaluation").nodes) == 28

@@ -28,8 +28,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.executor.submit import Unsure
 from holmes_hpc.submission.lifecycle import follow, status
-from holmes_hpc.submission.lifecycle.new_run import new_run_path
-from holmes_hpc.submission.lifecycle.resume import continuation
+from holmes_hpc.submission.lifecycle.new_run import continuation, new_run_path
 from holmes_hpc.submission.lifecycle.starts import starting
 from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.submission.templates import script_for

@@ -26,7 +26,7 @@ from holmes_hpc.slurm.job_states import NOT_SUBMITTED
 from holmes_hpc.submission import earliest as queue
 from holmes_hpc.submission.executor.submit import Unsure
 from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
-from holmes_hpc.submission.lifecycle.run_states import is_end
+from holmes_hpc.submission.lifecycle.outcome import is_end
 from holmes_hpc.submission.lifecycle.starts import others, starting
 from holmes_hpc.submission.lifecycle.status import Job, job_of, run_status
 from holmes_hpc.submission.local import run_plan_here

@@ -95,18 +95,13 @@ def slurm_start(requests: Sequence[ComponentRequest], timeout_min: int) -> float
         path = Path(folder) / "job.sh"
         path.write_text(script_text(job, "true"), encoding="utf-8")
         answer = patient(["sbatch", "--test-only", str(path)])
-    found = parse_answer(answer.code, answer.err, answer.reason)
-    if not found.ok or not found.start:
-        raise SubmissionError(found.reason or answer.reason, where="sbatch --test-only", hint="ask for less")
-    return _epoch(found.start)
-
-
-def _epoch(text: str) -> float:
-    """Slurm's local time as seconds since 1970; a moment that has passed means now."""
+    start, where = parse_answer(answer).start, "sbatch --test-only"
+    if not start:
+        raise SubmissionError(answer.reason, where=where, hint="ask for less")
     try:
-        return max(datetime.fromisoformat(text).timestamp(), time.time())
+        return max(datetime.fromisoformat(start).timestamp(), time.time())  # a moment that has passed means now
     except ValueError as e:
-        raise SubmissionError(f"start time {text!r}", where="sbatch --test-only", hint="unset SLURM_TIME_FORMAT") from e
+        raise SubmissionError(f"start time {start!r}", where=where, hint="unset SLURM_TIME_FORMAT") from e
 
 
 def earliest(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[PlannedStart]:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.schema import refuse
@@ -164,9 +165,8 @@ class JobRequest:
         short jobs, where nobody says when, it comes later, or not at all."""
         delay = self.signal_delay_s
         if delay is None:
-            delay = SIGNAL_DELAY_S
-            if isinstance(self.timeout_min, int):
-                delay = min(delay, 60 * self.timeout_min - 90)
+            latest = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S
+            delay = min(SIGNAL_DELAY_S, latest)
         return f"{self.signal}@{delay}" if delay > 0 else None
 
 
@@ -176,17 +176,12 @@ def _into_files(job: JobRequest, setup: Sequence[str] = ()) -> str:
     srun's own patterns will not do: in a step over several components ``%j`` is each component's own id, and ``%t`` is
     the rank plus the component's index (measured on 22.05). The file names are arguments, so no shell parses them.
     """
-    places: list[str] = []
-
-    def target(pattern: str) -> str:
-        first = len(places) + 1
-        places.extend(job.word(part) for part in pattern.split("%t"))
-        return '"' + "$SLURM_PROCID".join(f"${{{number}}}" for number in range(first, len(places) + 1)) + '"'
-
-    out = target(job.rank_output)
-    redirect = f"exec >>{out} 2>" + ("&1" if job.rank_error is None else f">{target(job.rank_error)}")
-    separator = "\n" if setup else "; "
-    lines = separator.join([f"{redirect}; shift {len(places)}", *setup, 'exec "$@"'])
+    patterns = [pattern.split("%t") for pattern in (job.rank_output, job.rank_error) if pattern is not None]
+    places = [job.word(part) for parts in patterns for part in parts]
+    numbers = count(1)
+    files = ['"' + "$SLURM_PROCID".join(f"${{{next(numbers)}}}" for _ in parts) + '"' for parts in patterns]
+    redirect = f"exec >>{files[0]} 2>{'&1' if job.rank_error is None else f'>{files[1]}'}; shift {len(places)}"
+    lines = ("\n" if setup else "; ").join([redirect, *setup, 'exec "$@"'])
     return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *places])
 
 
@@ -208,10 +203,11 @@ def _step(job: JobRequest, commands: Sequence[str]) -> str:
     groups = [(str(index), part) for index, part in enumerate(parts)]
     if len(set(parts)) == 1:
         groups = [(",".join(index for index, _ in groups), parts[0])]
-    starts = []
-    for group, (options, *program) in groups:
-        whose = f"--het-group={group} " if len(job.components) > 1 else ""
-        starts.append(" \\\n  ".join([whose + options, *program]))
+    is_het = len(job.components) > 1
+    starts = [
+        " \\\n  ".join([f"--het-group={group} {options}" if is_het else options, *program])
+        for group, (options, *program) in groups
+    ]
     return "srun " + " : \\\n  ".join(starts)
 
 
@@ -260,11 +256,14 @@ def note_exit(record: str, status: str, signal: str = "-") -> str:
 
 def _not_again(most: int, record: str | None) -> list[str]:
     """The lines of shell that end a job which Slurm itself (preemption, a node's failure) requeued too often."""
-    if not most:
-        return []
-    why = f'echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2'
-    note = [f"  {note_exit(record, '1')}"] if record else []
-    return [f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then', f"  {why}", *note, "  exit 1", "fi"]
+    lines = [
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then',
+        f'  echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2',
+        *([f"  {note_exit(record, '1')}"] if record else []),
+        "  exit 1",
+        "fi",
+    ]
+    return lines if most else []
 
 
 def script_text(
@@ -282,29 +281,33 @@ def script_text(
     `finish` after the step. In the last two ``$status`` is the step's exit status so far and ``$signalled`` the signal
     that the script got.
     """
-    lines = ["#!/bin/bash", *directives(job), ""]
-    lines += [f"export {key}={job.word(value)}" for key, value in job.environment]
-    if job.directories:
-        lines.append("mkdir -p -- " + " ".join(job.word(d) for d in job.directories))
-    record = None if job.exit_record is None else job.word(job.exit_record)
-    if record:
-        lines.append(f"rm -f -- {record}")
-    lines += [*_not_again(job.max_requeues, record), *begin]
-    if job.setup:
-        lines += ["# setup", *job.setup]
-    if len(job.components) > 1:
-        names = textwrap.wrap(" ".join(FIRST_COMPONENT_ONLY), 100)
-        lines += ["# of component 0 only; srun would take them for all", "unset " + " \\\n  ".join(names)]
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
-    complaints = f" 2> {job.word(job.step_errors)}" if job.step_errors else ""
-    lines += [
+    record = None if job.exit_record is None else job.word(job.exit_record)
+    errors = job.word(job.step_errors) if job.step_errors else ""
+    first_only = " \\\n  ".join(textwrap.wrap(" ".join(FIRST_COMPONENT_ONLY), 100))
+    leave = f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.line"
+    lines = [
+        "#!/bin/bash",
+        *directives(job),
+        "",
+        *(f"export {key}={job.word(value)}" for key, value in job.environment),
+        *(["mkdir -p -- " + " ".join(map(job.word, job.directories))] if job.directories else []),
+        *([f"rm -f -- {record}"] if record else []),
+        *_not_again(job.max_requeues, record),
+        *begin,
+        *(["# setup", *job.setup] if job.setup else []),
+        *(
+            ["# of component 0 only; srun would take them for all", f"unset {first_only}"]
+            if len(job.components) > 1
+            else []
+        ),
         "",
         "# the step over all components; in the background, so that a signal is noticed at once",
         "signalled=",
         "trap 'signalled=TERM' TERM",
         "# shellcheck disable=SC2016 # what sh -c expands in each task must not be expanded here",
-        f"{step}{complaints} &",
+        f"{step}{f' 2> {errors}' if errors else ''} &",
         "step=$!",
         "while :; do",
         '  wait "$step"; status=$?',
@@ -312,20 +315,14 @@ def script_text(
         *(f"  {line}" for line in interrupted),
         "done",
         "",
+        *([f"cat -- {errors} >&2"] if errors else []),
+        *([note_exit(record, '"$status"', '"${signalled:--}"')] if record else []),
+        *finish,
+        *(["# teardown", *job.teardown] if job.teardown else []),
+        *([f"{leave} {job.word(job.line)} {job.word('%j')}"] if job.line else []),
+        'exit "$status"',
+        "",
     ]
-    if job.step_errors:
-        lines.append(f"cat -- {job.word(job.step_errors)} >&2")
-    if record:
-        lines.append(note_exit(record, '"$status"', '"${signalled:--}"'))
-    lines += finish
-    if job.teardown:
-        lines += ["# teardown", *job.teardown]
-    if job.line:
-        lines.append(
-            f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.line {job.word(job.line)} "
-            f"{job.word('%j')}"
-        )
-    lines += ['exit "$status"', ""]
     text = "\n".join(lines)
     if "\0" in text:
         raise SubmissionError("the batch script holds a zero byte", where="job", hint="remove it")

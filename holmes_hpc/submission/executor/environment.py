@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from submitit.core import job_environment, logger, utils
 
@@ -129,8 +128,3 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)
         logger.get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")
-
-
-def exit_record_path(folder: str | Path, job_id: str) -> Path:
-    """The file where the batch script leaves the step's exit status: ``STATUS EPOCH SIGNAL``."""
-    return Path(utils.JobPaths(folder, job_id=job_id).folder) / f"{job_id}_exit"

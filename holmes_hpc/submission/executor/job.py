@@ -16,7 +16,7 @@ from holmes_hpc.records.logs import tail
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.job_states import JobState, out_of_memory
-from holmes_hpc.submission.executor.environment import exit_record_path, preempt_signal
+from holmes_hpc.submission.executor.environment import preempt_signal
 from holmes_hpc.submission.executor.watcher import WATCHER, Expected
 
 
@@ -55,14 +55,14 @@ class SlurmHetJob(core.Job[Any]):
 
     def expected(self) -> bool:
         """Tell the watcher which job of this id is meant; whether it thought of another one."""
-        ticket = read_ticket(self.paths.folder, self.job_id)  # without one, states are told by the id alone
-        record = exit_record_path(self.paths._folder, self.job_id)
+        folder = self.paths.folder
+        ticket = read_ticket(folder, self.job_id)  # without one, states are told by the id alone
         return self.watcher.expect(
             self.job_id,
             Expected(
                 ticket.get("name"),
                 ticket.get("submitted"),
-                record,
+                folder / f"{self.job_id}_exit",
                 int(ticket.get("components") or 1),
                 ticket.get("token"),
             ),
@@ -103,31 +103,26 @@ class SlurmHetJob(core.Job[Any]):
         try:
             return super()._get_outcome_and_result()
         except utils.UncompletedJobError as e:
-            said = [(path, text) for path in self._batch_logs() if (text := "\n".join(tail(path, 40)).strip())]
-            memory = out_of_memory("\n".join([str(e), *(text for _, text in said)]))
+            texts = {path: text for path in self._batch_logs() if (text := "\n".join(tail(path, 40)).strip())}
+            memory = out_of_memory("\n".join([str(e), *texts.values()]))
             lines = [f"out of memory: {memory}"] * bool(memory) + [str(e)]
-            for path, text in ((path, text) for path, text in said if text not in str(e)):
-                lines += [f"The batch script, srun and slurmstepd said ({path}):", "-" * 40, text]
+            for path, text in texts.items():
+                if text not in str(e):
+                    lines += [f"The batch script, srun and slurmstepd said ({path}):", "-" * 40, text]
             raise utils.UncompletedJobError("\n".join(lines)) from None
 
     def _batch_logs(self) -> list[Path]:
         """The files of the batch script's own output that are not this task's own."""
-        noted = read_ticket(self.paths.folder, self.job_id).get("batch_logs")
-        if noted is None:
-            separate = batch_log(self.paths._folder)
-            first = utils.JobPaths(self.paths._folder, job_id=self.job_id, task_id=0)
-            noted = [first.stdout, first.stderr] if separate is None else [str(separate).replace("%j", self.job_id)]
+        noted = read_ticket(self.paths.folder, self.job_id).get("batch_logs") or ()
         own = (self.paths.stdout, self.paths.stderr)
         return [path for path in map(Path, noted) if path not in own and path.exists()]
 
     def _get_logs_string(self, name: str) -> str | None:
         """As submitit's; task 0's error stream has the batch script's own output, wherever that lies."""
         found: str | None = super()._get_logs_string(name)
-        if name == "stderr" and not self._tasks[0]:
-            more = [path.read_text(encoding="utf-8", errors="replace") for path in self._batch_logs()]
-            if any(more):
-                return "\n".join(text for text in [found, *more] if text)
-        return found
+        paths = self._batch_logs() if name == "stderr" and not self._tasks[0] else []
+        more = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+        return "\n".join(text for text in [found, *more] if text) if any(more) else found
 
     def results(self) -> list[Any]:
         """As submitit's; of several tasks the error is that which :meth:`exception` returns. What the tasks returned
@@ -142,8 +137,7 @@ class SlurmHetJob(core.Job[Any]):
         if not self._sub_jobs:
             return super().exception()
         self.wait()
-        raised = [job for job in self._sub_jobs if job.paths.result_pickle.exists()]
-        ordered = [*raised, *(j for j in self._sub_jobs if j not in raised)]
+        ordered = sorted(self._sub_jobs, key=lambda job: not job.paths.result_pickle.exists())
         return next((error for job in ordered if (error := job.exception()) is not None), None)
 
     def _interrupt(self, timeout: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Before sbatch: is each component possible, and do they fit together? Asked of each alone, with ``--test-only``.
+"""Before sbatch: is each component possible (asked of each alone, with ``--test-only``), do they fit into the site
+together, and what about the site would keep them waiting?
 
 An infeasible component never reaches a controller as part of a heterogeneous job: before Slurm 24.11 that can crash it.
 """
@@ -11,18 +12,22 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, cast
 
 from holmes_hpc.errors import SiteError, SubmissionError, nearest
 from holmes_hpc.slurm.accounting import Qos, read_job_limits, read_qos
-from holmes_hpc.slurm.commands import patient
-from holmes_hpc.slurm.scontrol import Config, Node, Partition, read_config, read_nodes, read_partitions
+from holmes_hpc.slurm.commands import Answer, patient
+from holmes_hpc.slurm.constraint import matcher
+from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.scontrol import Config, Node, Partition, minutes, read_config, read_nodes, read_partitions
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.fit import beyond_limit, beyond_qos, check_fit, warnings
 
 CACHE_S = 300
+MOST_SUBSETS = 4096
 _answers: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
 
@@ -39,20 +44,16 @@ class Feasibility:
 _STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using ")
 
 
-def parse_answer(code: int, err: str, reason: str = "") -> Feasibility:
+def parse_answer(answer: Answer) -> Feasibility:
     """Read the answer of ``sbatch --test-only`` (it comes on stderr)."""
-    match = _STARTS.search(err)
-    if code == 0 and match:
-        return Feasibility(True, "", match.group(1))
-    return Feasibility(code == 0, reason if code else "")
+    match = _STARTS.search(answer.err) if answer.ok else None
+    return Feasibility(answer.ok, "" if answer.ok else answer.reason, match[1] if match else "")
 
 
 def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Feasibility:
     """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
     SubmissionError: there is no answer."""
-    arguments = request.arguments()
-    if timeout_min is not None:
-        arguments.append(f"--time={timeout_min}")
+    arguments = [*request.arguments(), *([] if timeout_min is None else [f"--time={timeout_min}"])]
     return _kept(tuple(arguments), lambda: _ask(arguments))
 
 
@@ -64,41 +65,33 @@ def _ask(arguments: Sequence[str]) -> Feasibility:
             where="sbatch --test-only",
             hint="wait until the controller answers (`scontrol ping`), then submit again",
         )
-    return parse_answer(answer.code, answer.err, answer.reason)
+    return parse_answer(answer)
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
     """Raise SubmissionError for the first component that cannot be, with Slurm's reason and what could be instead."""
     for index, request in enumerate(requests):
-        found = try_component(request, timeout_min=timeout_min)
+        found, where = try_component(request, timeout_min=timeout_min), f"component {index} ({in_words(request)})"
         if not found.ok:
-            raise SubmissionError(
-                found.reason or "Slurm refuses it",
-                where=f"component {index} ({in_words(request)})",
-                hint=feasible_instead(request, timeout_min=timeout_min),
-            )
-        beyond = beyond_limit(request, timeout_min, _partitions())
-        if beyond:
-            raise SubmissionError(
-                beyond,
-                where=f"component {index} ({in_words(request)})",
-                hint="shorten it, or name a QOS that allows more",
-            )
+            hint = feasible_instead(request, timeout_min=timeout_min)
+            raise SubmissionError(found.reason or "Slurm refuses it", where=where, hint=hint)
+        if beyond := beyond_limit(request, timeout_min, _partitions()):
+            raise SubmissionError(beyond, where=where, hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
         check_fit(requests, _nodes())
-        config: Config | None = _fact("config", read_config)
-        is_limited = config is not None and config.limits_enforced
-        why = beyond_qos(requests, _partitions(), _fact("qos", read_qos) or Qos({})) if is_limited else None
-        if why:
-            raise SubmissionError(why, where="job", hint="it would wait for ever: use another QOS, or fewer components")
+        config = _config()
+        if config is not None and config.limits_enforced:
+            qos = _fact("qos", read_qos) or Qos({})
+            if why := beyond_qos(requests, _partitions(), qos):
+                hint = "it would wait for ever: use another QOS, or fewer components"
+                raise SubmissionError(why, where="job", hint=hint)
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
     """Raise SubmissionError for what cannot be; log, once in this process, what may go wrong."""
     check_components(requests, timeout_min=timeout_min)
     if len(requests) > 1:
-        config: Config | None = _fact("config", read_config)
-        for line in warnings(requests, _nodes(), config, _fact("job limits", read_job_limits) or {}):
+        for line in warnings(requests, _nodes(), _config(), _fact("job limits", read_job_limits) or {}):
             _warn(line)
 
 
@@ -121,6 +114,10 @@ def _kept(key: object, read: Callable[[], Any], *silenced: type[Exception]) -> A
 def _fact(what: str, read: Callable[[], Any]) -> Any:
     """Return a fact about the site, kept as long as the tests of components; None where Slurm does not tell it."""
     return _kept(what, read, SiteError, SubmissionError)
+
+
+def _config() -> Config | None:
+    return cast(Config | None, _fact("config", read_config))
 
 
 def _nodes() -> list[Node]:
@@ -158,7 +155,7 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
         low, high = (middle, high) if works(replace(request, nodes=middle)) else (low, middle)
     if low:
         return f"at most {low} node{'s' * (low > 1)} can be had like this"
-    one, unset = replace(request, nodes=1), cast(Any, None)
+    one = replace(request, nodes=1)
     known = [p.name for p in _partitions()]
     if request.partition and known and not set(request.partition.split(",")) <= set(known):
         return f"no such partition: {nearest(request.partition, known)}"
@@ -175,7 +172,96 @@ def feasible_instead(request: ComponentRequest, *, timeout_min: object = None) -
         "qos",
         "account",
     ):
-        if getattr(request, key) is not None and works(replace(one, **{key: unset})):
+        if getattr(request, key) is not None and works(replace(one, **{key: cast(Any, None)})):
             own = " (slurm.share=false leaves it to Slurm)" if key in ("mem", "cpus_per_task") else ""
             return f"it would be possible without {key}={getattr(request, key)}{own}"
     return "look at `sinfo -o '%P %a %l %D %t %f %G'`"
+
+
+def beyond_limit(request: ComponentRequest, timeout_min: object, partitions: Iterable[Partition]) -> str | None:
+    """Why a component would wait for ever, though Slurm takes it: its time is beyond its partitions' limits. One that
+    names a QOS may be allowed to."""
+    limits = {p.name: p.limit_min for p in partitions if p.limit_min is not None}
+    wanted, names = minutes(timeout_min), (request.partition or "").split(",")
+    if wanted is None or request.qos or not all(name in limits for name in names):
+        return None
+    most = max(limits[name] for name in names)
+    return f"{timeout_min} min is beyond the time limit of its partition, {most:g} min" if wanted > most else None
+
+
+def beyond_qos(requests: Sequence[ComponentRequest], partitions: Iterable[Partition], qos: Qos) -> str | None:
+    """Why components together would wait for ever: each counts as a job, and one QOS allows fewer at a time."""
+    of_partition = {p.name: p.qos for p in partitions if p.qos}
+    count: Counter[str] = Counter()
+    for request in requests:
+        names = {request.qos or qos.default, *(of_partition.get(n, "") for n in (request.partition or "").split(","))}
+        count.update(names - {""})
+    for name, components in count.items():
+        fewest = qos.fewest(name)
+        if fewest is not None and fewest[1] < components:
+            return f"{fewest[0]} of QOS {name} is {fewest[1]}, and each of {components} components counts as a job"
+    return None
+
+
+def eligible(request: ComponentRequest, nodes: Iterable[Node]) -> frozenset[str]:
+    """Names of the nodes that could serve a component."""
+    test = matcher(request.constraint)
+    wanted = set((request.partition or "").split(",")) - {""}
+    only = set(expand(request.nodelist)) if request.nodelist and "/" not in request.nodelist else None
+    never = set(expand(request.exclude)) if request.exclude and "/" not in request.exclude else set()
+    return frozenset(
+        n.name
+        for n in nodes
+        if (not wanted or wanted & set(n.partitions))
+        and (test is None or test(frozenset(n.features)))
+        and n.name not in never
+        and (only is None or len(only) < request.nodes or n.name in only)
+    )
+
+
+def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> None:
+    """Raise SubmissionError when components together want more nodes than those that could serve them (each component
+    gets nodes of its own). By Hall's theorem it is enough that no set of components lacks nodes."""
+    if not nodes or len(requests) < 2 or 2 ** len(requests) > MOST_SUBSETS:
+        return
+    sets = [eligible(r, nodes) for r in requests]
+    if any(len(found) < r.nodes for found, r in zip(sets, requests, strict=True)):
+        return  # each passed alone, so Slurm knows nodes that this picture lacks
+    for size in range(2, len(requests) + 1):
+        for chosen in combinations(range(len(requests)), size):
+            union = frozenset[str]().union(*(sets[i] for i in chosen))
+            wanted = sum(requests[i].nodes for i in chosen)
+            if wanted > len(union):
+                names = " and ".join(str(i) for i in chosen)
+                raise SubmissionError(
+                    f"they want {wanted} nodes together and share the {len(union)} that could serve them",
+                    where=f"components {names}",
+                    hint=f"use at most {len(union)} nodes, or other constraints",
+                )
+
+
+def warnings(
+    requests: Sequence[ComponentRequest], nodes: Sequence[Node], config: Config | None, limits: Mapping[str, int]
+) -> list[str]:
+    """What does not forbid the job but may keep it waiting for ever, or give it other nodes than meant. `config`: None
+    where Slurm did not tell; `limits`: of the user's number of jobs."""
+    found: list[str] = []
+    if len(requests) > 1:
+        found += [what for what, _ in config.against_hetjobs()] if config is not None else []
+        found += [
+            f"{key} is {most}, and each of the {len(requests)} components counts as a job"
+            for key, most in limits.items()
+            if most < len(requests)
+        ]
+        for index, request in enumerate(requests):
+            if not request.constraint and not request.nodelist:
+                place = f"partition {request.partition}" if request.partition else "the default partition"
+                found.append(f"component {index} has no constraint: it may get any node of {place}")
+        for i, j in combinations(range(len(requests)), 2):
+            shared = eligible(requests[i], nodes) & eligible(requests[j], nodes)
+            if shared and requests[i].partition != requests[j].partition:
+                found.append(
+                    f"components {i} and {j} can get the same nodes ({', '.join(sorted(shared)[:3])}"
+                    f"{', …' if len(shared) > 3 else ''}): partitions overlap"
+                )
+    return found

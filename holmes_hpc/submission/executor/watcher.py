@@ -120,8 +120,9 @@ class StateWatcher(core.InfoWatcher):
         return self._ended_at, self._requeued_at, self._partial_since
 
     def register_job(self, job_id: str) -> None:
-        super().register_job(job_id)
-        self._registered_at.setdefault(job_id, time.time())
+        if job_id not in self._registered:  # else submitit would ask anew at once
+            super().register_job(job_id)
+            self._registered_at.setdefault(job_id, time.time())
 
     def state_of(self, job_id: str, mode: str = "standard") -> JobState:
         """The job's state; mode as submitit's (``force``, ``standard``, ``cache``)."""

@@ -24,8 +24,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, LocalEnds, complaints, noted_ends, ranks_of_plan
-from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.lifecycle.run_states import StateRow, job_state
+from holmes_hpc.submission.lifecycle.outcome import StateRow, job_state, judge
 from holmes_hpc.submission.lifecycle.starts import of_newest_start, why
 
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
@@ -34,11 +33,11 @@ _ODD = (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowEr
 
 
 class OnSlurm:
-    """A run's job in Slurm; its folder is ``submission/`` of the run directory."""
+    """A run's job in Slurm. `folder`: submitit's, ``submission/`` of the run directory."""
 
-    def __init__(self, run: RunDirectory, job_id: str) -> None:
+    def __init__(self, folder: Path, job_id: str) -> None:
         self.id = job_id
-        self._job = SlurmHetJob(Path(run.path).absolute() / "submission", job_id, (0,))
+        self._job = SlurmHetJob(folder.absolute(), job_id, (0,))
 
     def state(self, mode: str = "standard") -> JobState:
         another = self._job.expected()  # of two jobs of one id (Slurm was set up again) the other one was asked about
@@ -115,7 +114,7 @@ def job_of(run: RunDirectory) -> Job:
     if local:
         return OnThisMachine(run, int(local["pid"]), str(local.get("host")), float(local.get("started") or 0))
     if slurm:
-        return OnSlurm(run, str(slurm["job_id"]))
+        return OnSlurm(run.path / "submission", str(slurm["job_id"]))
     raise SubmissionError("it was never submitted", where=str(run.path), hint="`holmes submit`, or `holmes run`")
 
 

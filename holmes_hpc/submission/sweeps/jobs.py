@@ -19,42 +19,28 @@ from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.executor.job import SlurmHetJob, read_ticket
-from holmes_hpc.submission.executor.watcher import WATCHER, Expected
-from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine, job_of
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.lifecycle.status import Job, OnSlurm, OnThisMachine, job_of
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 
 def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
     """Slurm's (or this machine's) word on `jobs` of a sweep."""
-    going_on = {job for job in jobs if not finished(manifest, job)}
-    for job in going_on:
-        if job.where == "slurm":
-            folder = manifest.place(job.folder)
-            expected = Expected(
-                name=job.name or None,
-                submitted=job.submitted or None,
-                record=folder / f"{job.job_id}_exit",
-                components=job.components,
-                token=read_ticket(folder, job.job_id).get("token"),
-            )
-            WATCHER.expect(job.job_id, expected)
-            if job.job_id not in WATCHER._registered:
-                WATCHER.register_job(job.job_id)
+    going_on = {job: handle(manifest, job) for job in jobs if not finished(manifest, job)}
     found: dict[SweepJob, JobState] = {}
     for job in jobs:
         if job not in going_on:
             found[job] = JobState("COMPLETED", source="record")
-        elif job.where == "slurm":
-            found[job] = WATCHER.state_of(job.job_id, mode)
-            mode = "cache"  # the first answer was about all
-        else:
-            found[job] = on_this_machine(manifest, job).state()
+            continue
+        found[job] = going_on[job].state(mode)
+        mode = "cache" if job.where == "slurm" else mode  # the first answer was about all
     return found
 
 
-def on_this_machine(manifest: Manifest, job: SweepJob) -> Job:
-    """A sweep's local job, to ask or to cancel; only the machine where it runs can tell."""
+def handle(manifest: Manifest, job: SweepJob) -> Job:
+    """A job of a sweep, to ask or to cancel; of a local one only the machine where it runs can tell."""
+    if job.where == "slurm":
+        return OnSlurm(manifest.place(job.folder), job.job_id)
     run = RunDirectory(manifest.place(job.directory))
     if job.kind == "plan" and run.exists():
         with contextlib.suppress(SubmissionError):
@@ -160,4 +146,4 @@ def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
         if job.where == "slurm":
             SlurmHetJob(manifest.place(job.folder), job.job_id).cancel(check=False)
         else:
-            on_this_machine(manifest, job).cancel()
+            handle(manifest, job).cancel()

@@ -34,16 +34,15 @@ from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
 from holmes_hpc.submission.local import deaf_to_ctrl_c, run_plan_here
 from holmes_hpc.submission.plan_job import Planned, submit_plan
-from holmes_hpc.submission.sweeps.candidate import Candidate
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, note_outcome, states, unread
 from holmes_hpc.submission.sweeps.launcher_settings import executor_of, settings_of_plan
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, key_of, open_manifest
 from holmes_hpc.submission.sweeps.program import program_of
-from holmes_hpc.submission.sweeps.progress import Progress
-from holmes_hpc.submission.sweeps.returns import Launched, interrupted, reattach, save_hydra, wait
+from holmes_hpc.submission.sweeps.returns import Launched, Progress, interrupted, reattach, save_hydra, wait
 from holmes_hpc.submission.sweeps.reuse import (
     BEGAN,
     WAITING_SWEEPER,
+    Candidate,
     Earlier,
     earlier_jobs,
     refuse_living,
@@ -328,7 +327,7 @@ class SlurmLauncher(HolmesLauncher):
         self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
         job = submit_plan(planned.plan, run.path, planned.function, config, settings, name=name, line=self._line)
-        return OnSlurm(run, job.job_id)
+        return OnSlurm(run.path / "submission", job.job_id)
 
 
 class LocalLauncher(HolmesLauncher):
@@ -340,12 +339,7 @@ class LocalLauncher(HolmesLauncher):
     def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
         while most and not self.params.get("detach"):
-            running = [
-                j
-                for j in before
-                if not j.cached and not (j.plain.done() if j.plain is not None else j.held.state("standard").ended)
-            ]
-            if len(running) < most:
+            if sum(not job.done() for job in before) < most:
                 break
             progress.show()
             time.sleep(0.5)

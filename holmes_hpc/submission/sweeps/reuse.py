@@ -1,26 +1,85 @@
-"""Which jobs of earlier launches into a sweep directory count as this launch's, by configuration, program and time.
+"""The jobs of a launch before they are submitted, and which jobs of earlier launches into a sweep directory count as
+them, by configuration, program and time.
 
 An old value is no measurement of this launch's program, nor of a point that a sweeper asks about once more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from hydra.core.utils import filter_overrides
+from omegaconf import DictConfig, OmegaConf
 
 from holmes_hpc import console
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
+from holmes_hpc.submission.plan_job import Planned
 from holmes_hpc.submission.sweeps.jobs import finished
-from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
+from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
+from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, key_of
 from holmes_hpc.submission.sweeps.program import Program, changes
+from holmes_hpc.submission.sweeps.returns import task_config
 
 BEGAN = time.time()  # before this process's first launch: its own jobs were submitted later
 WAITING_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job of this launch. `copy`: how many jobs with the same overrides came before it; `program`: None without a
+    source file."""
+
+    num: int
+    overrides: list[str]
+    config: DictConfig
+    planned: Planned | None
+    copy: int
+    program: Program | None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What finds it again in the manifest."""
+        return key_of(self.overrides, self.copy)
+
+    @property
+    def digest(self) -> str:
+        """What makes it the same job in a repeated sweep, beside its overrides: the configuration, and the Plan or what
+        the launcher's settings say of the environment. (The program is compared by itself: see program.py.)"""
+        data = OmegaConf.to_yaml(task_config(self.config))
+        launcher = self.config.hydra.launcher
+        data += self.planned.plan.id if self.planned else repr([(key, launcher.get(key)) for key in ENVIRONMENT])
+        return hashlib.sha256(data.encode()).hexdigest()[:16]
+
+    @property
+    def directory(self) -> Path:
+        return Path(str(self.config.hydra.sweep.dir)).absolute() / str(self.config.hydra.sweep.subdir)
+
+    def entry(self, manifest: Manifest, folder: Path, **submitted: Any) -> SweepJob:
+        """Return its entry in `manifest`; `submitted`: the fields of SweepJob that the submission decided."""
+        return SweepJob(
+            num=self.num,
+            overrides=tuple(self.overrides),
+            directory=manifest.relative(self.directory),
+            kind="plain" if self.planned is None else "plan",
+            folder=manifest.relative(folder),
+            digest=self.digest,
+            copy=self.copy,
+            host=os.uname().nodename,
+            program=self.program.digest if self.program else "",
+            **submitted,
+        )
+
+    def __str__(self) -> str:
+        return f"\t#{self.num} : {' '.join(filter_overrides(self.overrides))}"
 
 
 @dataclass(frozen=True)

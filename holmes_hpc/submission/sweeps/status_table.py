@@ -23,7 +23,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import from_json
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle import starts
-from holmes_hpc.submission.lifecycle.run_states import StateRow, run_state
+from holmes_hpc.submission.lifecycle.outcome import StateRow, run_state
 from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest

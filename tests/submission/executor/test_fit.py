@@ -20,7 +20,7 @@ from holmes_hpc.slurm.scontrol import Config, parse_partition
 from holmes_hpc.submission.earliest import earliest, plans_to_try, start_rows, training_time_s
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.fit import beyond_limit, check_fit, eligible, warnings
+from holmes_hpc.submission.executor.preflight import beyond_limit, check_fit, eligible, warnings
 
 NODES = [node(f"ib{i}", "nic_ib,a", "ib,all") for i in range(4)] + [
     node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)

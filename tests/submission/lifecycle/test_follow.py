@@ -462,4 +462,4 @@ def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypat
     away = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
     monkeypatch.setattr("holmes_hpc.submission.executor.job.patient", lambda *_, **__: away)
     with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
-        OnSlurm(RunDirectory(tmp_path), "7").cancel()
+        OnSlurm(tmp_path / "submission", "7").cancel()

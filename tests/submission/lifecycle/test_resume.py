@@ -17,7 +17,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.resume import continuation
+from holmes_hpc.submission.lifecycle.new_run import continuation
 
 
 @pytest.fixture

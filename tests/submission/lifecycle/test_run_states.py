@@ -6,7 +6,7 @@ import pytest
 
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import ACTIVE, ENDED, SlurmState
-from holmes_hpc.submission.lifecycle.run_states import TABLE, is_end, job_state, run_state
+from holmes_hpc.submission.lifecycle.outcome import TABLE, is_end, job_state, run_state
 
 
 def test_the_table_has_every_end_of_a_job_and_of_a_run() -> None:
