@@ -16,7 +16,7 @@ from holmes_hpc.cli.app import Earliest, Json, Overrides, Run, app, check_output
 from holmes_hpc.cli.start import look_at_files, planned, start, submit_run
 from holmes_hpc.config.composition import with_flags
 from holmes_hpc.config.configuration import recorded
-from holmes_hpc.config.learning_rate import moved
+from holmes_hpc.config.learning_rate import describe_lr_change
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.planning.cost.predict import timeline
@@ -145,7 +145,7 @@ def resume(
             )
         if found:
             console.note(f"it goes on after step {found[0].step}, from {found[0].path}")
-            if said := moved(to_go_on.before.train, to_go_on.config.train, found[0].step + 1):
+            if said := describe_lr_change(to_go_on.before.train, to_go_on.config.train, found[0].step + 1):
                 console.note(said)
         else:
             console.note("no complete checkpoint: it begins again with step 1")

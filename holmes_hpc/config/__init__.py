@@ -1,1 +1,1 @@
-"""Typed configuration: every key with its type, unit, range and help, in one place."""
+"""The typed configuration: every key with its type, unit, range and help, in one place."""

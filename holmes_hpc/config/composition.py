@@ -1,7 +1,7 @@
-"""Compose the configuration of overrides, in Hydra's grammar: from the defaults, or on top of a recorded one.
+"""Composition of a configuration from overrides in Hydra's grammar, on top of the defaults or of a recorded one.
 
-The declared options of each group are read without Hydra, whose search for files takes longer than all else; files
-of a user's own search path are left to it.
+Declared options are read without Hydra, whose file search takes most of the time. Hydra reads files in a user's own
+search path.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from holmes_hpc.config.flags import FLAGS
 from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
-from holmes_hpc.config.options import DEFAULTS, option, unknown_key
-from holmes_hpc.config.options import meant as meant_override
+from holmes_hpc.config.options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import keys
 
-QUOTABLE = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # values that a shell splits unless they are quoted
+QUOTABLE = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # a shell splits such values unless they are quoted
 _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 
@@ -42,27 +41,27 @@ def load(overrides: Sequence[str] = ()) -> Configuration:
 
 
 def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the defaults with `overrides` as plain, unchecked data. Raise ConfigError where Hydra refuses one."""
-    words = with_folders(overrides)
-    with _explained():
-        config = _declared(_parsed(words))
-        return _resolved(_by_hydra(words) if config is None else config, overrides)
+    """Return the defaults with `overrides` as plain, unchecked data. Raise ConfigError if Hydra refuses an override."""
+    expanded = with_folders(overrides)
+    with _as_config_error():
+        config = _compose_declared(_parse(expanded))
+        return _to_plain(_compose_by_hydra(expanded) if config is None else config, overrides)
 
 
 def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
-    """Apply `overrides` to a recorded configuration: single keys, or whole groups (``data=indexed data.prefix=x``)."""
-    result, defaults = OmegaConf.create(_literal(config.to_dict())), OmegaConf.create(composed())
+    """Apply `overrides` to a recorded configuration: single keys or whole groups (``data=indexed data.prefix=x``)."""
+    result, defaults = OmegaConf.create(_escape(config.to_dict())), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)
-    with _explained():
-        parsed = _parsed(overrides)
+    with _as_config_error():
+        parsed = _parse(overrides)
         for override in parsed:
             key, line = str(override.key_or_group), str(override.input_line)
             if override.is_delete() or override.is_sweep_override():
                 raise ConfigError(f"{line!r} sets no value", where="overrides", hint="write KEY=VALUE")
             if key in GROUPS:
-                words = [str(o.input_line) for o in parsed if re.match(rf"\+*{key}[.=]", str(o.input_line))]
-                words += [] if key == "batch" else ["batch=tiny"]  # any batch: only this group of the result is used
-                OmegaConf.update(result, key, composed(words)[key], merge=False, force_add=True)
+                group_overrides = [str(o.input_line) for o in parsed if re.match(rf"\+*{key}[.=]", str(o.input_line))]
+                group_overrides += [] if key == "batch" else ["batch=tiny"]  # only this group is used
+                OmegaConf.update(result, key, composed(group_overrides)[key], merge=False, force_add=True)
             else:
                 is_known = OmegaConf.select(defaults, key, default=parsed) is not parsed
                 try:
@@ -73,49 +72,49 @@ def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
 
 
 def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:
-    """Return the checked configuration of what Hydra composed of `overrides`."""
-    return from_dict(_resolved(config, overrides))
+    """Check the configuration that Hydra composed from `overrides`."""
+    return from_dict(_to_plain(config, overrides))
 
 
-def with_folders(words: Sequence[str]) -> list[str]:
-    """Replace each ``model=hf:DIR`` by a model registered with Hydra, read from the folder's config.json. Raise
-    DataError where that cannot be read or is not covered."""
+def with_folders(overrides: Sequence[str]) -> list[str]:
+    """Replace each ``model=hf:DIR`` by a model registered with Hydra, read from the folder's config.json.
+    Raise DataError if the file is unreadable or its model is not covered."""
     result = []
-    for word in words:
-        match = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", word)
+    for override in overrides:
+        match = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", override)
         folder = folder_of(match[3]) if match else None
         if match and folder is not None:
             name = "hf_" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
             ConfigStore.instance().store(group="model", name=name, node=asdict(read_model(folder)))
-            word = match[1] + name
-        result.append(word)
+            override = match[1] + name
+        result.append(override)
     return result
 
 
 def with_flags(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> list[str]:
-    """Return `flags` (name -> value, as config/flags.py declares them) and `overrides` as overrides. Raise ConfigError
-    where both set a key to different values."""
-    words = {name: FLAGS[name].override(value) for name, value in flags.items()}
+    """Return `flags` (name -> value, declared in config/flags.py) and `overrides` as overrides.
+    Raise ConfigError if both set a key to different values."""
+    flag_overrides = {name: FLAGS[name].override(value) for name, value in flags.items()}
     for override in overrides or ():
         key = override.lstrip("+").partition("=")[0]
-        for name in [n for n in words if _sets(key, FLAGS[n].key)]:
-            with _explained():
-                (first,), (second,) = _parsed([words[name]]), _parsed([override])
+        for name in [n for n in flag_overrides if _changes(key, FLAGS[n].key)]:
+            with _as_config_error():
+                (first,), (second,) = _parse([flag_overrides[name]]), _parse([override])
             if first.key_or_group != second.key_or_group or first.value() != second.value():
                 raise ConfigError(
                     f"{name} {flags[name]} and {override} differ", where="overrides", hint="give one of them"
                 )
-            del words[name]
-    return [*words.values(), *(overrides or ())]
+            del flag_overrides[name]
+    return [*flag_overrides.values(), *(overrides or ())]
 
 
 def is_fixed_by_plan(override: str) -> bool:
-    """Tell whether an override sets what a plan has fixed: the model, the batch or the layout."""
+    """Return whether an override sets what a plan fixes: the model, the batch or the layout."""
     return _FIXED_BY_PLAN.match(override) is not None
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an override of what a given plan has fixed."""
+    """Raise ConfigError for an override of what the plan fixes."""
     for override in filter(is_fixed_by_plan, overrides):
         raise ConfigError(
             f"{override!r} is fixed by the plan",
@@ -125,47 +124,47 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def explained(error: Exception) -> ConfigError:
-    """Return Hydra's error as one line that says what to do."""
+    """Convert a Hydra error into one line that says what to do."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, where = lines[0] if lines else str(error), "overrides"
     if unknown := re.search(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
-    if named := re.search(r"Could not find '(\w+)/([^']+)'", str(error)):
-        listed = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
-        names = filter(None, map(str.strip, listed))
-        return ConfigError(f"no {named[1]} {named[2]!r}", where=where, hint=nearest(named[2], names))
+    if missing := re.search(r"Could not find '(\w+)/([^']+)'", str(error)):
+        listing = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
+        available = filter(None, map(str.strip, listing))
+        return ConfigError(f"no {missing[1]} {missing[2]!r}", where=where, hint=nearest(missing[2], available))
     bare = re.match(r"Error parsing override '([^'=]+)'", first)
-    if bare and (word := meant_override(bare[1])):
-        return ConfigError(f"{bare[1]!r} names no key", where=where, hint=f"did you mean {word!r}?")
-    hint = "write KEY=VALUE; a value with other than plain characters needs quotes of its own: \"KEY='VALUE'\""
-    if split := re.search(r"no viable alternative at input '([{\[])", str(error)):
-        hint = f"quote the whole word, lest the shell take it apart: 'KEY={QUOTABLE[split[1]]}'"
+    if bare and (suggestion := suggested_override(bare[1])):
+        return ConfigError(f"{bare[1]!r} names no key", where=where, hint=f"did you mean {suggestion!r}?")
+    hint = "write KEY=VALUE; quote a value with special characters: \"KEY='VALUE'\""
+    if unquoted := re.search(r"no viable alternative at input '([{\[])", str(error)):
+        hint = f"quote the whole word, or the shell splits it: 'KEY={QUOTABLE[unquoted[1]]}'"
     elif not ("grammar" in str(error) or "Lexer" in str(error) or "override" in type(error).__name__.lower()):
         return ConfigError(" ".join(lines[:12]) or type(error).__name__, where=where, hint="write KEY=VALUE")
     return ConfigError(f"cannot be read: {first}", where=where, hint=hint)
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Raise errors of Hydra and OmegaConf as ConfigError."""
+def _as_config_error() -> Iterator[None]:
+    """Re-raise errors of Hydra and OmegaConf as ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as e:
         raise explained(e) from e
 
 
-def _parsed(words: Sequence[str]) -> list[Any]:
-    return list(OverridesParser.create().parse_overrides(list(words)))
+def _parse(overrides: Sequence[str]) -> list[Any]:
+    return list(OverridesParser.create().parse_overrides(list(overrides)))
 
 
-def _sets(key: str, other: str) -> bool:
-    """Tell whether an override of `key` changes the value of `other`, which is no group."""
-    return key == other or (key.startswith(f"{other}.") and other not in GROUPS)
+def _changes(key: str, changed_key: str) -> bool:
+    """Return whether an override of `key` changes the value of `changed_key`, which is not a group."""
+    return key == changed_key or (key.startswith(f"{changed_key}.") and changed_key not in GROUPS)
 
 
-def _declared(overrides: Sequence[Any]) -> DictConfig | None:
-    """Return the declared options that `overrides` choose, with their values. None where Hydra has to compose: an
-    option or a group that is not declared here (``+sweep=ablation``), a deletion, a sweep, or an error."""
+def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:
+    """Compose `overrides` from the declared options. None if only Hydra can compose them.
+    That is so for an undeclared option or group (``+sweep=ablation``), a deletion, a sweep, or an error."""
     groups = [o for o in overrides if o.key_or_group in GROUPS]
     names = {group: name for group, name in DEFAULTS.items() if group in GROUPS}
     names |= {o.key_or_group: str(o.value()) for o in groups}
@@ -192,25 +191,25 @@ def _declared(overrides: Sequence[Any]) -> DictConfig | None:
     return config
 
 
-def _by_hydra(words: Sequence[str]) -> DictConfig:
-    """Return what Hydra composes of the files under conf/ and `words`."""
+def _compose_by_hydra(overrides: Sequence[str]) -> DictConfig:
+    """Let Hydra compose `overrides` and the files under conf/."""
     GlobalHydra.instance().clear()
     base = VersionBase.instance()
-    before = base.version_base  # of a Hydra application that this process may be
+    previous_version = base.version_base  # this process may itself be a Hydra application
     try:
         with initialize_config_module("holmes_hpc.conf", version_base="1.3"):
-            return compose("config", overrides=list(words))
+            return compose("config", overrides=list(overrides))
     finally:
-        base.version_base = before
+        base.version_base = previous_version
 
 
-def _resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return plain data without Hydra's own part. Raise ConfigError for a value that is missing."""
+def _to_plain(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return plain data without Hydra's own part. Raise ConfigError for a missing value."""
     if any(OmegaConf.is_missing(config.batch, name) for name in keys(Batch)):
         raise _no_batch(str(config.model.name), overrides)
-    kept = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
+    without_hydra = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
     try:
-        data = OmegaConf.to_container(kept, resolve=True, throw_on_missing=True)
+        data = OmegaConf.to_container(without_hydra, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as e:
         raise ConfigError(str(e).splitlines()[0], where="configuration", hint="give it as KEY=VALUE") from e
     assert isinstance(data, dict)
@@ -218,21 +217,21 @@ def _resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
-    """Return why no batch was composed: the one that is named does not exist, or none is known for the model."""
-    named = [word.partition("=")[2] for word in overrides if word.startswith("batch=")]
-    if named and named[-1] not in BATCHES:
-        return ConfigError(f"no batch {named[-1]!r}", where="overrides", hint=nearest(named[-1], BATCHES))
+    """Return the error that explains why no batch was composed: its name is unknown, or the model has no default."""
+    batch_names = [override.partition("=")[2] for override in overrides if override.startswith("batch=")]
+    if batch_names and batch_names[-1] not in BATCHES:
+        return ConfigError(f"no batch {batch_names[-1]!r}", where="overrides", hint=nearest(batch_names[-1], BATCHES))
     return ConfigError(
-        f"no batch is known for model {model}",
+        f"model {model} has no default batch",
         where="batch",
         hint="give batch=NAME, or batch.global_size, batch.micro_size and batch.sequence_length",
     )
 
 
-def _literal(value: Any) -> Any:
-    """Escape ``${`` in plain data that was resolved once, such that OmegaConf keeps it: a shell's ``${HOME}``."""
+def _escape(value: Any) -> Any:
+    """Escape ``${`` in resolved plain data, so that OmegaConf keeps it literally, e.g. a shell's ``${HOME}``."""
     if isinstance(value, dict):
-        return {key: _literal(entry) for key, entry in value.items()}
+        return {key: _escape(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_literal(entry) for entry in value]
+        return [_escape(entry) for entry in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value

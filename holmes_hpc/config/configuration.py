@@ -1,4 +1,4 @@
-"""The whole configuration of a run, typed: its groups, and the keys that belong to none."""
+"""The whole typed configuration of a run: its groups, and the keys outside groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.models import FOR_TRYING
+from holmes_hpc.config.models import TRIAL_MAX_HIDDEN
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
@@ -17,7 +17,7 @@ from holmes_hpc.schema import REQUIRED, check, key, keys, make, refuse
 
 @dataclass(frozen=True)
 class LauncherConfig:
-    """The configuration group `launcher`: where a run's ranks are started."""
+    """The configuration group `launcher`: where to start a run's ranks."""
 
     kind: Annotated[
         str, key("slurm: one heterogeneous job; local: processes on this machine", one_of=("slurm", "local"))
@@ -29,7 +29,7 @@ class LauncherConfig:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything that can be said of a run. Checked when made; what is inside asks no more."""
+    """All settings of a run, checked when the object is made; code that uses it needs no checks."""
 
     model: ModelSpec
     batch: Batch
@@ -38,26 +38,28 @@ class Configuration:
     train: TrainConfig = field(default_factory=TrainConfig)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    name: Annotated[str | int | float | None, key("of the run directory; null: time, model and plan")] = None
+    name: Annotated[str | int | float | None, key("name of the run directory; null: time, model and plan")] = None
     site_file: Annotated[str | None, key("plan for this site file instead of asking Slurm")] = None
-    vocabulary: Annotated[str | None, key("the site's own file of node features, see slurm/")] = None
+    vocabulary: Annotated[str | None, key("the site's own file of node feature spellings, see slurm/")] = None
     partitions: Annotated[
-        str | tuple[str, ...] | None, key("[gpu, gpu-old]: only these are used; null: those that fit best")
+        str | tuple[str, ...] | None, key("use only these partitions: [gpu, gpu-old]; null: those that fit best")
     ] = None
-    calibration: Annotated[str | None, key("a file of `holmes calibrate`, or a layer profile (docs/planner.md)")] = None
+    calibration: Annotated[
+        str | None, key("calibration file of `holmes calibrate`, or a layer profile (docs/planner.md)")
+    ] = None
     plan_file: Annotated[str | None, key("run this plan instead of planning")] = None
     checkpoint: Annotated[
         str | None,
         key(
-            "begin with this one: checkpoints/step-… of any run of the model, a folder "
-            "of `holmes import`, or hf:DIR, a Hugging Face folder; with its own once the "
-            "run has one"
+            "initial checkpoint: checkpoints/step-… of any run of the model, a folder of "
+            "`holmes import`, or hf:DIR, a Hugging Face folder; a run with checkpoints "
+            "continues from its own"
         ),
     ] = None
     labels: Annotated[
-        Mapping[str, Any], key("words for reports: +labels.system=… +labels.session=… (docs/results.md)")
+        Mapping[str, Any], key("labels for reports: +labels.system=… +labels.session=… (docs/results.md)")
     ] = field(default_factory=dict)
-    run_dir: Annotated[str | None, key("the run directory; null: $HOLMES_RUNS or runs/, and the run's name")] = None
+    run_dir: Annotated[str | None, key("the run directory; null: the run's name under $HOLMES_RUNS or runs/")] = None
 
     def __post_init__(self) -> None:
         check(self, "configuration")
@@ -66,25 +68,29 @@ class Configuration:
             "train.optimizer",
             (
                 is_muon and self.plan.distributed_optimizer,
-                "Megatron-Core's Muon cannot be shared out over data-parallel ranks",
+                "Megatron-Core's Muon cannot be sharded over data-parallel ranks",
                 "add plan.distributed_optimizer=false",
             ),
-            (is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon takes no fp16", "use train.dtype=bf16"),
+            (
+                is_muon and self.train.dtype == "fp16",
+                "Megatron-Core's Muon does not support fp16",
+                "use train.dtype=bf16",
+            ),
         )
 
     @property
     def local(self) -> bool:
-        """The ranks are processes of this machine."""
+        """True if the ranks are processes on this machine."""
         return self.launcher.kind == "local"
 
     def with_train(self, **changes: Any) -> Configuration:
-        """A copy with other values in the group `train`."""
+        """Return a copy with other values in the group `train`."""
         return replace(self, train=replace(self.train, **changes))
 
     def with_data(self) -> Configuration:
-        """A copy that says which tokens are trained on. Where nobody said, a model for trying takes random ones, with
-        which nothing is learned; ConfigError for any other."""
-        data, is_large = self.data, self.model.hidden > FOR_TRYING and not self.train.measure
+        """Return a copy with a data kind; ConfigError if none is set and the model is not small.
+        Small models and calibration get random tokens, from which nothing is learned."""
+        data, is_large = self.data, self.model.hidden > TRIAL_MAX_HIDDEN and not self.train.measure
         refuse(
             "",
             (
@@ -102,7 +108,7 @@ class Configuration:
         return self if data.kind is not None else replace(self, data=replace(data, kind="synthetic"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as run.yaml records it; :func:`from_dict` takes it back."""
+        """Return plain data for run.yaml; :func:`from_dict` reads it back."""
         return _plain(asdict(self))
 
 
@@ -118,33 +124,37 @@ GROUPS: dict[str, type[Any]] = {
 
 
 def from_dict(data: Mapping[str, Any]) -> Configuration:
-    """A composed configuration, checked: one line for the first unknown key, wrong type or range."""
+    """Check a composed configuration: one line for the first unknown key, wrong type or value out of range."""
     values = {name: make(GROUPS[name], value, name) if name in GROUPS else value for name, value in data.items()}
     return make(Configuration, values, "configuration")
 
 
 def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
-    """The configuration in a run's record, which an older version may have written: keys that it lacks have their
-    defaults, keys that exist no more are left out. And what those are, to be said once. ConfigError where a group that
-    has no defaults (model, batch) is missing."""
-    said: list[str] = []
+    """Read the configuration in a run's record, which an older version may have written.
+
+    Return it with the names of its missing keys, which get their defaults. Keys that no longer exist are dropped.
+    ConfigError if a group without defaults (model, batch) is missing.
+    """
+    missing_keys: list[str] = []
     values: dict[str, Any] = {}
     for name, declared in keys(Configuration).items():
         if name not in data:
             if declared.default is not REQUIRED:
-                said.append(name)
+                missing_keys.append(name)
             continue
         value = data[name]
         if name in GROUPS and isinstance(value, Mapping):
-            known = keys(GROUPS[name])
-            said += [f"{name}.{k}" for k, d in known.items() if k not in value and d.default is not REQUIRED]
-            value = {k: v for k, v in value.items() if k in known}
+            group_keys = keys(GROUPS[name])
+            missing_keys += [
+                f"{name}.{k}" for k, d in group_keys.items() if k not in value and d.default is not REQUIRED
+            ]
+            value = {k: v for k, v in value.items() if k in group_keys}
         values[name] = value
-    return from_dict(values), said
+    return from_dict(values), missing_keys
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, all the way down: as YAML has them."""
+    """Convert tuples to lists at all levels, for YAML."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

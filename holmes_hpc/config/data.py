@@ -1,4 +1,4 @@
-"""The configuration group `data`: which tokens a run trains on."""
+"""The configuration group `data`: the tokens that a run trains on."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from holmes_hpc.schema import check, key, refuse
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from."""
+    """The source of samples."""
 
     kind: Annotated[
         str | None,
         key(
-            "synthetic: seeded tokens made on the fly, for throughput, not for learning; "
+            "synthetic: seeded random tokens, for throughput measurements; "
             "indexed: Megatron's indexed data set, made by `holmes data prepare FILES -o "
-            "PREFIX`; null: nobody said, which only models for trying (hidden at most "
-            "512) and calibration take for synthetic",
+            "PREFIX`; null: synthetic for trial models (hidden at most 512) and for "
+            "calibration, otherwise an error",
             one_of=("synthetic", "indexed"),
         ),
     ] = None
-    seed: Annotated[int | None, key("of the order of samples; null: train.seed", ge=0, lt=1 << 32)] = 1234
+    seed: Annotated[int | None, key("seed of the sample order; null: train.seed", ge=0, lt=1 << 32)] = 1234
     prefix: Annotated[
-        str | tuple[str | float, ...] | None, key("of an indexed data set: PREFIX, or a blend [0.7, a, 0.3, b]")
+        str | tuple[str | float, ...] | None, key("indexed data set: PREFIX, or a blend [0.7, a, 0.3, b]")
     ] = None
     documents: Annotated[
         str,
         key(
-            "of an indexed data set, whose documents are packed into samples: joined: a token "
-            "attends to all before it; apart: to those of its own document alone",
+            "attention between documents packed into one sample of an indexed data set: joined: "
+            "a token attends to all earlier tokens; apart: only to those of its own document",
             one_of=("joined", "apart"),
         ),
     ] = "joined"
-    split: Annotated[str, key("shares of training and validation; 90,10 with data=indexed")] = "100,0"
+    split: Annotated[str, key("shares of training and validation data; 90,10 with data=indexed")] = "100,0"
     tokenizer: Annotated[
         str | None,
-        key("a tokenizer.json that `holmes export` puts beside the weights; the data have been tokenized already"),
+        key("tokenizer.json that `holmes export` copies beside the weights; training data are already tokenized"),
     ] = None
-    cache: Annotated[str | None, key("where indices of samples are kept; null: in the run directory")] = None
+    cache: Annotated[str | None, key("folder of the sample indices; null: the run directory")] = None
     learnable: Annotated[
-        bool, key("of synthetic data: most tokens follow from the one before, so that the loss falls")
+        bool, key("synthetic data: most tokens follow from the previous one, so that the loss falls")
     ] = False
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class DataConfig:
             ),
             (
                 self.documents == "apart" and self.kind != "indexed",
-                "data.documents is apart, and synthetic data have no documents",
+                "data.documents is apart, but synthetic data have no documents",
                 "leave it out",
             ),
         )

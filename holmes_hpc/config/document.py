@@ -1,6 +1,6 @@
-"""What is written from the declared keys: the files under conf/, docs/configuration.md, and the keys in ``--help``.
+"""Generator of the files under conf/, of docs/configuration.md and of the keys in ``--help``.
 
-``python -m holmes_hpc.config.document`` writes the files; a test holds the ones in the repository equal to that.
+``python -m holmes_hpc.config.document`` writes the files; a test compares them with the repository's.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ hydra:
 
 
 def conf_files() -> dict[str, str]:
-    """All files under conf/: path there -> text."""
-    made = {"config.yaml": _top()}
+    """Return all files under conf/: path there -> text."""
+    files = {"config.yaml": _top()}
     for name, model in MODELS.items():
-        made[f"model/{name}.yaml"] = _values(asdict(model))
+        files[f"model/{name}.yaml"] = _values(asdict(model))
     for name, batch in BATCHES.items():
-        made[f"batch/{name}.yaml"] = _values(asdict(batch))
+        files[f"batch/{name}.yaml"] = _values(asdict(batch))
     for group, options in OPTIONS.items():
-        for name, more in options.items():
-            lines = [line for k in keys(GROUPS[group]).values() for line in _line(k, more.get(k.name, k.default))]
-            made[f"{group}/{name}.yaml"] = "\n".join([HEAD, *lines, ""])
-    return made
+        for name, changes in options.items():
+            lines = [line for k in keys(GROUPS[group]).values() for line in _line(k, changes.get(k.name, k.default))]
+            files[f"{group}/{name}.yaml"] = "\n".join([HEAD, *lines, ""])
+    return files
 
 
 def page() -> str:
-    """docs/configuration.md: every key with what it may be."""
+    """Return docs/configuration.md: every key with its allowed values."""
     parts = [
         "# Configuration",
         "",
@@ -100,14 +100,14 @@ def _values_and_default(declared: Key) -> str:
 
 
 def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> str:
-    """Return the keys of some groups for the end of ``--help``: each with its help and values. Leave out `without`."""
+    """Return the keys of some groups for the end of ``--help``, each with help and values. Skip keys in `without`."""
     lines = [f"Keys of {', '.join(groups)} (KEY=VALUE; docs/configuration.md has all):"]
     for group in groups:
         for k in keys(GROUPS[group]).values():
             if (key := f"{group}.{k.name}") not in without:
                 text = f"{key}: {k.says.help} [{allowed(k).removeprefix('use ')}]"
                 lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
-    return "\b\n" + "\n".join(lines)  # click leaves the lines after \b as they are
+    return "\b\n" + "\n".join(lines)  # click does not rewrap lines after \b
 
 
 def _top() -> str:
@@ -118,7 +118,7 @@ def _top() -> str:
         "  - _self_",
         *(f"  - {group}: {option}" for group, option in DEFAULTS.items()),
         "",
-        "# a named model brings the batch of its own name; another one needs batch=NAME or these three",
+        "# a named model has the batch of its own name; any other needs batch=NAME or these three keys",
         "batch:",
         *(f"  {name}: ???" for name in keys(Batch)),
         "",
@@ -128,12 +128,12 @@ def _top() -> str:
 
 
 def _line(declared: Key, value: Any) -> list[str]:
-    """A key with its value and its help, beside or above."""
-    pair, said = f"{declared.name}: {_scalar(value)}", declared.says.help
-    one = f"{pair:<27} # {said}"
-    if len(one) <= WIDTH:
-        return [one]
-    return [*(f"# {line}" for line in textwrap.wrap(said, WIDTH - 2)), pair]
+    """Return a key with its value, and its help beside or above."""
+    pair, comment = f"{declared.name}: {_scalar(value)}", declared.says.help
+    joined_line = f"{pair:<27} # {comment}"
+    if len(joined_line) <= WIDTH:
+        return [joined_line]
+    return [*(f"# {line}" for line in textwrap.wrap(comment, WIDTH - 2)), pair]
 
 
 def _values(values: Mapping[str, Any]) -> str:
@@ -148,15 +148,15 @@ def _scalar(value: Any) -> str:
 
 
 def write() -> list[Path]:
-    """Write all files; returns their paths."""
-    made = {PACKAGE / "conf" / path: text for path, text in conf_files().items()}
+    """Write all files. Return their paths."""
+    files = {PACKAGE / "conf" / path: text for path, text in conf_files().items()}
     if PAGE.parent.is_dir():
-        made[PAGE] = page()
-    for path, text in made.items():
+        files[PAGE] = page()
+    for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-    return list(made)
+    return list(files)
 
 
 if __name__ == "__main__":
-    for written in write():
-        print(written)
+    for written_path in write():
+        print(written_path)

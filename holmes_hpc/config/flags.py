@@ -1,6 +1,6 @@
-"""The options of commands that set a configuration key, each declared once: ``--tp 2`` is ``plan.tp=2``.
+"""The command options that set a configuration key, each declared once: ``--tp 2`` means ``plan.tp=2``.
 
-Help, type and range are those of the key.
+Help, type and range are the key's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holmes_hpc.schema import Key, allowed, keys, kinds
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of the command line that sets `key`."""
+    """A command-line option that sets `key`."""
 
     name: str
     key: str
@@ -34,21 +34,21 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Tell whether the option is written --NAME or --no-NAME, without a value."""
+        """True if the option is written --NAME or --no-NAME, without a value."""
         return self.type is bool and self.key.startswith("plan.")
 
     @property
     def help(self) -> str:
-        """The key, its help, and the values that it takes."""
+        """The key, its help, and its allowed values."""
         if self.key in GROUPS:
-            return f"{self.key}: a named one, see `holmes {self.key}s`"
-        said, default = self._declared.says.help, self._declared.default
-        words = allowed(self._declared).removeprefix("use ")
-        words += f"; default {str(default).lower()}" if isinstance(default, bool | int | float) else ""
-        return f"{self.key}: {said} [{words}]"
+            return f"{self.key}: a name, see `holmes {self.key}s`"
+        text, default = self._declared.says.help, self._declared.default
+        allowed_values = allowed(self._declared).removeprefix("use ")
+        allowed_values += f"; default {str(default).lower()}" if isinstance(default, bool | int | float) else ""
+        return f"{self.key}: {text} [{allowed_values}]"
 
     def value(self, text: str) -> Any:
-        """Return the value of `text` for an option of several words: 26,22 or ib-a=4,roce-a=4 or yes."""
+        """Parse `text` for an option with a composite value: 26,22 or ib-a=4,roce-a=4 or yes."""
         parts = text.split(",")
         if self.type is tuple:
             if not all(part.strip().lstrip("-").isdecimal() for part in parts):
@@ -62,7 +62,7 @@ class Flag:
 
     def override(self, value: Any) -> str:
         """Return the override that sets the key to `value`."""
-        return f"{self.key}={_written(value)}"
+        return f"{self.key}={_to_grammar(value)}"
 
 
 def yes_or_no(text: str, where: str) -> bool:
@@ -72,7 +72,7 @@ def yes_or_no(text: str, where: str) -> bool:
     return text == "yes"
 
 
-def _written(value: Any) -> str:
+def _to_grammar(value: Any) -> str:
     """Return `value` in the grammar of overrides."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
@@ -84,13 +84,13 @@ def _written(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as Hydra's grammar reads it back unchanged."""
+    """Quote a text so that Hydra's grammar reads it back unchanged."""
     if text[:1] in "'\"":
         return text
     return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
-_NAMES = {  # of those that are not called like their key
+_NAMES = {  # options whose name differs from their key's
     "site_file": "--site",
     "batch.global_size": "--global-batch",
     "batch.micro_size": "--micro-batch",

@@ -1,7 +1,7 @@
-"""A Hugging Face folder's config.json as a model's configuration, and back. JSON alone: nothing is fetched, and no code
-of a folder is run.
+"""Conversion between a Hugging Face folder's config.json and a model's configuration.
 
-Each family is in one table, with what of it is not covered. Weights: training/checkpoint/weight_names.py.
+Only JSON is read: nothing is downloaded, and no code from a folder is run. A table lists each family and the reasons
+why others are not covered. Weights: training/checkpoint/weight_names.py.
 """
 
 from __future__ import annotations
@@ -23,84 +23,84 @@ _HINT = "give a folder of one of the families in docs/models.md"
 
 @dataclass(frozen=True)
 class Family:
-    """What one `model_type` is: its class in `transformers`, and how its config.json is read. `set_by_type`: the keys
-    of a model that no key of config.json says."""
+    """A `model_type`: its class in `transformers`, and the reader of its config.json.
+    `set_by_type`: model keys that follow from the type alone, not from config.json."""
 
     architecture: str
     read: Callable[[_Config, Mapping[str, Any]], ModelSpec]
     set_by_type: Mapping[str, Any]
 
 
-# What people may bring, and why it cannot be trained here.
+# Other model types, and why they cannot be trained here.
 _ONE_NORM = "Megatron-Core's layers have no norm behind attention and behind the feed-forward part"
 NOT_COVERED = {
-    "gemma": "Megatron-Core scales no embeddings, and knows norms that multiply by one more than their weight with "
-    "Transformer Engine alone",
-    "gemma2": f"{_ONE_NORM}, and it caps neither scores nor logits",
+    "gemma": "Megatron-Core does not scale embeddings, and supports norms that multiply by 1 + weight only with "
+    "Transformer Engine",
+    "gemma2": f"{_ONE_NORM}, and no caps on scores or logits",
     "gemma3": f"{_ONE_NORM}, and one rotary base for all layers",
     "gemma3_text": f"{_ONE_NORM}, and one rotary base for all layers",
-    "gpt_neox": "attention and feed-forward part stand side by side in its layers, which Megatron-Core's have in turn",
+    "gpt_neox": "its layers run attention and feed-forward part in parallel, Megatron-Core's run them in sequence",
     "mixtral": "mixtures of experts are not covered yet",
     "qwen2_moe": "mixtures of experts are not covered yet",
     "qwen3_moe": "mixtures of experts are not covered yet",
-    "deepseek_v3": "neither mixtures of experts nor latent attention are covered yet",
+    "deepseek_v3": "mixtures of experts and latent attention are not covered yet",
 }
 
 
-def folder_of(word: str | None) -> Path | None:
-    """DIR of ``hf:DIR``; None for any other word."""
-    return Path(word.removeprefix(PREFIX)) if word is not None and word.startswith(PREFIX) else None
+def folder_of(text: str | None) -> Path | None:
+    """Return DIR of ``hf:DIR``; None for other text."""
+    return Path(text.removeprefix(PREFIX)) if text is not None and text.startswith(PREFIX) else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. DataError where there is none that can be read."""
+    """Return the content of a folder's config.json. DataError if it cannot be read."""
     path = folder / CONFIG
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise DataError(e.strerror or str(e), where=str(path), hint="give a Hugging Face model's folder") from e
     except (ValueError, RecursionError) as e:
         raise DataError(f"not JSON: {e}", where=str(path), hint="fetch the folder again") from e
-    if not isinstance(read, dict):
+    if not isinstance(config, dict):
         raise DataError("holds no keys", where=str(path), hint="fetch the folder again")
-    return read
+    return config
 
 
 def read_model(folder: Path) -> ModelSpec:
-    """The model that a folder holds, named as the folder. DataError with what is not covered."""
+    """Return the model in a folder, named like the folder. DataError names a feature that is not covered."""
     return model_of(
         read_config(folder), re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model", str(folder / CONFIG)
     )
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
-    """The model that a config.json says. Dropout, a choice of training, is 0."""
-    kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
-        why = NOT_COVERED.get(kind)
+    """Convert the content of a config.json to a model. Dropout, a training setting, is 0."""
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        reason = NOT_COVERED.get(model_type)
         raise DataError(
-            f"model_type is {kind!r}" + (f": {why}" if why else ""),
+            f"model_type is {model_type!r}" + (f": {reason}" if reason else ""),
             where=where,
-            hint=nearest(kind, FAMILIES) if why is None else _HINT,
+            hint=nearest(model_type, FAMILIES) if reason is None else _HINT,
         )
-    family, read = FAMILIES[kind], _Config(config, where)
+    family, read = FAMILIES[model_type], _Config(config, where)
     if config.get("quantization_config"):
         read.refuse("its weights are quantized", "give the folder of the weights before quantization")
     try:
-        made = replace(family.read(read, family.set_by_type), name=name)
+        model = replace(family.read(read, family.set_by_type), name=name)
     except HolmesError as e:
         raise DataError(e.what, where=where, hint=e.hint) from e
     except (TypeError, AttributeError) as e:
         raise DataError(f"a value is of a wrong type: {e}", where=where, hint="fetch the folder again") from e
-    return replace(made, head_dim=None) if made.query_width == made.hidden else made
+    return replace(model, head_dim=None) if model.query_width == model.hidden else model
 
 
 def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """config.json of a model; `dtype`: of its weights, as torch names it; `eod`: the token that ends a document."""
-    kind = family_of(spec)
-    common = {
-        "architectures": [FAMILIES[kind].architecture],
-        "model_type": kind,
+    """Return config.json of a model. `dtype`: of its weights, torch's name; `eod`: the end-of-document token."""
+    model_type = family_of(spec)
+    shared_keys = {
+        "architectures": [FAMILIES[model_type].architecture],
+        "model_type": model_type,
         "vocab_size": spec.vocab,
         "tie_word_embeddings": spec.tied,
         "torch_dtype": dtype,
@@ -109,7 +109,7 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
     }
     if not spec.rope:
         return {
-            **common,
+            **shared_keys,
             "n_embd": spec.hidden,
             "n_inner": spec.ffn,
             "n_layer": spec.layers,
@@ -122,7 +122,7 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
             "embd_pdrop": spec.dropout,
         }
     return {
-        **common,
+        **shared_keys,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.ffn,
         "num_hidden_layers": spec.layers,
@@ -135,14 +135,14 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
         "rope_theta": spec.rope_base,
         "rope_scaling": _scaling_of(spec.rope_scaling),
         "attention_dropout": spec.dropout,
-        **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if kind == "llama" else {}),
-        **({"attention_bias": False} if kind == "qwen3" else {}),
-        **({"use_sliding_window": False} if kind != "llama" else {}),
+        **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if model_type == "llama" else {}),
+        **({"attention_bias": False} if model_type == "qwen3" else {}),
+        **({"use_sliding_window": False} if model_type != "llama" else {}),
     }
 
 
 def family_of(spec: ModelSpec) -> str:
-    """The `model_type` that computes what this model computes. ConfigError where there is none."""
+    """Return the `model_type` whose computation equals this model's. ConfigError if there is none."""
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):
@@ -174,7 +174,7 @@ def family_of(spec: ModelSpec) -> str:
 def _scaling_of(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    more = (
+    llama3_keys = (
         {}
         if scaling.kind == "linear"
         else {
@@ -183,51 +183,51 @@ def _scaling_of(scaling: RopeScaling | None) -> dict[str, Any] | None:
             "original_max_position_embeddings": scaling.original_positions,
         }
     )
-    return {"rope_type": scaling.kind, "factor": scaling.factor, **more}
+    return {"rope_type": scaling.kind, "factor": scaling.factor, **llama3_keys}
 
 
 class _Config:
-    """Reads keys of a config.json; a missing one is a DataError."""
+    """A reader for the keys of a config.json; a missing key is a DataError."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
-    def __call__(self, name: str, *otherwise: Any) -> Any:
-        """The value of a key; where it is missing or null, `otherwise` if that is given."""
+    def __call__(self, name: str, *default: Any) -> Any:
+        """Return the value of a key. If it is missing or null, return `default`, if given."""
         value = self.config.get(name)
         if value is None:
-            if not otherwise:
+            if not default:
                 self.refuse(f"{name} is missing", "fetch the folder again")
-            return otherwise[0]
+            return default[0]
         return value
 
-    def wants(self, name: str, *known: Any) -> Any:
-        """The value of a key that must be one of those `known`; the first one where it is missing."""
-        value = self(name, known[0])
-        if value not in known:
-            self.refuse(f"{name} is {value!r}, only {' or '.join(map(repr, known))} is covered", _HINT)
+    def require(self, name: str, *supported: Any) -> Any:
+        """Return the value of a key, which must be one of `supported`; the first one if the key is missing."""
+        value = self(name, supported[0])
+        if value not in supported:
+            self.refuse(f"{name} is {value!r}, only {' or '.join(map(repr, supported))} is covered", _HINT)
         return value
 
-    def refuse(self, what: str, hint: str) -> NoReturn:
-        raise DataError(what, where=self.where, hint=hint)
+    def refuse(self, message: str, hint: str) -> NoReturn:
+        raise DataError(message, where=self.where, hint=hint)
 
 
-def _llama(read: _Config, more: Mapping[str, Any]) -> ModelSpec:
-    """Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3: rotary positions, SwiGLU, RMSNorm, grouped queries."""
+def _llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
+    """Read Llama 2 and 3, Mistral, Qwen2, Qwen2.5 or Qwen3: rotary positions, SwiGLU, RMSNorm, grouped queries."""
     rope = read("rope_parameters", None) or read("rope_scaling", None) or {}
     if not isinstance(rope, Mapping):
         read.refuse(f"rope_scaling is {rope!r}", _HINT)
-    read.wants("hidden_act", "silu")
-    read.wants("partial_rotary_factor", 1.0)
-    _no_window(read, more)
+    read.require("hidden_act", "silu")
+    read.require("partial_rotary_factor", 1.0)
+    _refuse_window(read, type_keys)
     bias = False
-    if more.get("may_have_bias"):
+    if type_keys.get("may_have_bias"):
         bias = read("attention_bias", False)
         if read("mlp_bias", False) != bias:
             read.refuse("attention_bias and mlp_bias differ", _HINT)
     elif read("attention_bias", False):
         read.refuse("attention_bias is true", _HINT)
-    own = {k: v for k, v in more.items() if k in ("qk_norm", "qkv_bias")}
+    model_keys = {k: v for k, v in type_keys.items() if k in ("qk_norm", "qkv_bias")}
     return ModelSpec(
         "model",
         read("num_hidden_layers"),
@@ -241,19 +241,19 @@ def _llama(read: _Config, more: Mapping[str, Any]) -> ModelSpec:
         max_positions=read("max_position_embeddings", 2048),
         norm_eps=read("rms_norm_eps", 1e-6),
         rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
-        head_dim=read("head_dim", more.get("head_dim")),
+        head_dim=read("head_dim", type_keys.get("head_dim")),
         rope_scaling=_scaling(read, rope),
-        **own,
+        **model_keys,
     )
 
 
-def _no_window(read: _Config, more: Mapping[str, Any]) -> None:
-    window = read("sliding_window", None) if read("use_sliding_window", more["window_by_itself"]) else None
+def _refuse_window(read: _Config, type_keys: Mapping[str, Any]) -> None:
+    window = read("sliding_window", None) if read("use_sliding_window", type_keys["window_by_itself"]) else None
     layers = read("layer_types", [])
     if (window is not None and window < read("max_position_embeddings", 2048)) or "sliding_attention" in layers:
         read.refuse(
-            f"its layers attend to a window of {window} tokens, which Megatron-Core's layers do not",
-            f"for sequences up to {window} tokens it is the same without: set sliding_window to null there",
+            f"its layers attend to a window of {window} tokens; Megatron-Core's layers have no window",
+            f"for sequences up to {window} tokens, set sliding_window to null there; the result is the same",
         )
 
 
@@ -271,14 +271,14 @@ def _scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _gpt2(read: _Config, more: Mapping[str, Any]) -> ModelSpec:
-    act = read.wants("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
-    for name, known in (
+def _gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
+    activation = read.require("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
+    for name, supported in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
     ):
-        read.wants(name, known)
+        read.require(name, supported)
     hidden = read("n_embd")
     return ModelSpec(
         "model",
@@ -295,7 +295,7 @@ def _gpt2(read: _Config, more: Mapping[str, Any]) -> ModelSpec:
         bias=True,
         max_positions=read("n_positions"),
         norm_eps=read("layer_norm_epsilon", 1e-5),
-        gelu_tanh=act != "gelu",
+        gelu_tanh=activation != "gelu",
     )
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step, and what more steps make of it."""
+"""The learning rate of each step, and how a changed number of steps affects it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from holmes_hpc.config.train import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of `step` (from 1): linear warm-up over `warmup_steps`, then down to `min_lr` at
-    `lr_decay_steps` (default: the last step), constant after that. Down in a half cosine (Loshchilov and Hutter 2017),
-    in a line, or (wsd) in a line over the last `wsd_decay_steps` alone (Hu et al. 2024, arXiv 2404.06395)."""
-    peak, low, warm = train.lr, train.min_lr, train.warmup_steps
-    if step <= warm:
-        return float(peak * step / warm)
-    end = train.lr_decay_steps or train.steps
-    if step >= end:
+    """Return the learning rate of `step` (from 1).
+
+    It rises linearly over `warmup_steps`, falls to `min_lr` at `lr_decay_steps` (default: the last step), and then
+    stays. It falls in a half cosine (Loshchilov and Hutter 2017), linearly, or (wsd) linearly over the last
+    `wsd_decay_steps` (Hu et al. 2024, arXiv 2404.06395).
+    """
+    peak, low, warmup = train.lr, train.min_lr, train.warmup_steps
+    if step <= warmup:
+        return float(peak * step / warmup)
+    end_step = train.lr_decay_steps or train.steps
+    if step >= end_step:
         return float(low)
-    first = end - train.decay_steps if train.lr_schedule == "wsd" else warm
-    done = max(0.0, (step - first) / max(1, end - first))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if train.lr_schedule == "cosine" else 1 - done
-    return float(low + (peak - low) * left)
+    decay_start = end_step - train.decay_steps if train.lr_schedule == "wsd" else warmup
+    progress = max(0.0, (step - decay_start) / max(1, end_step - decay_start))
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if train.lr_schedule == "cosine" else 1 - progress
+    return float(low + (peak - low) * remaining)
 
 
-def moved(before: TrainConfig, after: TrainConfig, step: int) -> str | None:
-    """In one line, what another number of steps makes of the learning rate from `step` on, and what keeps its end; None
-    where it stays, or `lr_decay_steps` says where it is to end."""
-    if after.lr_decay_steps is not None or after.min_lr == after.lr:
+def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
+    """Describe in one line how another number of steps changes the learning rate from `step` on.
+    The line also says how to keep its old end. None if nothing changes, or if `lr_decay_steps` fixes the end."""
+    if new.lr_decay_steps is not None or new.min_lr == new.lr:
         return None
-    end = before.lr_decay_steps or before.steps
-    if end == after.steps:
+    end = old.lr_decay_steps or old.steps
+    if end == new.steps:
         return None
-    was, now = learning_rate(step, before), learning_rate(step, after)
-    here = f": at step {step} it is {now:.3g}, was {was:.3g}" if was != now else f", not {end}"
+    old_lr, new_lr = learning_rate(step, old), learning_rate(step, new)
+    detail = f": at step {step} it is {new_lr:.3g}, was {old_lr:.3g}" if old_lr != new_lr else f", not {end}"
     return (
-        f"the learning rate's {after.lr_schedule} now ends at step {after.steps}{here}; "
+        f"the learning rate's {new.lr_schedule} now ends at step {new.steps}{detail}; "
         f"train.lr_decay_steps={end} keeps the old end"
     )

@@ -1,4 +1,4 @@
-"""The configuration groups `model` and `batch`: what is trained. Shapes and counts only."""
+"""The configuration groups `model` and `batch`: shapes and counts of the model and its batches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from holmes_hpc.schema import check, key, refuse
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for sequences longer than the first ones trained on."""
+    """The scaling of rotary frequencies for sequences longer than those of the first training."""
 
-    factor: Annotated[float, key("by which slow frequencies are divided", ge=1)]
+    factor: Annotated[float, key("divisor of slow frequencies", ge=1)]
     kind: Annotated[
         str,
         key(
-            "linear: all frequencies; llama3: those that turn less than low_frequency_turns times in "
-            "original_positions, and in part those up to high_frequency_turns (arXiv 2407.21783)",
+            "linear: scale all frequencies; llama3: scale those with fewer than low_frequency_turns turns in "
+            "original_positions, and partly those up to high_frequency_turns (arXiv 2407.21783)",
             one_of=("linear", "llama3"),
         ),
     ] = "llama3"
-    low_frequency_turns: Annotated[float, key("of llama3: below, the whole factor", gt=0)] = 1.0
-    high_frequency_turns: Annotated[float, key("of llama3: above, no factor", gt=0)] = 4.0
-    original_positions: Annotated[int, key("of llama3: longest sequence trained on before", unit="tokens", ge=1)] = 8192
+    low_frequency_turns: Annotated[float, key("llama3: below it, the full factor applies", gt=0)] = 1.0
+    high_frequency_turns: Annotated[float, key("llama3: above it, no factor applies", gt=0)] = 4.0
+    original_positions: Annotated[int, key("llama3: longest sequence of the first training", unit="tokens", ge=1)] = (
+        8192
+    )
 
     def __post_init__(self) -> None:
         check(self, "rope_scaling", PlanError)
@@ -41,33 +43,33 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder, GPT- or Llama-like. In formulas: `hidden` h, `ffn` f, `heads` a, `kv_heads` k, `vocab` V."""
+    """A decoder like GPT or Llama. Symbols in formulas: `hidden` h, `ffn` f, `heads` a, `kv_heads` k, `vocab` V."""
 
-    name: Annotated[str, key("in records and tables")]
+    name: Annotated[str, key("name in records and tables")]
     layers: Annotated[int, key("transformer layers", ge=1)]
     hidden: Annotated[int, key("width of the residual stream", ge=1)]
     heads: Annotated[int, key("attention heads", ge=1)]
-    vocab: Annotated[int, key("token ids, before padding", ge=1)]
+    vocab: Annotated[int, key("number of token ids, before padding", ge=1)]
     ffn: Annotated[int, key("inner width of the feed-forward part", ge=1)]
-    kv_heads: Annotated[int, key("heads of keys and values; fewer than heads: grouped-query attention", ge=1)]
-    swiglu: Annotated[bool, key("gated feed-forward part, three matrices of hidden x ffn; else GELU with two")] = True
+    kv_heads: Annotated[int, key("key and value heads; fewer than heads: grouped-query attention", ge=1)]
+    swiglu: Annotated[bool, key("gated feed-forward part with three hidden x ffn matrices; else GELU with two")] = True
     rmsnorm: Annotated[bool, key("RMSNorm; else LayerNorm")] = True
     rope: Annotated[bool, key("rotary positions; else learned ones up to max_positions")] = True
     tied: Annotated[bool, key("input embedding and output head are one matrix")] = False
     bias: Annotated[bool, key("linear layers have biases")] = False
     max_positions: Annotated[int, key("longest sequence", unit="tokens", ge=1)] = 2048
-    vocab_multiple: Annotated[int, key("the vocabulary is padded to a multiple of this times TP", ge=1)] = 128
-    dropout: Annotated[float, key("of activations and attention", ge=0, lt=1)] = 0.0
+    vocab_multiple: Annotated[int, key("pad the vocabulary to a multiple of this times TP", ge=1)] = 128
+    dropout: Annotated[float, key("dropout of activations and attention", ge=0, lt=1)] = 0.0
     norm_eps: Annotated[float, key("epsilon of the norms", gt=0)] = 1e-5
     rope_base: Annotated[float, key("base of the rotary frequencies", gt=0)] = 10000.0
     head_dim: Annotated[int | None, key("width of a head; null: hidden / heads", ge=1)] = None
-    qk_norm: Annotated[bool, key("queries and keys are normalised, each head by itself")] = False
-    qkv_bias: Annotated[bool, key("queries, keys and values have biases, whatever `bias` says of the rest")] = False
-    gelu_tanh: Annotated[bool, key("without swiglu: GELU by its tanh approximation, as GPT-2 was trained")] = False
+    qk_norm: Annotated[bool, key("normalise queries and keys per head")] = False
+    qkv_bias: Annotated[bool, key("queries, keys and values have biases, independent of `bias`")] = False
+    gelu_tanh: Annotated[bool, key("without swiglu: the tanh approximation of GELU, as in GPT-2")] = False
     rope_scaling: Annotated[
         RopeScaling | None,
         key(
-            "of the rotary frequencies, as Llama 3.1 has it: {factor: 8}, and "
+            "scaling of rotary frequencies, for Llama 3.1 {factor: 8}; other keys: "
             "kind, low_frequency_turns, high_frequency_turns, "
             "original_positions; null: none"
         ),
@@ -76,7 +78,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         where = f"model {self.name}"
         check(self, where, PlanError)
-        of = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
+        cause = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
         refuse(
             where,
             (
@@ -91,44 +93,44 @@ class ModelSpec:
             ),
             (
                 self.rope and self.head_width % 2,
-                f"a head is {self.head_width} wide{of}, an odd number",
-                "choose an even width of a head, as rotary embedding needs, or model.rope=false",
+                f"a head is {self.head_width} wide{cause}, an odd number",
+                "choose an even head width, which rotary embedding needs, or model.rope=false",
             ),
             (
                 self.rope_scaling is not None and not self.rope,
-                "rope_scaling of a model without rope",
+                "rope_scaling in a model without rope",
                 "leave model.rope_scaling out",
             ),
-            (self.gelu_tanh and self.swiglu, "gelu_tanh of a model with swiglu", "leave model.gelu_tanh out"),
+            (self.gelu_tanh and self.swiglu, "gelu_tanh in a model with swiglu", "leave model.gelu_tanh out"),
             error=PlanError,
         )
 
     @property
     def head_width(self) -> int:
-        """Of a head's queries, keys or values."""
+        """The width of a head's queries, keys or values."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def query_width(self) -> int:
-        """Of all heads' queries, and of what attention hands on: `hidden`, but for heads of a width of their own."""
+        """The width of all heads' queries and of attention's output: `hidden`, unless `head_dim` is set."""
         return self.heads * self.head_width
 
     @property
     def key_width(self) -> int:
-        """Of all keys; values are as wide."""
+        """The width of all keys; values have the same."""
         return self.kv_heads * self.head_width
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. A key that older versions do not know is there only where it says something."""
-        return {k: v for k, v in asdict(self).items() if k not in _LATER or v != _LATER[k]}
+        """Return plain data. Keys that older versions lack are omitted if they have their defaults."""
+        return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or v != _NEWER_KEYS[k]}
 
     def padded_vocab(self, tp: int) -> int:
-        """Vocabulary rows after padding, as Megatron-LM pads: to a multiple of `vocab_multiple` * tp."""
+        """Return the vocabulary rows, padded as in Megatron-LM to a multiple of `vocab_multiple` * tp."""
         unit = self.vocab_multiple * tp
         return -(-self.vocab // unit) * unit
 
 
-_LATER = {
+_NEWER_KEYS = {
     f.name: f.default
     for f in fields(ModelSpec)
     if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
@@ -137,22 +139,22 @@ _LATER = {
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on."""
+    """The sequences of one step."""
 
-    global_size: Annotated[int, key("sequences of one optimizer step, over all replicas", unit="sequences", ge=1)]
-    micro_size: Annotated[int, key("sequences of one pass through a pipeline stage", unit="sequences", ge=1)]
-    sequence_length: Annotated[int, key("tokens of a sequence", unit="tokens", ge=1)]
+    global_size: Annotated[int, key("sequences per optimizer step, over all replicas", unit="sequences", ge=1)]
+    micro_size: Annotated[int, key("sequences per pass through a pipeline stage", unit="sequences", ge=1)]
+    sequence_length: Annotated[int, key("tokens per sequence", unit="tokens", ge=1)]
 
     def __post_init__(self) -> None:
         check(self, "batch", PlanError, dotted=True)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """The tokens of a step."""
         return self.global_size * self.sequence_length
 
     def micro_batches(self, dp: int) -> int:
-        """Micro-batches per pipeline and step."""
+        """Return the micro-batches per pipeline and step."""
         refuse(
             "batch",
             (

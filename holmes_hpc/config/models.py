@@ -1,4 +1,4 @@
-"""The named models and batches: what ``model=NAME`` and ``batch=NAME`` mean."""
+"""The named models and batches, for ``model=NAME`` and ``batch=NAME``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from holmes_hpc.errors import ConfigError, nearest
 
 
 def _gated(
-    name: str, layers: int, hidden: int, heads: int, vocab: int, *, ffn: int = 0, kv_heads: int = 0, **more: Any
+    name: str, layers: int, hidden: int, heads: int, vocab: int, *, ffn: int = 0, kv_heads: int = 0, **other_keys: Any
 ) -> ModelSpec:
-    """A model with rotary positions, a gated feed-forward part and RMSNorm; `more`: other keys. As published: Llama
-    (arXiv 2307.09288 and 2407.21783), Mistral without a sliding window (arXiv 2310.06825), Qwen2.5 (arXiv 2412.15115),
-    Qwen3 (arXiv 2505.09388), and the models of Yang et al. (arXiv 2312.03549), to which Megatron-LM gives
-    ffn = 64 * floor(8h/3/64). Those are untied: a tied pair is all-reduced between the first and last fabric in every
-    step."""
+    """Return a model with rotary positions, a gated feed-forward part and RMSNorm.
+
+    Sources: Llama (arXiv 2307.09288 and 2407.21783), Mistral without a sliding window (arXiv 2310.06825), Qwen2.5
+    (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), and Yang et al. (arXiv 2312.03549). Megatron-LM gives the last ones
+    ffn = 64 * floor(8h/3/64). They are untied: a tied pair needs an all-reduce between the first and last fabric in
+    every step.
+    """
     ffn, kv_heads = ffn or 8 * hidden // 3 // 64 * 64, kv_heads or heads
-    return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, **more)
+    return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, **other_keys)
 
 
 _LLAMA2: dict[str, Any] = {"vocab": 32000, "max_positions": 4096}
@@ -31,18 +33,21 @@ _QWEN3: dict[str, Any] = {
     "vocab": 151936,
     "kv_heads": 8,
     "max_positions": 40960,
-    "head_dim": 128,  # whatever the hidden width
+    "head_dim": 128,  # independent of the hidden width
     "qk_norm": True,
 }
 
 
 def gpt(
-    name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **more: Any
+    name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **other_keys: Any
 ) -> ModelSpec:
-    """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020): GELU, LayerNorm, biases, learned positions. `more`:
-    other keys of a model, or `ffn` and `kv_heads` instead of theirs."""
-    theirs = {"ffn": 4 * hidden, "kv_heads": heads, "swiglu": False, "rmsnorm": False, "rope": False, "bias": True}
-    return ModelSpec(name, layers, hidden, heads, vocab, max_positions=positions, tied=tied, **{**theirs, **more})
+    """Return a model like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020).
+    They have GELU, LayerNorm, biases and learned positions. `other_keys`: more keys of a model; they also replace
+    these."""
+    gpt_keys = {"ffn": 4 * hidden, "kv_heads": heads, "swiglu": False, "rmsnorm": False, "rope": False, "bias": True}
+    return ModelSpec(
+        name, layers, hidden, heads, vocab, max_positions=positions, tied=tied, **{**gpt_keys, **other_keys}
+    )
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -88,17 +93,17 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
-FOR_TRYING = 512  # models no wider than this are for trying: random tokens do where no data are given
+TRIAL_MAX_HIDDEN = 512  # wider models need data; these train on random tokens if no data are given
 
 
 def named(name: str) -> ModelSpec:
-    """The model of that name; an unknown name is a ConfigError that says the nearest one."""
+    """Return the model called `name`; for an unknown name, raise a ConfigError that suggests the nearest one."""
     if name not in MODELS:
         raise ConfigError(f"no model {name!r}", where="model", hint=nearest(name, MODELS))
     return MODELS[name]
 
 
-# Sequences, sequences, tokens. The paper's settings of its models (facts of arXiv 2312.03549).
+# Sequences, sequences, tokens. The paper's settings of its models (arXiv 2312.03549).
 _PUBLISHED: dict[str, Batch] = {
     "tiny": Batch(16, 2, 64),
     "paper_3_6b": Batch(768, 4, 2048),
@@ -106,21 +111,21 @@ _PUBLISHED: dict[str, Batch] = {
     "paper_39b": Batch(1536, 4, 2048),
 }
 
-# What each named model takes when no batch is given: its publication's global batch and sequence length. Micro-batches
-# are the paper's for its own models, one sequence for others, whose publications do not say.
-_OWN: dict[str, Batch] = {
+# The default batch of each named model: its publication's global batch and sequence length. Micro-batches are the
+# paper's for its own models; other publications do not give them, so one sequence.
+_DEFAULTS: dict[str, Batch] = {
     "gpt_tiny": _PUBLISHED["tiny"],
     "gpt_small": Batch(512, 8, 1024),  # GPT-2
     "gpt_3_6b": _PUBLISHED["paper_3_6b"],
     "gpt_7_5b": _PUBLISHED["paper_7_5b"],
     "gpt_39b": _PUBLISHED["paper_39b"],
-    "gpt3_175b": Batch(1536, 1, 2048),  # 3.2 million tokens, as a number of sequences that many layouts divide
+    "gpt3_175b": Batch(1536, 1, 2048),  # 3.2 million tokens; many layouts divide this number of sequences
     "llama2_7b": Batch(1024, 1, 4096),  # 4 million tokens
     "llama2_70b": Batch(1024, 1, 4096),
-    "llama3_8b": Batch(512, 1, 8192),  # 4 million tokens, with which its training began
+    "llama3_8b": Batch(512, 1, 8192),  # 4 million tokens, at the start of its training
     "llama3_70b": Batch(512, 1, 8192),
-    "llama3_1_405b": Batch(2048, 1, 8192),  # 16 million tokens, with which most of its training was done
-    # Whose global batch nobody published: 4 million tokens, in sequences as long as their publications say
+    "llama3_1_405b": Batch(2048, 1, 8192),  # 16 million tokens, during most of its training
+    # Global batch not published: 4 million tokens, in sequences of the published length
     **{
         name: Batch(512, 1, 8192)
         for name in ("llama3_1_8b", "llama3_1_70b", "llama3_2_1b", "llama3_2_3b", "mistral_7b")
@@ -128,4 +133,4 @@ _OWN: dict[str, Batch] = {
     **{name: Batch(1024, 1, 4096) for name in MODELS if name.startswith("qwen")},
 }
 
-BATCHES: dict[str, Batch] = {**_PUBLISHED, **_OWN}  # a model's own has the model's name
+BATCHES: dict[str, Batch] = {**_PUBLISHED, **_DEFAULTS}  # a model's default batch has the model's name

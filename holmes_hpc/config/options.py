@@ -1,4 +1,4 @@
-"""The options of the configuration's groups, and the keys that a mistyped word may mean."""
+"""The options of the configuration's groups, and suggestions for mistyped keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import REQUIRED, keys
 
-# the batch of the model's name, where there is one: `batch` of config.yaml itself has no values
+# `batch` of config.yaml has no values: the default is the batch with the model's name, if any
 DEFAULTS = {
     "model": "gpt_tiny",
     "optional batch": "${model}",
@@ -32,8 +32,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "launcher": {"slurm": {}, "local": {"kind": "local"}},
 }
-# names of Megatron-LM, DeepSpeed and transformers -> keys
-_ELSEWHERE = {
+# names in Megatron-LM, DeepSpeed and transformers -> keys
+_OTHER_NAMES = {
     "learning_rate": "train.lr",
     "batch_size": "batch.global_size",
     "global_batch_size": "batch.global_size",
@@ -53,7 +53,7 @@ _ELSEWHERE = {
 
 
 def option(group: str, name: str) -> dict[str, Any] | None:
-    """Return all values of a group's option; None where none has that name."""
+    """Return all values of a group's option; None if the option does not exist."""
     if group in ("model", "batch"):
         spec: Any = (MODELS if group == "model" else BATCHES).get(name)
         return None if spec is None else asdict(spec)
@@ -62,23 +62,26 @@ def option(group: str, name: str) -> dict[str, Any] | None:
     return None if changes is None else defaults | changes
 
 
-def named(word: str) -> list[str]:
-    """Return the group of that name, or the keys of any group (``lr`` -> ``train.lr``)."""
-    if word in GROUPS or word in keys(Configuration):
-        return [word]
-    return [f"{name}.{word}" for name, group in GROUPS.items() if word in keys(group)]
+def named(name: str) -> list[str]:
+    """Return the group called `name`, or the keys with that name in any group (``lr`` -> ``train.lr``)."""
+    if name in GROUPS or name in keys(Configuration):
+        return [name]
+    return [f"{group}.{name}" for group, cls in GROUPS.items() if name in keys(cls)]
 
 
-def meant(word: str) -> str | None:
-    """Return the override that a word without its key stands for: of a named model, or of a batch."""
-    return next((f"{group}={word}" for group, known in (("model", MODELS), ("batch", BATCHES)) if word in known), None)
+def suggested_override(value: str) -> str | None:
+    """Return the override for a value without its key: a named model, or a batch."""
+    return next(
+        (f"{group}={value}" for group, names in (("model", MODELS), ("batch", BATCHES)) if value in names), None
+    )
 
 
-def unknown_key(word: str) -> ConfigError:
-    """Return the error for an unknown key, with the key that other programs call so, that ends so, or is nearest."""
-    last = word.rpartition(".")[2]
-    same = named(last)
-    key = _ELSEWHERE.get(last) or (same[0] if len(same) == 1 else None)
-    known = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
-    hint = f"did you mean {key!r}?" if key else nearest(word, known)
-    return ConfigError(f"unknown key {word!r}", where="overrides", hint=hint)
+def unknown_key(unknown: str) -> ConfigError:
+    """Return the error for an unknown key.
+    It suggests the key for another program's name, the only key with this last part, or the nearest key."""
+    last_part = unknown.rpartition(".")[2]
+    same_ending = named(last_part)
+    key = _OTHER_NAMES.get(last_part) or (same_ending[0] if len(same_ending) == 1 else None)
+    all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
+    hint = f"did you mean {key!r}?" if key else nearest(unknown, all_keys)
+    return ConfigError(f"unknown key {unknown!r}", where="overrides", hint=hint)

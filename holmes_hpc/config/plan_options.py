@@ -1,4 +1,4 @@
-"""The configuration group `plan`: what the person who plans has fixed, and what the planner may choose."""
+"""The configuration group `plan`: the user's fixed choices, and the planner's freedom."""
 
 from __future__ import annotations
 
@@ -12,59 +12,56 @@ from holmes_hpc.schema import check, key
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
 MEGATRON_SCHEDULES = ("1f1b", "interleaved")  # run by Megatron-Core's own functions
-SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # what they are: planning/schedule/orders.py
+SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # defined in planning/schedule/kinds.py
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
 PARTITIONS = ("exact", "proportional", "uniform")
 
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
-    """Why Megatron-Core's own exchange between stages would ignore what is said of edges; empty if nothing is."""
+    """Return why Megatron-Core's own stage transfer would ignore the edge options; empty if none is set."""
     if (
         transport != "single"
         or schedule not in ("auto", *MEGATRON_SCHEDULES)
         or (edge_dtype == "same" and edge_connections == 1)
     ):
         return ""
-    said = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
-    return f"{said} does nothing with transport=single under Megatron-Core's own schedules"
+    setting = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
+    return f"{setting} has no effect with transport=single under Megatron-Core's own schedules"
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The configuration group `plan`. None or ``auto``: the planner chooses."""
+    """The configuration group `plan`. The planner chooses where a value is None or ``auto``."""
 
     strategy: Annotated[
         str,
         key(
-            "one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across) "
-            "or hierarchical-dp (pipelines in each fabric, or in each node of one; data "
-            "parallel across)",
+            "one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across "
+            "fabrics) or hierarchical-dp (pipelines in each fabric, or in each node of a "
+            "single one; data parallel across them)",
             one_of=("auto", *STRATEGIES),
         ),
     ] = "auto"
     nodes: Annotated[
         Mapping[str, int | None] | None,
-        key("{FABRIC: NODES}: only these fabrics, just as many nodes; null: the planner chooses", ge=1),
+        key("{FABRIC: NODES}: use only these fabrics, with these numbers of nodes; null: the planner chooses", ge=1),
     ] = None
     gpus_per_node: Annotated[int | None, key("ranks on each node; null: all GPUs of a node", ge=1)] = None
     tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
-    virtual_stages: Annotated[
-        int | None, key("model chunks that one pipeline rank holds; 1: not interleaved", ge=1)
-    ] = None
+    virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
     layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: by `partition`", ge=1)] = None
     partition: Annotated[
         str,
         key(
-            "how layers are dealt out: exact (shortest simulated step), proportional (the paper's rule) or uniform",
+            "how to divide layers over stages: exact (shortest simulated step), proportional "
+            "(the paper's rule) or uniform",
             one_of=PARTITIONS,
         ),
     ] = "exact"
-    recompute: Annotated[str, key("activations computed again in the backward pass", one_of=("auto", *RECOMPUTE))] = (
-        "auto"
-    )
+    recompute: Annotated[str, key("activations recomputed in the backward pass", one_of=("auto", *RECOMPUTE))] = "auto"
     schedule: Annotated[
         str,
         key(
@@ -79,33 +76,33 @@ class PlanOptions:
             one_of=TRANSPORT_MODES,
         ),
     ] = "holmes"
-    sequence_parallel: Annotated[bool | None, key("activations between TP regions are split over the TP ranks")] = None
-    distributed_optimizer: Annotated[bool, key("optimizer states are sharded over the data-parallel ranks")] = True
+    sequence_parallel: Annotated[bool | None, key("split activations between TP regions over the TP ranks")] = None
+    distributed_optimizer: Annotated[bool, key("shard optimizer states over the data-parallel ranks")] = True
     bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
     edge_dtype: Annotated[
         str, key("type of activations on TCP edges between stages; same: as computed", one_of=EDGE_DTYPES)
     ] = "same"
-    edge_connections: Annotated[int, key("TCP connections that an activation is spread over", ge=1)] = 1
+    edge_connections: Annotated[int, key("TCP connections for each activation", ge=1)] = 1
     search_micro_size: Annotated[bool, key("the planner may change batch.micro_size")] = False
     max_memory_gib: Annotated[
-        float | None, key("memory of one GPU, instead of the site's", unit="GiB", gt=0, infinite=True)
+        float | None, key("memory of one GPU, in place of the site's", unit="GiB", gt=0, infinite=True)
     ] = None
-    fabric_order: Annotated[tuple[str, ...] | None, key("[ib-a, roce-a]: fabrics along the pipeline")] = None
+    fabric_order: Annotated[tuple[str, ...] | None, key("order of fabrics along the pipeline: [ib-a, roce-a]")] = None
     unequal: Annotated[
         str,
         key(
-            "stages may have TP, DP and nodes of their own: auto (searched where 1% may be gained), true or false",
+            "per-stage TP, DP and nodes: auto (search them if they may gain 1%), true or false",
             one_of=("auto", "true", "false"),
         ),
     ] = "auto"
 
     @property
     def stages(self) -> int | None:
-        """The number of stages, where `pp` or `layers_per_stage` says it."""
+        """The number of stages, if `pp` or `layers_per_stage` sets it."""
         return self.pp or (len(self.layers_per_stage) if self.layers_per_stage else None)
 
     def __post_init__(self) -> None:
-        if isinstance(self.unequal, bool):  # as YAML reads the words
+        if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
         check(self, "plan", dotted=True)
         if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):

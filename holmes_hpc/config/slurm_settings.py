@@ -1,4 +1,4 @@
-"""The configuration group `slurm`: a site's own settings for jobs, for all components or one fabric's."""
+"""The configuration group `slurm`: a site's own settings for jobs, for all components or for one fabric's."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from holmes_hpc.slurm.scontrol import minutes
 
 @dataclass(frozen=True)
 class ComponentSettings:
-    """What a component of the job asks Slurm for besides nodes; null: not said, so Slurm's default."""
+    """The resources that a job component requests besides nodes; null: Slurm's default."""
 
     account: Annotated[str | None, key("as sbatch --account")] = None
     qos: Annotated[str | None, key("as sbatch --qos")] = None
     reservation: Annotated[str | None, key("as sbatch --reservation")] = None
     mem: Annotated[
-        str | int | None, key("memory of a node, as sbatch --mem: 64G; 0: all of it; null: as share says", ge=0)
+        str | int | None, key("memory per node, as sbatch --mem: 64G; 0: all of it; null: by `share`", ge=0)
     ] = None
-    cpus_per_task: Annotated[
-        int | None, key("CPUs of a rank, as sbatch --cpus-per-task; null: as share says", ge=1)
-    ] = None
+    cpus_per_task: Annotated[int | None, key("CPUs per rank, as sbatch --cpus-per-task; null: by `share`", ge=1)] = None
     share: Annotated[
         bool | None,
         key(
-            "ask for the CPUs and the memory that go with the GPUs: their part of the "
-            "node's, all memory of a node taken whole; false: Slurm's defaults; null: true"
+            "request CPUs and memory in proportion to the GPUs, and all memory of a whole "
+            "node; false: Slurm's defaults; null: true"
         ),
     ] = None
-    gres: Annotated[str | None, key("as sbatch --gres, instead of --gpus-per-node")] = None
+    gres: Annotated[str | None, key("as sbatch --gres, in place of --gpus-per-node")] = None
     exclusive: Annotated[bool | str | None, key("whole nodes, as sbatch --exclusive; or user, mcs")] = None
     nodelist: Annotated[str | tuple[str, ...] | None, key("as sbatch --nodelist")] = None
-    exclude: Annotated[str | tuple[str, ...] | None, key("nodes not to be used, as sbatch --exclude")] = None
+    exclude: Annotated[str | tuple[str, ...] | None, key("nodes to avoid, as sbatch --exclude")] = None
     additional: Annotated[
         Mapping[str, bool | int | float | str | None] | None, key("any other sbatch option: {switches: 1}")
     ] = None
@@ -41,32 +39,34 @@ class ComponentSettings:
     def __post_init__(self) -> None:
         check(self, "slurm")
 
-    def given(self) -> dict[str, Any]:
-        """Return the settings of components that have a value, but for `share`."""
-        own = type(self) if isinstance(self, FabricSettings) else ComponentSettings
-        values = {f.name: getattr(self, f.name) for f in fields(own) if f.name != "share"}
+    def specified(self) -> dict[str, Any]:
+        """Return the component settings that have a value, except `share`."""
+        cls = type(self) if isinstance(self, FabricSettings) else ComponentSettings
+        values = {f.name: getattr(self, f.name) for f in fields(cls) if f.name != "share"}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 @dataclass(frozen=True)
 class FabricSettings(ComponentSettings):
-    """What else may differ for one fabric, where partitions differ in CPU architecture or module trees: what its ranks
-    are started with."""
+    """The settings of one fabric, e.g. for partitions with another CPU architecture or module tree.
+    They also say how its ranks are started."""
 
-    container: Annotated[str | None, key("as slurm.container, of this fabric's ranks; empty: none")] = None
-    mounts: Annotated[tuple[str, ...], key("what the container sees of the node: [HERE:THERE]")] = ()
-    environment: Annotated[Mapping[str, str | int | float] | None, key("variables of its ranks: {NAME: value}")] = None
-    setup: Annotated[tuple[str, ...], key("lines of shell in each rank before its program: [module load gcc]")] = ()
-    python: Annotated[str | None, key("the command that starts Python on its nodes (shell)")] = None
-    srun_args: Annotated[tuple[str, ...], key("more arguments of srun for its ranks")] = ()
+    container: Annotated[str | None, key("as slurm.container, for this fabric's ranks; empty: none")] = None
+    mounts: Annotated[tuple[str, ...], key("the container's bind mounts: [NODE_PATH:CONTAINER_PATH]")] = ()
+    environment: Annotated[
+        Mapping[str, str | int | float] | None, key("environment variables of its ranks: {NAME: value}")
+    ] = None
+    setup: Annotated[tuple[str, ...], key("shell lines that each rank runs before its program: [module load gcc]")] = ()
+    python: Annotated[str | None, key("shell command that starts Python on its nodes")] = None
+    srun_args: Annotated[tuple[str, ...], key("extra srun arguments for its ranks")] = ()
 
 
 @dataclass(frozen=True)
 class SlurmSettings(ComponentSettings):
-    """The site's settings of every component, and those of the job; `fabrics` says more of single fabrics."""
+    """The site's settings of all components and of the job; `fabrics` has settings of single fabrics."""
 
     timeout_min: Annotated[
-        int | str, key("the job's time limit: minutes, or as Slurm writes it: 1-12:00:00", unit="min", ge=1)
+        int | str, key("the job's time limit: minutes, or in Slurm's format: 1-12:00:00", unit="min", ge=1)
     ] = 60
     setup: Annotated[tuple[str, ...], key("lines of the batch script before srun, as in submitit")] = ()
     distribution: Annotated[
@@ -76,8 +76,8 @@ class SlurmSettings(ComponentSettings):
             one_of=("block:block", "block:cyclic", "block:fcyclic"),
         ),
     ] = "block:block"
-    bind_cpus: Annotated[bool, key("keep each rank on those of its CPUs that are beside its GPU (NUMA)")] = True
-    container: Annotated[str | None, key("an image for pyxis' --container-image, or an apptainer .sif")] = None
+    bind_cpus: Annotated[bool, key("pin each rank to those of its CPUs that are near its GPU (NUMA)")] = True
+    container: Annotated[str | None, key("image for pyxis' --container-image, or an apptainer .sif")] = None
     fabrics: Annotated[
         Mapping[str, FabricSettings | None] | None, key("{FABRIC: {qos: …}}: settings of one fabric's component")
     ] = None
@@ -89,6 +89,6 @@ class SlurmSettings(ComponentSettings):
             (
                 isinstance(self.timeout_min, str) and not minutes(self.timeout_min),
                 f"slurm.timeout_min is {self.timeout_min!r}",
-                "use minutes from 1, or a time as Slurm writes it: 1:30:00, 1-12:00:00",
+                "use minutes from 1, or a time in Slurm's format: 1:30:00, 1-12:00:00",
             ),
         )

@@ -1,4 +1,4 @@
-"""The configuration group `train`: steps, optimizer, overlap, what is written when, ends and restarts."""
+"""The configuration group `train`: steps, optimizer, overlap, outputs, ends and restarts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from holmes_hpc.schema import check, key, refuse
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a run trains. Intervals are in steps; 0 switches off what they are of."""
+    """The settings of a training run. Intervals are in steps; 0 switches them off."""
 
-    steps: Annotated[int, key("optimizer steps to make in all, counted from the run's first", ge=1)] = 20
+    steps: Annotated[int, key("total optimizer steps, counted from the run's first", ge=1)] = 20
     seed: Annotated[
-        int, key("of initial weights and dropout, and of the data's order where data.seed is null", ge=0, lt=1 << 32)
+        int, key("seed of initial weights and dropout, and of the data order if data.seed is null", ge=0, lt=1 << 32)
     ] = 1234
     device: Annotated[
-        str, key("auto: CUDA where there is a device, but not for a plan of CPUs", one_of=("auto", "cpu", "cuda"))
+        str, key("auto: CUDA if there is a device, except for a plan of CPUs", one_of=("auto", "cpu", "cuda"))
     ] = "auto"
     dtype: Annotated[
         str,
         key(
-            "of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
+            "type of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
             one_of=("auto", "fp32", "bf16", "fp16"),
         ),
     ] = "auto"
     fp8: Annotated[
         str | None,
         key(
-            "products of layers in fp8 with Transformer Engine, scaled by the last steps' "
-            "largest values (delayed), the tensor's (tensorwise) or each block's (mxfp8, "
+            "fp8 matrix products with Transformer Engine, scaled by the largest values of "
+            "recent steps (delayed), of the tensor (tensorwise) or of each block (mxfp8, "
             "Blackwell); null: none",
             one_of=("delayed", "tensorwise", "mxfp8"),
         ),
@@ -41,79 +41,85 @@ class TrainConfig:
     optimizer: Annotated[
         str,
         key(
-            "adam: AdamW; muon: Muon for matrices and AdamW for the rest, where Megatron-Core "
-            "has it (0.18 and later, with the package emerging-optimizers)",
+            "adam: AdamW; muon: Muon for matrices and AdamW for the rest (needs Megatron-Core "
+            "0.18 or later and the package emerging-optimizers)",
             one_of=("adam", "muon"),
         ),
     ] = "adam"
     lr: Annotated[float, key("peak learning rate", ge=0)] = 1.0e-3
     min_lr: Annotated[float, key("learning rate after the decay, at most lr", ge=0)] = 1.0e-4
     warmup_steps: Annotated[int, key("steps over which the learning rate rises to lr", ge=0)] = 0
-    lr_decay_steps: Annotated[int | None, key("step at which min_lr is reached; null: steps", ge=1)] = None
+    lr_decay_steps: Annotated[int | None, key("step at which the learning rate reaches min_lr; null: steps", ge=1)] = (
+        None
+    )
     lr_schedule: Annotated[
         str,
         key(
-            "how the learning rate falls after the warm-up: cosine or linear down to min_lr; "
-            "wsd: it stays at lr and falls in a line over the last wsd_decay_steps",
+            "decay of the learning rate after the warm-up: cosine or linear down to min_lr; "
+            "wsd: constant at lr, then linear over the last wsd_decay_steps",
             one_of=("cosine", "linear", "wsd"),
         ),
     ] = "cosine"
-    wsd_decay_steps: Annotated[int | None, key("of lr_schedule wsd: steps of its fall; null: a tenth of all", ge=1)] = (
-        None
-    )
+    wsd_decay_steps: Annotated[int | None, key("decay steps of lr_schedule wsd; null: a tenth of all", ge=1)] = None
     weight_decay: Annotated[float, key("decoupled weight decay of matrices (norms and biases do not decay)", ge=0)] = (
         0.01
     )
     beta1: Annotated[float, key("Adam's decay of the first moment", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, key("Adam's decay of the second moment", ge=0, lt=1)] = 0.95
     eps: Annotated[float, key("Adam's epsilon", gt=0)] = 1.0e-8
-    clip_grad: Annotated[float, key("norm to which gradients are clipped; 0: not clipped", ge=0)] = 1.0
-    # overlap of data-parallel traffic with computing
-    overlap_grad_reduce: Annotated[bool, key("reduce gradients beside the backward pass")] = True
-    overlap_param_gather: Annotated[bool, key("gather parameters beside the forward pass")] = True
-    # what is written, and when
-    log_interval: Annotated[int, key("steps between lines of the log", ge=1)] = 1
+    clip_grad: Annotated[float, key("norm to which gradients are clipped; 0: no clipping", ge=0)] = 1.0
+    # overlap of data-parallel traffic with compute
+    overlap_grad_reduce: Annotated[bool, key("reduce gradients during the backward pass")] = True
+    overlap_param_gather: Annotated[bool, key("gather parameters during the forward pass")] = True
+    # outputs and their intervals
+    log_interval: Annotated[int, key("steps between log lines", ge=1)] = 1
     eval_interval: Annotated[int, key("steps between validations", ge=0)] = 0
     eval_steps: Annotated[int, key("validation batches", ge=1)] = 4
     checkpoint_interval: Annotated[
         int, key("steps between checkpoints; 0: only at the end of an interrupted run", ge=0)
     ] = 0
-    checkpoint_keep: Annotated[int, key("newest checkpoints that are kept", ge=1)] = 2
+    checkpoint_keep: Annotated[int, key("number of newest checkpoints to keep", ge=1)] = 2
     checkpoint_dir: Annotated[
         str | None,
         key(
-            "put checkpoints into a folder of the run's name below this one, on "
-            "another file system that all nodes share; null: into the run "
-            "directory"
+            "write checkpoints to a folder with the run's name below this one, e.g. on "
+            "another file system that all nodes share; null: to the run directory"
         ),
     ] = None
-    checkpoint_async: Annotated[bool, key("write checkpoints beside the next steps")] = True
-    trace: Annotated[bool, key("write trace/rank-*.jsonl: when each micro-batch was computed and sent")] = False
-    tensorboard: Annotated[bool, key("write metrics for TensorBoard too")] = False
-    wandb: Annotated[str | None, key("send metrics to this Weights & Biases project too")] = None
-    mlflow: Annotated[str | None, key("send metrics to this MLflow tracking address too")] = None
+    checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
+    trace: Annotated[
+        bool, key("write trace/rank-*.jsonl: the times at which each micro-batch was computed and sent")
+    ] = False
+    tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
+    wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None
+    mlflow: Annotated[str | None, key("also send metrics to this MLflow tracking address")] = None
     # ends and restarts
     max_restarts: Annotated[
         int,
         key(
-            "failures of a rank or node after which the job is queued again, only while steps "
-            "are gained; after preemption or a time-out always",
+            "failures of a rank or node after which to requeue the job, only while it gains "
+            "steps; after preemption or the time limit it is always requeued",
             ge=0,
         ),
     ] = 0
     watchdog_s: Annotated[
-        float, key("a step that takes longer is a hang; ten times that: set-up, saving a checkpoint", unit="s", gt=0)
+        float,
+        key(
+            "time after which a step counts as a hang; ten times as long for set-up and saving a checkpoint",
+            unit="s",
+            gt=0,
+        ),
     ] = 600
     net_timeout_s: Annotated[
         float,
-        key("of every set-up of a group, and on CPUs of every collective: what takes longer is a hang", unit="s", gt=0),
+        key("time after which the set-up of a group, or on CPUs any collective, counts as a hang", unit="s", gt=0),
     ] = 120
     # for experiments
     pace_layer_ms: Annotated[
         float | None,
         key(
-            "paced compute: every transformer layer's forward takes this long and its backward "
-            "twice as long, by waiting; named in every record; null: off",
+            "emulated compute: each transformer layer's forward pass waits this long, its backward "
+            "pass twice as long; named in every record; null: off",
             unit="ms",
             gt=0,
         ),
@@ -121,13 +127,12 @@ class TrainConfig:
     pace_factors: Annotated[
         Mapping[str, float] | None,
         key(
-            "a layer takes so many times pace_layer_ms on a fabric, or on single nodes: "
-            "{roce-a: 3, 'ib[3-4]': 2}; null: once on all",
+            "multiples of pace_layer_ms for a fabric, or for single nodes: {roce-a: 3, 'ib[3-4]': 2}; null: 1 for all",
             gt=0,
         ),
     ] = None
     measure: Annotated[
-        bool, key("after these steps time their parts and the networks, into calibration.yaml (holmes calibrate)")
+        bool, key("after the steps, time their parts and the networks, for calibration.yaml (holmes calibrate)")
     ] = False
 
     def __post_init__(self) -> None:
@@ -160,5 +165,5 @@ class TrainConfig:
 
     @property
     def decay_steps(self) -> int:
-        """Of lr_schedule wsd: steps in which the learning rate falls."""
+        """The steps over which the learning rate falls with lr_schedule wsd."""
         return self.wsd_decay_steps or math.ceil((self.lr_decay_steps or self.steps) / 10)

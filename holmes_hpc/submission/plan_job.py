@@ -80,8 +80,8 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
     for index, part in enumerate(plan.components):
         own = fabrics.get(part.fabric) or FabricSettings()
         values = {
-            **settings.given(),
-            **own.given(),
+            **settings.specified(),
+            **own.specified(),
             "additional": {**(settings.additional or {}), **(own.additional or {})},
         }
         fabric = plan.site.fabric(part.fabric)

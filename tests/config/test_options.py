@@ -54,13 +54,13 @@ REFUSED = [
 
 
 def only_by_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "_declared", lambda _: None)
+    monkeypatch.setattr(composition, "_compose_declared", lambda _: None)
 
 
 @pytest.mark.parametrize("overrides", [*PLAIN, *([word] for word in QUOTED)], ids=" ".join)
 def test_declared_options_are_composed_as_hydra_does(monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
     with monkeypatch.context() as without_hydra:
-        without_hydra.delattr(composition, "_by_hydra")
+        without_hydra.delattr(composition, "_compose_by_hydra")
         config = from_dict(composed(overrides))
     only_by_hydra(monkeypatch)
     assert config == from_dict(composed(overrides))

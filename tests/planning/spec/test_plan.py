@@ -47,12 +47,12 @@ def test_connections_of_an_edge_are_what_was_asked_for(tmp_path: Path) -> None:
 def test_what_megatrons_own_exchange_would_ignore_is_refused(plan: Plan, said: dict[str, Any], names: str) -> None:
     single = replace(plan, transport_mode="single", predicted=None)
     assert single.schedule.kind == "1f1b"
-    with pytest.raises(PlanError, match=f"{names} does nothing with transport=single"):
+    with pytest.raises(PlanError, match=f"{names} has no effect with transport=single"):
         replace(single, **said)
     replace(single, schedule=Schedule("ahead", (2, 1)), **said)
     replace(plan, predicted=None, **said)
     for schedule in ("auto", "1f1b", "interleaved"):
-        with pytest.raises(ConfigError, match=f"{names} does nothing with transport=single"):
+        with pytest.raises(ConfigError, match=f"{names} has no effect with transport=single"):
             PlanOptions(transport="single", schedule=schedule, **said)
     PlanOptions(transport="single", schedule="ahead", **said)
     PlanOptions(transport="holmes", schedule="1f1b", **said)

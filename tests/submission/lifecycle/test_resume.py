@@ -12,7 +12,7 @@ import typer
 
 from holmes_hpc.cli import runs
 from holmes_hpc.config.composition import load
-from holmes_hpc.config.learning_rate import moved
+from holmes_hpc.config.learning_rate import describe_lr_change
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.spec.plan import Plan
@@ -71,10 +71,13 @@ def test_a_run_that_kept_no_checkpoint_does_not_begin_again(
 )
 def test_more_steps_move_the_learning_rate(words: dict, step: int, says: str | None) -> None:
     before = TrainConfig(steps=40, **words)
-    said = moved(before, replace(before, steps=60), step)
+    said = describe_lr_change(before, replace(before, steps=60), step)
     assert said is None if says is None else says in str(said)
-    assert moved(before, before, step) is None and moved(before, replace(before, lr=2e-3), step) is None
-    assert moved(before, replace(before, steps=60, lr_decay_steps=40), step) is None
+    assert (
+        describe_lr_change(before, before, step) is None
+        and describe_lr_change(before, replace(before, lr=2e-3), step) is None
+    )
+    assert describe_lr_change(before, replace(before, steps=60, lr_decay_steps=40), step) is None
 
 
 def test_a_resume_says_where_the_learning_rate_now_ends(

@@ -288,7 +288,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing shard": (lambda p: (p / "model-00002-of-00002.safetensors").unlink(), "lacks 1 of 2 shards"),
     "an unknown family": (lambda p: _config(p, model_type="lama"), "model_type is 'lama'; did you mean 'llama'"),
     "no family": (lambda p: (p / "config.json").write_text("{}"), "model_type is 'None'"),
-    "a family that is not covered": (lambda p: _config(p, model_type="gemma2"), "caps neither scores nor"),
+    "a family that is not covered": (lambda p: _config(p, model_type="gemma2"), "no caps on scores or"),
     "a window": (lambda p: _config(p, use_sliding_window=True, sliding_window=8), "a window of 8 tokens"),
     "another scaling": (lambda p: _config(p, rope_scaling={"type": "yarn", "factor": 4}), "of type 'yarn', only"),
     "quantized": (lambda p: _config(p, quantization_config={"bits": 4}), "quantized"),
