@@ -1,4 +1,4 @@
-"""Which commit this package is of: its checkout's, or the one that its wheel was built from."""
+"""The git commit of this package: of its checkout, or of the source of its wheel."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import subprocess
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-BUILT_FROM = PACKAGE / "COMMIT"  # hatch_build.py puts it into wheels and source distributions
+BUILT_FROM = PACKAGE / "COMMIT"  # hatch_build.py writes it into wheels and source distributions
 
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, `+` when changed, or of its wheel; None: nobody knows."""
+    """Return the commit of this package's checkout, `+` if changed, or of its wheel; None if unknown."""
     if BUILT_FROM.is_file():
         return BUILT_FROM.read_text(encoding="utf-8").strip() or None
     return checkout_commit(PACKAGE.parent)
 
 
 def checkout_commit(root: Path) -> str | None:
-    """The commit of the checkout whose top is `root`; None where it is none, or lies in somebody else's."""
+    """Return the commit of the checkout with top folder `root`; None if `root` is no such folder."""
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
 
     try:

@@ -1,6 +1,7 @@
-"""How the command line prints: tables as wide as the terminal (or $COLUMNS, or 100), messages on stderr, JSON on
-stdout. Plain text when not a terminal. Logs, records and names are other people's words: control characters in them are
-shown, never sent."""
+"""Output of the command line: tables, messages on stderr, JSON on stdout; plain text unless on a terminal.
+
+Tables are as wide as the terminal, $COLUMNS or 100 columns. Logs, records and names are untrusted: their control
+characters are printed escaped."""
 
 from __future__ import annotations
 
@@ -23,50 +24,50 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
-NARROWEST = 30
-LEGIBLE = 16  # a column of prose is not made narrower while it can stand below
-NONE = "–"  # in a cell of a table: no value
-# What a terminal obeys or hides: control characters of both sets but tab and newline, marks that turn the direction of
-# writing, and bytes that are no text.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+MIN_WIDTH = 30
+MIN_PROSE_WIDTH = 16  # narrower columns of prose move to the next block of the table
+NONE = "–"  # a table cell without a value
+# Characters that a terminal interprets or hides: control characters except tab and newline, marks that change the
+# writing direction, and bytes that are not text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """`text` with what a terminal would obey written out: an escape is ``\\x1b``."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    r"""Return `text` with control characters escaped: ESC becomes ``\x1b``."""
+    return _CONTROL.sub(lambda control: control[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # as of any other stream; rich's own ends the program with 1
+        raise BrokenPipeError  # as other streams do; rich would exit with 1
 
 
-def speak_plainly() -> None:
-    """Let a terminal or a pipe that knows only ASCII get something like each character, and no program end for it."""
-    codecs.register_error("plain", _like)
+def substitute_unencodable() -> None:
+    """Replace characters that stdout or stderr cannot encode (ASCII only) by similar ones, without an error."""
+    codecs.register_error("plain", _substitute)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain")
 
 
-def _like(error: UnicodeError) -> tuple[str, int]:
+def _substitute(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_LIKE.get(c, "?") for c in error.object[error.start : error.end]), error.end
+    return "".join(_SUBSTITUTES.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
 
-_LIKE = {"–": "-", "—": "-", "…": "...", "×": "x", "µ": "u", "’": "'", "→": "->", "±": "+-"}
+_SUBSTITUTES = {"–": "-", "—": "-", "…": "...", "×": "x", "µ": "u", "’": "'", "→": "->", "±": "+-"}
 
 
 def width(stderr: bool = False) -> int:
-    """Columns to print in: $COLUMNS where it is a number, the terminal's, or 100 where there is none."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdecimal() and int(said) >= NARROWEST:
-        return int(said)
+    """Return the columns to print in: $COLUMNS, else the terminal's width, else 100."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) >= MIN_WIDTH:
+        return int(columns)
     stream = sys.stderr if stderr else sys.stdout
     with contextlib.suppress(OSError, ValueError):
         if stream.isatty():
-            return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns)
+            return max(MIN_WIDTH, os.get_terminal_size(stream.fileno()).columns)
     return WIDTH
 
 
@@ -77,86 +78,93 @@ def _console(stderr: bool = False) -> Console:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", *, stderr: bool = False
 ) -> None:
-    """Print rows as a table; numbers are right-aligned, long cells fold between words. Columns for which there is no
-    room come below, each row again named by the first."""
+    """Print rows as a table, with numbers right-aligned and long cells folded between words.
+
+    Columns that do not fit follow in further blocks; each block repeats the first column."""
     rows = [["" if cell is None else visible(str(cell)) for cell in row] for row in rows]
     columns, title, caption = [visible(name) for name in columns], visible(title), visible(caption)
     console = _console(stderr)
     if title:
         console.print(title, style="italic")
     for block in _blocks([columns, *rows], console.width):
-        out = Table(box=None, pad_edge=False, header_style="bold")
-        widths = _widths([[row[i] for i in block] for row in [columns, *rows]], console.width - 2 * (len(block) - 1))
-        for index, room in zip(block, widths, strict=True):
+        block_table = Table(box=None, pad_edge=False, header_style="bold")
+        widths = _column_widths(
+            [[row[i] for i in block] for row in [columns, *rows]], console.width - 2 * (len(block) - 1)
+        )
+        for index, column_width in zip(block, widths, strict=True):
             cells = [row[index] for row in rows if row[index] not in ("", NONE)]
             numeric = bool(cells) and all(
                 c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdecimal()
                 for c in cells
                 if c.strip()
             )
-            out.add_column(columns[index], justify="right" if numeric else "left", overflow="fold", width=room)
+            block_table.add_column(
+                columns[index], justify="right" if numeric else "left", overflow="fold", width=column_width
+            )
         for row in rows:
-            out.add_row(*(row[i] for i in block))
-        console.print(out)
+            block_table.add_row(*(row[i] for i in block))
+        console.print(block_table)
     if caption:
         console.print(caption, style="dim italic")
 
 
-def _blocks(rows: Sequence[Sequence[str]], room: int) -> list[list[int]]:
-    """The columns that stand side by side without a broken word, and without a column of single words, block by block;
-    the first is in all of them."""
-    least = [_legible(column) for column in zip(*rows, strict=True)]
+def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
+    """Group the columns that fit side by side without broken words or columns of single words.
+
+    Each block has the first column."""
+    min_widths = [_min_width(column) for column in zip(*rows, strict=True)]
     blocks = [[0]]
-    for index in range(1, len(least)):
-        if sum(least[i] + 2 for i in blocks[-1]) + least[index] > room and len(blocks[-1]) > 1:
+    for index in range(1, len(min_widths)):
+        if sum(min_widths[i] + 2 for i in blocks[-1]) + min_widths[index] > max_width and len(blocks[-1]) > 1:
             blocks.append([0])
         blocks[-1].append(index)
     return blocks
 
 
-def _legible(column: Sequence[str]) -> int:
-    """The least width of a column: its name folds between any words, its cells only where they are prose."""
+def _min_width(column: Sequence[str]) -> int:
+    """Return a column's least width: its name folds between words, its cells only if they are prose."""
     name, *cells = column
     longest = max(map(cell_len, cells), default=0)
-    return max(_longest_word(name), min(longest, max(LEGIBLE, *map(_longest_word, cells), 0)))
+    return max(_longest_word(name), min(longest, max(MIN_PROSE_WIDTH, *map(_longest_word, cells), 0)))
 
 
 def _longest_word(cell: str) -> int:
     return max(map(cell_len, cell.split()), default=0)
 
 
-def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
-    """A width for each column such that no word is broken, the widest columns folding first; None where they fit as
-    they are, or cannot."""
+def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int | None]:
+    """Return a width for each column that breaks no word, folding the widest columns first.
+
+    None: the columns fit without folding, or cannot fit."""
     cells = list(zip(*rows, strict=True))
     widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in cells]
-    ways = ([_legible(column) for column in cells], [max(map(_longest_word, column)) for column in cells])
-    least = next((way for way in ways if sum(way) <= room), None)
-    if sum(widths) <= room or least is None:
+    minimums = ([_min_width(column) for column in cells], [max(map(_longest_word, column)) for column in cells])
+    min_widths = next((candidate for candidate in minimums if sum(candidate) <= max_width), None)
+    if sum(widths) <= max_width or min_widths is None:
         return [None] * len(cells)
-    while sum(widths) > room:
-        index = max((i for i in range(len(cells)) if widths[i] > least[i]), key=lambda i: widths[i])
+    while sum(widths) > max_width:
+        index = max((i for i in range(len(cells)) if widths[i] > min_widths[i]), key=lambda i: widths[i])
         widths[index] -= 1
     return list(widths)
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
-    """Print named values of 0 and above as bars from 0 on, as long as the room allows; nothing for no values."""
+    """Print named values of at least 0 as bars that fill the available width; print nothing without values."""
     if not values:
         return
     console = _console()
     mark = "█" if "utf" in (console.encoding or "").lower() else "#"
-    told = [f"{value:.3g}" for _, value in values]
-    names = max(cell_len(visible(name)) for name, _ in values)
-    room = console.width - max(map(len, told)) - 2
-    above = names > room // 2  # no room beside such names: each on a line of its own
-    room -= 0 if above else names + 2
-    most = max(value for _, value in values) or 1.0
+    value_texts = [f"{value:.3g}" for _, value in values]
+    name_width = max(cell_len(visible(name)) for name, _ in values)
+    bar_width = console.width - max(map(len, value_texts)) - 2
+    names_above = name_width > bar_width // 2  # long names have a line of their own
+    bar_width -= 0 if names_above else name_width + 2
+    largest = max(value for _, value in values) or 1.0
     console.print(f"\n{title}", soft_wrap=True)
-    for (name, value), said in zip(values, told, strict=True):
+    for (name, value), value_text in zip(values, value_texts, strict=True):
         name = visible(name)
-        lead = f"{name}\n" if above else f"{name}{' ' * (names - cell_len(name) + 2)}"
-        console.print(f"{lead}{mark * max(1, round(room * value / most))} {said}", soft_wrap=True)
+        label = f"{name}\n" if names_above else f"{name}{' ' * (name_width - cell_len(name) + 2)}"
+        console.print(f"{label}{mark * max(1, round(bar_width * value / largest))} {value_text}", soft_wrap=True)
 
 
 def text(message: str = "") -> None:
@@ -170,82 +178,86 @@ def paragraph(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Progress and remarks: stderr, one line."""
+    """Print progress and remarks to stderr, one line."""
     _console(stderr=True).print(visible(message), soft_wrap=True)
 
 
 def problem(message: object) -> None:
-    """What went wrong, in one line: stderr, after the program's name."""
+    """Print an error to stderr, one line after the program's name."""
     sys.stderr.write(f"holmes: {visible(str(message))}\n")
     sys.stderr.flush()
 
 
 @contextlib.contextmanager
-def waiting(what: str, after_s: float = 5.0) -> Iterator[None]:
-    """Say every few seconds that `what` is still going on, when it takes long."""
-    with steps(what, after_s):
+def waiting(activity: str, after_s: float = 5.0) -> Iterator[None]:
+    """Report `activity` every few seconds while it lasts."""
+    with steps(activity, after_s):
         yield
 
 
 @contextlib.contextmanager
 def steps(first: str, after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
-    """What is called with each step of a longer work, and says it; a step that takes long is said again, with its
-    seconds. `first`: what goes on before the first call."""
-    done, lock = threading.Event(), threading.Lock()
-    said = [(first, time.monotonic(), time.monotonic())]  # the step, its begin, when it was said
+    """Yield a function that reports each step of longer work; a long step is reported again, with its seconds.
 
-    def say(what: str) -> None:
+    `first`: the step before the first call."""
+    done, lock = threading.Event(), threading.Lock()
+    state = [(first, time.monotonic(), time.monotonic())]  # the step, its start, its last report
+
+    def report(step: str) -> None:
         with lock:
-            said[0] = (what, time.monotonic(), time.monotonic())
-            note(what)
+            state[0] = (step, time.monotonic(), time.monotonic())
+            note(step)
 
     def tick() -> None:
         while not done.wait(after_s / 8):
             with lock:
-                (what, began, last), now = said[0], time.monotonic()
+                (step, started, last), now = state[0], time.monotonic()
                 if now - last > after_s:
-                    said[0] = (what, began, now)
-                    note(f"{what}: {now - began:.0f} s")
+                    state[0] = (step, started, now)
+                    note(f"{step}: {now - started:.0f} s")
 
     threading.Thread(target=tick, daemon=True).start()
     try:
-        yield say
+        yield report
     finally:
         done.set()
 
 
 class Progress:
-    """Called with (what, done, total) as often as one likes; says so on stderr every few seconds, and at the end."""
+    """A callback (activity, done, total) that reports on stderr every few seconds, and at the end."""
 
     def __init__(self, every_s: float = 2.0) -> None:
-        self._every_s, self._said, self._what = every_s, time.monotonic(), ""
+        self._every_s, self._reported, self._activity = every_s, time.monotonic(), ""
 
-    def __call__(self, what: str, done: float, total: float) -> None:
+    def __call__(self, activity: str, done: float, total: float) -> None:
         now = time.monotonic()
-        if (what == self._what and now - self._said < self._every_s and done < total) or (what, done) == self._last:
+        if (activity == self._activity and now - self._reported < self._every_s and done < total) or (
+            activity,
+            done,
+        ) == self._last:
             return
-        self._said, self._what, self._last = now, what, (what, done)
-        note(f"{what}: {done / total:4.0%}" if total else what)
+        self._reported, self._activity, self._last = now, activity, (activity, done)
+        note(f"{activity}: {done / total:4.0%}" if total else activity)
 
     _last: tuple[str, float] = ("", -1.0)
 
 
 def ask(question: str) -> str | None:
-    """Return what is typed at a question on the terminal, in lower case; None where there is nobody to ask."""
+    """Return the answer typed at the terminal, in lower case; None without a terminal."""
     with contextlib.suppress(EOFError):
         return input(question).strip().lower() if sys.stdin.isatty() else None
     return None
 
 
 def as_json(document: Any) -> None:
-    """Print one JSON document on stdout; what a terminal would obey is escaped as JSON does, so it stays the same."""
-    plain = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
-    written = json.dumps(document, indent=1, ensure_ascii=plain, default=str)
-    sys.stdout.write(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written) + "\n")
+    """Print one JSON document on stdout; control characters are escaped as in JSON, so its value is unchanged."""
+    ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
+    document_text = json.dumps(document, indent=1, ensure_ascii=ascii_only, default=str)
+    sys.stdout.write(_CONTROL.sub(lambda control: f"\\u{ord(control[0]):04x}", document_text) + "\n")
 
 
 def outcome(result: Any, json: bool) -> None:
-    """Print what a command made, a dataclass: one JSON document, or its text."""
+    """Print a command's result, a dataclass: one JSON document, or its text."""
     if json:
         as_json(asdict(result))
     else:
@@ -253,7 +265,7 @@ def outcome(result: Any, json: bool) -> None:
 
 
 def output(json: bool, document: Any, *tables: Sequence[Any]) -> None:
-    """Print one JSON document, or tables: the arguments of :func:`table`."""
+    """Print one JSON document, or tables (arguments of :func:`table`)."""
     if json:
         as_json(document)
         return
@@ -262,7 +274,7 @@ def output(json: bool, document: Any, *tables: Sequence[Any]) -> None:
 
 
 def seconds(value: float) -> str:
-    """A duration for people, with four digits: 1.234 s, 45.6 ms, 19.06 us."""
+    """Format a duration with four digits: 1.234 s, 45.6 ms, 19.06 us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
@@ -270,7 +282,7 @@ def seconds(value: float) -> str:
 
 
 def data_size(count: float | None) -> str:
-    """Bytes for people: 1.5 GB is 1.5e9 bytes; a dash where the number is not known."""
+    """Format bytes, 1.5 GB for 1.5e9 bytes; a dash if the number is unknown."""
     if count is None or not math.isfinite(count):
         return NONE
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -1,4 +1,4 @@
-"""What every room raises: one line that says what was wrong, where, and what to do; and the exit code."""
+"""The errors of all packages: one line with what is wrong, where, and what to do; and the exit code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 class HolmesError(Exception):
     """Bad input or a bad site: `what` is wrong, `where`, and `hint` (what to do). Exit code 2.
 
-    ``str(error)`` is always one line: ``where: what; hint``.
-    """
+    ``str(error)`` is always one line: ``where: what; hint``."""
 
     exit_code = 2
 
@@ -30,15 +29,15 @@ class HolmesError(Exception):
 
 
 class SiteError(HolmesError):
-    """The site (Slurm's answer, a site file, a node's NICs) cannot be used as it is."""
+    """The site (Slurm's output, a site file, a node's NICs) cannot be used as it is."""
 
 
 class PlanError(HolmesError):
-    """A model, a layout or a plan is impossible, or belongs to another site."""
+    """A model, a layout or a plan is impossible, or is for another site."""
 
 
 class ConfigError(HolmesError):
-    """An option, a named model or a batch is not one that exists or fits."""
+    """An option, a named model or a batch does not exist or does not fit."""
 
 
 class DataError(HolmesError):
@@ -46,21 +45,21 @@ class DataError(HolmesError):
 
 
 class SubmissionError(HolmesError):
-    """Slurm refused, or would refuse, the job."""
+    """Slurm rejected, or would reject, the job."""
 
 
 class RecordError(HolmesError):
-    """A run directory is missing, unreadable, or of a newer version."""
+    """A run directory is missing, unreadable, or from a newer version."""
 
 
 class TestbedError(HolmesError):
-    """The testbed cannot be made, or is not up."""
+    """The testbed cannot be created, or is not up."""
 
     __test__ = False  # not a pytest class
 
 
 class RunFailed(HolmesError):
-    """A job that was started did not end well. Exit code 1."""
+    """A job started and failed. Exit code 1."""
 
     exit_code = 1
 
@@ -69,8 +68,8 @@ class NetworkError(RunFailed):
     """A NIC, a link or a process group does not do what the plan needs."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean X?` for an unknown word, or the list of what is known."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(names)}"
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return `did you mean X?` for an unknown name, or the list of known names."""
+    names = sorted(choices)
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {matches[0]!r}?" if matches else f"choose one of: {', '.join(names)}"

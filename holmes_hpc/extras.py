@@ -1,4 +1,4 @@
-"""Which extra of the distribution brings a package that is not installed (`pip install 'holmes-hpc[train]'`)."""
+"""The extra of the distribution that installs a missing package (`pip install 'holmes-hpc[train]'`)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ _OPTIONAL = re.compile(r"(?P<package>[\w.-]+).*extra == [\"'](?P<extra>[\w-]+)[\
 
 
 def need(module: str) -> None:
-    """ConfigError where `module` is not installed: before others are imported for long."""
+    """Raise ConfigError if `module` is not installed, before slow imports of other packages."""
     if find_spec(module) is None:
         raise missing(ModuleNotFoundError(name=module))
 
 
 def missing(error: ModuleNotFoundError) -> ConfigError:
-    """The one line for a verb whose extra is not installed. A module of our own that is missing is raised again."""
+    """Return the error for a command whose extra is not installed.
+
+    A missing module of this package is raised again."""
     module = (error.name or "").partition(".")[0]
     if not module or module == "holmes_hpc":
         raise error
     extra = _extra(module)
-    wanted = f"{DISTRIBUTION}[{extra}]" if extra else module
-    more = " (without a GPU: docs/install.md, torch's CPU build)" if module == "torch" else ""
-    return ConfigError(f"the package {module} is not installed", where="Python", hint=f"pip install '{wanted}'{more}")
+    requirement = f"{DISTRIBUTION}[{extra}]" if extra else module
+    torch_note = " (without a GPU: torch's CPU build, see docs/install.md)" if module == "torch" else ""
+    return ConfigError(
+        f"the package {module} is not installed", where="Python", hint=f"pip install '{requirement}'{torch_note}"
+    )
 
 
 def _extra(module: str) -> str | None:
-    """The smallest extra with a package of that name, or whose name begins so (megatron-core)."""
+    """Return the smallest extra with a package whose name is `module` or starts with it (megatron-core)."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
-        lines = requires(DISTRIBUTION) or []
+        requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return None
     extras: dict[str, list[str]] = {}
-    for found in filter(None, map(_OPTIONAL.match, lines)):
-        extras.setdefault(found["extra"], []).append(f"{found['package'].lower()}-")
-    have = [extra for extra, packages in extras.items() if any(p.startswith(f"{module}-") for p in packages)]
-    return min(have, key=lambda extra: len(extras[extra]), default=None)
+    for match in filter(None, map(_OPTIONAL.match, requirements)):
+        extras.setdefault(match["extra"], []).append(f"{match['package'].lower()}-")
+    candidates = [extra for extra, packages in extras.items() if any(p.startswith(f"{module}-") for p in packages)]
+    return min(candidates, key=lambda extra: len(extras[extra]), default=None)

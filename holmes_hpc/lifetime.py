@@ -1,4 +1,4 @@
-"""A process that ends with its parent, however that ends."""
+"""The lifetime of a child process: it ends with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends, however that ends. Elsewhere than on Linux nobody does."""
+    """Let the kernel kill this process when its parent ends, however the parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it has ended before it was asked for
+        if os.getppid() != parent:  # the parent ended before prctl
             os._exit(1)

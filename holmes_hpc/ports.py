@@ -1,4 +1,4 @@
-"""TCP ports that nobody listens on."""
+"""Free TCP ports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(ports: Iterable[int], address: str) -> int | None:
-    """The first of `ports` that can be listened on at `address`; None where all are taken."""
+    """Return the first of `ports` that can be listened on at `address`; None if all are taken."""
     for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
@@ -20,8 +20,8 @@ def free_port(ports: Iterable[int], address: str) -> int | None:
 
 
 def first_ephemeral() -> int:
-    """The first port that the system gives to connections; a server's own port lies below."""
+    """Return the first port that the system assigns to connections; servers use lower ports."""
     try:
         return max(10001, int(_RANGE.read_text().split()[0]))
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return 32768

@@ -1,4 +1,4 @@
-"""What every task of a job calls: one rank, in a process of its own, without Hydra and without planning."""
+"""The entry point of every task of a job: one rank in its own process, without Hydra and planning."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from holmes_hpc.submission.local_ranks import loads_first
 from holmes_hpc.training.rank.log import one_line
 
 
-def _load(config: dict[str, Any]) -> None:
+def _preload(config: dict[str, Any]) -> None:
     _task(recorded(config)[0])
 
 
-@loads_first(_load)
+@loads_first(_preload)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Train (or with `train.measure` measure) as one rank of `config["plan_file"]`, recording into `config["run_dir"]`;
-    the final figures come back. `config`: plain data, for it travels in pickles that another version may read."""
+    """Train, or measure with `train.measure`, as one rank of `config["plan_file"]`; return the final figures.
+
+    The rank records into `config["run_dir"]`. `config` is plain data, because other versions may read its pickle."""
     careful_umask()
-    with _end_recorded(RunDirectory(config["run_dir"])):
+    with _record_failure(RunDirectory(config["run_dir"])):
         settings, unrecorded = recorded(config)
         check_engine(settings.train.optimizer)
         return _task(settings)(settings, unrecorded)
 
 
 def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:
-    """What a rank does, with torch and Megatron-Core loaded."""
-    # what Megatron-Core can do without, and what torch will rename: nothing that a reader of the log can act on
+    """Return a rank's function, with torch and Megatron-Core loaded."""
+    # Users cannot act on warnings about optional packages of Megatron-Core and future names in torch.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_remark_on_cuda)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_cuda_warning)
     megatron = logging.getLogger("megatron")
-    if megatron.level == logging.NOTSET:  # Hydra lets all loggers speak, this one of each parameter
+    if megatron.level == logging.NOTSET:  # Hydra enables all loggers; this one logs each parameter
         megatron.setLevel(logging.WARNING)
-    # Megatron-Core asks at its import whether there is a GPU: by NVML, so that CUDA's driver starts after it was told
-    # how many queues a GPU has (training/rank/cuda_check.py)
+    # Megatron-Core looks for a GPU when imported. NVML does so without starting CUDA's driver, which must start after
+    # training/rank/cuda_check.py has set the number of queues per GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
-        from holmes_hpc.training.rank import cpu  # torch is heavy: only ranks load it
+        from holmes_hpc.training.rank import cpu  # only ranks load torch, which is slow to import
 
         with cpu.without_compiler():
             if settings.train.measure:
@@ -59,28 +60,31 @@ def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], d
     return task
 
 
-def _is_no_remark_on_cuda(said: logging.LogRecord) -> bool:
-    """False of what torch says on a node without GPUs that has CUDA's compiler; training/rank/cuda_check.py knows."""
-    return "No CUDA runtime" not in said.getMessage()
+def _is_not_cuda_warning(record: logging.LogRecord) -> bool:
+    """Return False for torch's warning on nodes with CUDA's compiler and no GPU."""
+    return "No CUDA runtime" not in record.getMessage()
 
 
 @contextlib.contextmanager
-def _end_recorded(run: RunDirectory) -> Iterator[None]:
-    """Record the end of a rank that fails where its own guard (training/rank/failure.py) is not up: a package that this
-    node lacks, for instance."""
-    began = time.time()
+def _record_failure(run: RunDirectory) -> Iterator[None]:
+    """Record the failure of a rank outside its own guard (training/rank/failure.py).
+
+    An example is a package that is missing on this node."""
+    started = time.time()
     try:
         yield
     except Exception as e:
         rank = rank_and_size()[0]
-        if not any(own.get("rank") == rank and own["time"] >= began for own in run.read_exits()):
+        if not any(
+            exit_record.get("rank") == rank and exit_record["time"] >= started for exit_record in run.read_exits()
+        ):
             with contextlib.suppress(HolmesError, OSError):
                 run.write_exit(rank, "failed", one_line(e))
         raise
 
 
 def rank_and_size() -> tuple[int, int]:
-    """(rank, world size) of this process, as torchrun or Slurm say; (0, 1) alone."""
+    """Return (rank, world size) of this process from torchrun's or Slurm's environment; (0, 1) alone."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and size in os.environ:
             return int(os.environ[rank]), int(os.environ[size])

@@ -35,10 +35,10 @@ from holmes_hpc.submission.plan_job import Planned
 
 
 def _local_plan(config: Configuration) -> Configuration:
-    """Without a plan: plan for the processes of this machine; rank 0 makes the run directory."""
+    """Plan for the processes of this machine if there is no plan; rank 0 creates the run directory."""
     rank, size = rank_and_size()
     if not config.run_dir:
-        raise HolmesError("several processes and no run_dir", where="train", hint="give run_dir=DIR")
+        raise HolmesError("several processes need one run_dir", where="train", hint="add run_dir=DIR")
     plan = make_plan(config, local_site(size, config.train.device))
     config = replace(config, plan_file=str(Path(config.run_dir) / "plan.yaml"))
     if rank == 0:
@@ -47,7 +47,7 @@ def _local_plan(config: Configuration) -> Configuration:
 
 
 def _run_and_record(config: Configuration) -> float | None:
-    """Without a batch script or a follower, rank 0's process records how the run ended when training is over."""
+    """Train, and let rank 0 record the result, because there is no batch script or follower."""
     assert config.run_dir is not None
     run, code = RunDirectory(config.run_dir), 1
     try:
@@ -60,7 +60,7 @@ def _run_and_record(config: Configuration) -> float | None:
 
 
 def app(cfg: DictConfig) -> float | None:
-    """What Hydra calls. The final loss comes back, for sweepers that optimise it."""
+    """Run Hydra's task and return the final loss, for sweepers that optimise it."""
     try:
         config = resolve(cfg, HydraConfig.get().overrides.task)
         if not config.plan_file:
@@ -74,15 +74,15 @@ def app(cfg: DictConfig) -> float | None:
 
 
 def plan_job(cfg: DictConfig, where: str) -> Planned:
-    """What the launchers holmes_slurm and holmes_local submit for one job of a sweep: its plan, run by every rank."""
+    """Return one planned job of a sweep for the launchers holmes_slurm and holmes_local; every rank runs it."""
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
-    on = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
-    plan = make_plan(config, on)
+    site = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
+    plan = make_plan(config, site)
     config = replace(config, model=plan.model, batch=plan.batch).with_data()
     return Planned(plan, config.to_dict(), run_rank, config.slurm, facts(config, plan))
 
 
-_site = functools.cache(given_site)  # of a sweep's jobs, read once for all of them
+_site = functools.cache(given_site)  # read once for all jobs of a sweep
 
 
 app.plan_job = plan_job  # type: ignore[attr-defined]
@@ -91,13 +91,13 @@ app.plan_job = plan_job  # type: ignore[attr-defined]
 def main() -> None:
     careful_umask()
     rank = rank_and_size()[0]
-    words = [a for a in sys.argv[1:] if "=" in a]
-    run_dir = next((a.split("=", 1)[1] for a in words if a.startswith("run_dir=")), None)
-    if run_dir and not any(a.startswith("hydra.run.dir=") for a in words):
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    run_dir = next((argument.split("=", 1)[1] for argument in overrides if argument.startswith("run_dir=")), None)
+    if run_dir and not any(argument.startswith("hydra.run.dir=") for argument in overrides):
         sys.argv.append("hydra.run.dir=" + quoted(run_dir))
     if rank > 0:  # only rank 0 writes Hydra's own files
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, where ours become one line
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # main() prints the errors of this package as one line
     try:
         sys.argv[1:] = with_folders(sys.argv[1:])
         hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()

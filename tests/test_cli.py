@@ -749,7 +749,7 @@ def test_layers_of_another_number_of_stages_are_refused(holmes, site):
 
 def test_an_unknown_option_of_a_group_is_told_the_known_ones(holmes, site):
     code, _, err = holmes("plan", "--site", str(site), "data=nope")
-    assert code == 2 and err == "holmes: overrides: no data 'nope'; known are: default, indexed, synthetic\n"
+    assert code == 2 and err == "holmes: overrides: no data 'nope'; choose one of: default, indexed, synthetic\n"
 
 
 def test_a_named_model_takes_another_vocabulary(holmes, site):

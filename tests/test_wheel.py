@@ -183,6 +183,6 @@ def test_a_rank_without_torch_says_what_to_install(venv: Path, tmp_path: Path) -
         2,
         [
             "holmes: Python: the package torch is not installed; pip install 'holmes-hpc[train]'"
-            " (without a GPU: docs/install.md, torch's CPU build)"
+            " (without a GPU: torch's CPU build, see docs/install.md)"
         ],
     )

@@ -44,7 +44,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which n
 
 def main() -> None:
     """Run the command line; every error of ours is one line on stderr and its exit code."""
-    console.speak_plainly()
+    console.substitute_unencodable()
     careful_umask()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of packages that it can do without
     try:

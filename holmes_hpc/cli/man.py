@@ -28,7 +28,7 @@ def page() -> str:
     root = typer.main.get_command(load())
     what = " ".join((root.help or "").split()).rstrip(".")
     declared = [
-        (f"{group}.{key.name}" if group else key.name, f"{key.says.help} [{allowed(key).removeprefix('use ')}]")
+        (f"{group}.{key.name}" if group else key.name, f"{key.spec.help} [{allowed(key).removeprefix('use ')}]")
         for group, keys_of in (("", Configuration), *GROUPS.items())
         for key in keys(keys_of).values()
         if group or key.name not in GROUPS

@@ -83,7 +83,7 @@ def page() -> str:
         ]
         for k in keys(cls).values():
             if name or k.name not in GROUPS:
-                cells = (f"`{name}.{k.name}`" if name else f"`{k.name}`", k.says.help, _values_and_default(k))
+                cells = (f"`{name}.{k.name}`" if name else f"`{k.name}`", k.spec.help, _values_and_default(k))
                 parts.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         parts.append("")
     return "\n".join(parts)
@@ -105,7 +105,7 @@ def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> s
     for group in groups:
         for k in keys(GROUPS[group]).values():
             if (key := f"{group}.{k.name}") not in without:
-                text = f"{key}: {k.says.help} [{allowed(k).removeprefix('use ')}]"
+                text = f"{key}: {k.spec.help} [{allowed(k).removeprefix('use ')}]"
                 lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
     return "\b\n" + "\n".join(lines)  # click does not rewrap lines after \b
 
@@ -129,7 +129,7 @@ def _top() -> str:
 
 def _line(declared: Key, value: Any) -> list[str]:
     """Return a key with its value, and its help beside or above."""
-    pair, comment = f"{declared.name}: {_scalar(value)}", declared.says.help
+    pair, comment = f"{declared.name}: {_scalar(value)}", declared.spec.help
     joined_line = f"{pair:<27} # {comment}"
     if len(joined_line) <= WIDTH:
         return [joined_line]

@@ -42,7 +42,7 @@ class Flag:
         """The key, its help, and its allowed values."""
         if self.key in GROUPS:
             return f"{self.key}: a name, see `holmes {self.key}s`"
-        text, default = self._declared.says.help, self._declared.default
+        text, default = self._declared.spec.help, self._declared.default
         allowed_values = allowed(self._declared).removeprefix("use ")
         allowed_values += f"; default {str(default).lower()}" if isinstance(default, bool | int | float) else ""
         return f"{self.key}: {text} [{allowed_values}]"

@@ -116,7 +116,7 @@ def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
     for name, declared in keys(type(what)).items():
         value = getattr(what, name)
         if name in MOST and value is not None and value > MOST[name]:
-            unit = declared.says.unit
+            unit = declared.spec.unit
             raise SiteError(
                 f"{name} is {value:g} {unit}, more than any machine has",
                 where=where,

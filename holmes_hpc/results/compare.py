@@ -1,6 +1,4 @@
-"""Comparison of several runs: repeats of one setting form a cell, and cells are ranked by throughput or loss.
-
-answers.py summarises the comparison in sentences."""
+"""Comparison of runs: repeats of one setting form a cell, cells are ranked; answers.py has the sentences."""
 
 from __future__ import annotations
 
@@ -53,20 +51,11 @@ CELL = [
     "pace_layer_ms",
     "device",
 ]
-MEDIAN_RUN_FAMILIES = (
-    "stage_breakdown",
-    "tx_bytes_per_step",
-    "planned_bytes_per_step",
-)  # a cell has the values of its median run
+# Column families whose values a cell takes from its median run.
+MEDIAN_RUN_FAMILIES = ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")
 RUN_MEDIANS = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
-SAME_WORK = [
-    "model",
-    "sizes",
-    "sequence_length",
-    "pace_layer_ms",
-    "device",
-    "nodes",
-]  # runs that agree in these can be compared
+# Runs that agree in these columns can be compared.
+SAME_WORK = ["model", "sizes", "sequence_length", "pace_layer_ms", "device", "nodes"]
 # Overrides that other columns contain, or that do not change the setting.
 REDUNDANT = (
     "name",
@@ -145,16 +134,12 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    overrides = {
-        key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])
-    }
-    overlaps = {
-        overrides.get(f"train.overlap_{operation}", "true").lower() for operation in ("grad_reduce", "param_gather")
-    }
+    values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
+    overlaps = {values.get(f"train.overlap_{kind}", "true").lower() for kind in ("grad_reduce", "param_gather")}
     ignored = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(overlaps) == 1 else ()))
     return {
         key: value
-        for key, value in overrides.items()
+        for key, value in values.items()
         if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in ignored)
     }
 
@@ -179,8 +164,7 @@ def _system(run: Mapping[str, Any]) -> str:
 def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
     """Group `runs` (of load_runs) into cells, fastest first, or lowest loss first if `by` is loss.
 
-    Validation loss counts if every cell has one. A cell of one run has the interval of that run's steps, a cell of
-    several runs the interval between runs (repeats_interval)."""
+    The interval of one run is over its steps, that of several runs is between them (repeats_interval)."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -275,10 +259,10 @@ def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
-            differences = (
+            texts = (
                 _other_sizes(cell, group) if name == "sizes" else f"{name}={as_text(cell[name])}" for name in differ
             )
-            distinctions[index] = " ".join(filter(None, differences))
+            distinctions[index] = " ".join(filter(None, texts))
     return cells.assign(apart=distinctions)
 
 
@@ -320,8 +304,7 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int | None:
     """Return the index of the cell to compare `cell` with; None if no cell did the same work.
 
-    This is one transport on the same nodes (plain Megatron-LM's behaviour), whatever its label, else the slowest cell
-    on as many nodes."""
+    This is one transport on the same nodes (plain Megatron-LM), whatever its label, else the slowest cell."""
     same = cells[_equal(cells, cell, SAME_WORK)]
     plain = same[_equal(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):

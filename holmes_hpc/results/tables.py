@@ -85,9 +85,8 @@ def basis_note(run: Mapping[str, Any]) -> str:
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Return measured figures with their intervals, beside the predicted ones."""
     predicted = plan.get("predicted") or {}
-    memory = (
-        predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None
-    )  # a plan predicts GPU memory, not process memory
+    # A plan predicts GPU memory, not the memory of a process.
+    memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None
     rows = [
         _figure(
             "step time, s (median)",

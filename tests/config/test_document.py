@@ -85,7 +85,7 @@ def test_only_a_model_for_trying_is_trained_on_random_tokens_unasked() -> None:
 def test_every_key_has_a_line_of_help() -> None:
     for cls in (Configuration, *GROUPS.values()):
         for key in keys(cls).values():
-            assert key.says.help or key.name in GROUPS, (cls, key.name)
+            assert key.spec.help or key.name in GROUPS, (cls, key.name)
 
 
 @pytest.mark.parametrize("group", GROUPS)

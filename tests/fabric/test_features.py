@@ -178,7 +178,7 @@ def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
     [
         ("featurs: []", "did you mean 'features'"),
         ("features: [{match: '(', nic: ib}]", "not a regular expression"),
-        ("features: [{match: x, nic: token-ring}]", "known are: efa, ethernet, ib, omnipath, roce"),
+        ("features: [{match: x, nic: token-ring}]", "choose one of: efa, ethernet, ib, omnipath, roce"),
         ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
         ("features: [{nic: ib}]", "no match"),
         ("features: {a: b}", "not a list"),

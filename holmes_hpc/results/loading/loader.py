@@ -48,9 +48,8 @@ def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
     frame = table.select(list(RUN_COLUMNS)).to_pandas(
         types_mapper={pa.int64(): pd.Int64Dtype(), pa.string(): pd.StringDtype(), pa.bool_(): pd.BooleanDtype()}.get
     )
-    frame["path"] = pd.array(
-        [plain_name(directory) for _, directory in run_dirs], dtype="string"
-    )  # the runs may have moved since
+    # The runs may have moved since they were cached.
+    frame["path"] = pd.array([plain_name(directory) for _, directory in run_dirs], dtype="string")
     frame["overrides"] = [[] if overrides is None else list(overrides) for overrides in frame["overrides"]]
     wide = frame.astype({name: kind for name, (kind, _) in RUN_COLUMNS.items()})
     families: dict[str, pd.Series[Any]] = {}
@@ -134,5 +133,5 @@ def _directories(root: Path) -> list[tuple[str, str]]:
             subdirectories.clear()
         subdirectories[:] = [name for name in subdirectories if name not in SKIPPED and name != CACHE]
     return sorted(
-        run_dirs, key=lambda item: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in item[0].split("/")]
+        run_dirs, key=lambda run: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in run[0].split("/")]
     )

@@ -95,15 +95,13 @@ def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dic
 
 def _identity(record: dict[str, Any], steps: Steps, result: dict[str, Any]) -> dict[str, Any]:
     attempts = [a for a in record["attempts"] if isinstance(a, dict)]
-    latest = (
-        result if int(result.get("attempt") or 0) >= len(attempts) else {}
-    )  # ignore the result of an earlier attempt
+    # The result of an earlier attempt does not count.
+    latest = result if int(result.get("attempt") or 0) >= len(attempts) else {}
     slurm, labels = mapping(record["slurm"]), mapping(record.get("labels") or mapping(record["config"]).get("labels"))
     submitted, starts = _time(slurm.get("submitted")), [s for a in attempts if (s := _time(a.get("started")))]
     started = starts[0] if starts else None
-    next_start = next(
-        (s for s in starts if submitted and s >= submitted - START_RESOLUTION), None
-    )  # a resumed run is submitted again
+    # A resumed run is submitted again.
+    next_start = next((s for s in starts if submitted and s >= submitted - START_RESOLUTION), None)
     queue_s = max(0.0, _between(submitted, next_start)) if next_start else math.nan
     ended = _time(latest.get("time")) if latest else None
     state = latest.get("state") if latest else "unfinished" if attempts or len(steps) else "not-started"
