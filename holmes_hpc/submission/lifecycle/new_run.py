@@ -110,7 +110,7 @@ def continuation(record: RunDirectory, state: str, overrides: Sequence[str], pla
         )
     before, missing = recorded(record.config)
     check_overrides(overrides)
-    places = {"run_dir": before.run_dir, "plan_file": before.plan_file, "site_file": before.site_file}
+    places: dict[str, Any] = {"run_dir": before.run_dir, "plan_file": before.plan_file, "site_file": before.site_file}
     config = replace(applied(before, overrides), **places) if overrides else before
     if state == "completed" and config.train.steps <= before.train.steps:
         raise ConfigError(
