@@ -55,7 +55,7 @@ def test_schedules_that_cannot_be_are_refused(values: dict) -> None:
 
 
 def test_muon_is_not_shared_out() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be shared out.*plan\.distributed_optimizer=false"):
+    with pytest.raises(ConfigError, match=r"cannot be sharded.*plan\.distributed_optimizer=false"):
         load(["train.optimizer=muon", "model=gpt_tiny", "batch=tiny"])
     assert load(["train.optimizer=muon", "plan.distributed_optimizer=false", "batch=tiny"]).train.optimizer == "muon"
 
