@@ -235,10 +235,8 @@ class Trainer:
         norm = None if norm is None else float(norm)  # with some Transformer Engines a tensor
         losses = torch.stack(stored).tolist() if stored else []
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
-        figures = {"grad_norm": norm, "learning_rate": rate, **({} if updated else {"skipped": True})}
-        if self._pause_s:
-            figures["pause_before_s"], self._pause_s = self._pause_s, 0.0
-        return losses, figures
+        rare = {"skipped": not updated, "pause_before_s": self._pause_s}
+        return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in rare.items() if v}}
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
@@ -301,8 +299,9 @@ class Trainer:
         self.watchdog.setting_up("counting what the networks add to a byte")
         session.tell_groups(here)
         setup = self._gather_all(here.traffic.take())
-        new_group = partial(here.groups.new, gloo=True)
-        factors = nic_bytes.header_factors(plan, here.launch.rank, here.traffic, new_group, self._gather_all, here.cuda)
+        factors = nic_bytes.header_factors(
+            plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda
+        )
         calibration = self._gather_all(here.traffic.take())
         if here.launch.rank > 0:
             return
@@ -332,10 +331,10 @@ class Trainer:
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else "")
             )
         say(described(self.data, self.training, plan, self.settings.steps))
-        paced = f"; paced: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else ""
         say(
             f"plan {plan.id}: {plan.spread}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
-            f"{plan.micro_batches} micro-batches, {plan.schedule.kind}{paced}"
+            f"{plan.micro_batches} micro-batches, {plan.schedule.kind}"
+            + (f"; paced: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
         )
 
     def _gather_all(self, row: tuple[float, ...]) -> list[list[float]]:

@@ -175,7 +175,7 @@ def start(
     device = process_groups.device(own.local_rank, on_gpu)
     process_groups.check_devices(device, own.rank, store, nodes)
     _check_memory(plan, own, device, store)
-    cpus = _bind(device) if on_gpu and bind_cpus else ""
+    cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and bind_cpus else ""
     made.start(dist.PrefixStore("world", store))
     made.make_parallel_state()
     if own.rank == 0:
@@ -265,10 +265,6 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
     message = problem and {"what": problem.what, "where": problem.where, "hint": problem.hint}
     for problem_there in filter(None, rendezvous.exchange(store, "memory", own.rank, own.world_size, message)):
         raise PlanError(**problem_there)
-
-
-def _bind(device: torch.device) -> str:
-    return affinity.bind(affinity.pci_address(torch.cuda.get_device_properties(device)))
 
 
 def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
@@ -361,19 +357,17 @@ def describe(session: Session) -> dict[str, Any]:
     """What run.yaml says about this start: hosts, NICs per group, versions, device."""
     import megatron.core
 
-    versions = {
-        "holmes": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron-core": megatron.core.__version__,
-    }
-    device = torch.cuda.get_device_name(session.device) if session.cuda else "cpu"
     cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(len(session.nodes))])]
     return {
         **({"cpus": cpus} if any(cpus) else {}),
         "hosts": [n.node for n in session.nodes],
         "nics": _groups(session),
-        "versions": versions,
-        "device": device,
+        "versions": {
+            "holmes": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "megatron-core": megatron.core.__version__,
+        },
+        "device": torch.cuda.get_device_name(session.device) if session.cuda else "cpu",
         "plan_id": session.plan.id,
     }

@@ -50,11 +50,12 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
     made.start.side_effect = lambda *_: calls.append("groups")
     nodes = [SimpleNamespace(node="n0", one_host=True)]
     noted(calls, monkeypatch, session, _own=None, probe=None, Traffic=None, _meet=MagicMock(), _exchange=nodes)
-    noted(calls, monkeypatch, session, _check_memory=None, _bind="0-3", say=None, _tell_the_others=None)
+    noted(calls, monkeypatch, session, _check_memory=None, say=None, _tell_the_others=None)
     noted(calls, monkeypatch, session.launch, check=None)
     noted(calls, monkeypatch, session.cuda_check, wanted=True, connect_queues=None, gather=facts)
     noted(calls, monkeypatch, session.process_groups, Groups=made, device=GPU, check_devices=None)
-    noted(calls, monkeypatch, torch.cuda, get_device_capability=(9, 0))
+    noted(calls, monkeypatch, session.affinity, bind="0-3")
+    noted(calls, monkeypatch, torch.cuda, get_device_capability=(9, 0), get_device_properties=None)
     noted(calls, monkeypatch, session.dist, PrefixStore=None)
     interfaces = MagicMock(refuse=lambda _: [], check_links=lambda *_: [], remarks=lambda _: [])
     monkeypatch.setattr(session, "interfaces", interfaces)
@@ -64,7 +65,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
 
 def test_a_ranks_gpu_is_looked_at_before_it_meets_the_others(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     start(calls, monkeypatch, TrainConfig(device="cuda"))
-    wanted = ["connect_queues", "gather", "_meet", "check_devices", "_check_memory", "_bind", "groups"]
+    wanted = ["connect_queues", "gather", "_meet", "check_devices", "_check_memory", "bind", "groups"]
     assert [name for name in calls if name in wanted] == wanted
 
 

@@ -91,7 +91,7 @@ def prove_links(
     nics: Mapping[str, Endpoint],
     groups: Sequence[CommunicationGroup],
     token: str,
-    limits: Limits | None = None,
+    limits: Limits = Limits(),
 ) -> list[Finding]:
     """One rank of each node calls this at the same time. Returns warnings; raises NetworkError on an error.
 
@@ -99,7 +99,6 @@ def prove_links(
     `groups`: the groups of all ranks; `token`: any text that only this run knows. The outcome is the same on all nodes,
     and is left in the store for :func:`await_links`.
     """
-    limits = limits or Limits()
     try:
         with LinkServer(node, token, {k: (nic.interface, nic.address) for k, nic in nics.items()}) as server:
             info = NodeInformation(
@@ -166,18 +165,22 @@ class _Check:
         return nic.interface, nic.address
 
     def _connect(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
-        links = peers(infos, self.groups, self.node)
-        failed: list[tuple[NodeLink, str]] = []
-        skew: dict[str, float] = {}
-        for kind in sorted({link.kind for link in links}):
-            mine = {link.receiver: link for link in links if link.kind == kind}
-            targets = {n: by_node[n].nics[kind] for n in mine}
-            for other, reply in reach(self._source(kind), targets, self.token, self.limits.connect_s).items():
-                if reply.failure:
-                    failed.append((mine[other], reply.failure))
-                else:
-                    skew[other] = round(reply.skew_s, 3)
-        return LinkReport(self.node, tuple(failed), (), {n: s for n, s in skew.items() if abs(s) > 1})
+        links = {(link.kind, link.receiver): link for link in peers(infos, self.groups, self.node)}
+        replies = {
+            (kind, other): reply
+            for kind in sorted({kind for kind, _ in links})
+            for other, reply in reach(
+                self._source(kind),
+                {receiver: by_node[receiver].nics[kind] for k, receiver in links if k == kind},
+                self.token,
+                self.limits.connect_s,
+            ).items()
+        }
+        return LinkReport(
+            self.node,
+            failed=tuple((links[at], reply.failure) for at, reply in replies.items() if reply.failure),
+            skew_s={n: round(r.skew_s, 3) for (_, n), r in replies.items() if not r.failure and abs(r.skew_s) > 1},
+        )
 
     def _measure(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
         measured: list[tuple[NodeLink, float | None]] = []

@@ -69,14 +69,13 @@ def by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str
     ports = [p for p in nics.ports if p.kind in ("ib", "roce")]
     compute = {p.name for nic in (NicType.IB, NicType.ROCE) for p in nics.compute_ports(nic)}
     owners = {p.interface for p in ports if p.name in compute}
-    kinds: dict[str, str] = {}
-    for nic in nics.interfaces:
-        if nic.name == "lo" or nic.member_of is not None:
-            continue
-        if nic.type is NicType.IB and any(p.kind == "ib" and p.name in counters for p in ports):
-            continue
-        storage = nic.type is NicType.ROCE and bool(ports) and nic.name not in owners
-        kinds[nic.name] = str(nic.type) if nic.role == "data" and not storage else "other"
+    storage = {n.name for n in nics.interfaces if n.type is NicType.ROCE and ports and n.name not in owners}
+    ib_ports_count = any(p.kind == "ib" and p.name in counters for p in ports)
+    kinds = {
+        nic.name: str(nic.type) if nic.role == "data" and nic.name not in storage else "other"
+        for nic in nics.interfaces
+        if nic.name != "lo" and nic.member_of is None and not (nic.type is NicType.IB and ib_ports_count)
+    }
     best = candidates(nics, NicType.ETHERNET)  # sockets may go over a RoCE NIC, or a management port
     if best and (
         kinds.get(best[0].name) == "other" or any(p.name in counters for p in ports) or nics.sockets is not None

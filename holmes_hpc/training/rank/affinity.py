@@ -21,23 +21,12 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(int(name.removeprefix("c")) for name in expand(f"c[{text.strip()}]"))
 
 
-def pci_address(properties: Any) -> str:
-    """A GPU's address in sysfs (0000:1b:00.0) from torch's properties of it."""
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-
-
 def local_cpus(device: Path) -> frozenset[int]:
     """Return the CPUs of a PCI function's NUMA domain, by its folder in sysfs; none where that does not tell."""
     try:
         return cpu_list((device / "local_cpulist").read_text(encoding="ascii"))
     except OSError:
         return frozenset()
-
-
-def nearest_hca(near: frozenset[int], sysfs: Path = Path("/sys")) -> list[str]:
-    """Return the RDMA devices whose NUMA domain has just the CPUs in `near`, for the record."""
-    devices = sorted((sysfs / "class/infiniband").glob("*"))
-    return [device.name for device in devices if near and local_cpus(device / "device") == near]
 
 
 def choose(own: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int], str]:
@@ -59,18 +48,21 @@ def spell(cpus: Iterable[int]) -> str:
     return compress(f"c{n}" for n in sorted(cpus)).replace("c", "").strip("[]")
 
 
-def bind(address: str, sysfs: Path = Path("/sys")) -> str:
-    """Keep this process's threads on those of its CPUs that are beside the GPU at `address`; what was done comes back
-    in words, for the record (``0-15: beside its GPU, of 64 that it was given; HCA mlx5_0``).
+def bind(gpu: Any, sysfs: Path = Path("/sys")) -> str:
+    """Keep this process's threads on those of its CPUs that are beside the GPU with these properties, torch's; return
+    what was done as text, with the RDMA devices of the same NUMA domain, for the record (``0-15: beside its GPU, of 64
+    that it was given; HCA mlx5_0``).
 
     Memory needs no binding of its own: the kernel takes it from the domain of the CPU that first touches it.
     """
     own = frozenset(os.sched_getaffinity(0))
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     near = local_cpus(sysfs / "bus/pci/devices" / address)
     kept, why = choose(own, near)
     if kept != own:
         for thread in os.listdir("/proc/self/task"):  # torch's and CUDA's threads too
             with contextlib.suppress(OSError):  # one that has ended, or a container that forbids it
                 os.sched_setaffinity(int(thread), kept)
-    hcas = nearest_hca(near, sysfs)
+    devices = sorted((sysfs / "class/infiniband").glob("*"))
+    hcas = [device.name for device in devices if near and local_cpus(device / "device") == near]
     return f"{spell(kept)}: {why}" + (f"; HCA {', '.join(hcas)}" if hcas else "")

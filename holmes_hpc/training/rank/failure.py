@@ -145,23 +145,22 @@ class RankExit:
     def _failure_of_another(self, error: RuntimeError) -> dict[str, Any] | None:
         """What another rank says of its failure, if it and the store do so soon; that rank 0 is gone, where `error` is
         of the store and it answers no more."""
-        failures: list[dict[str, Any]] = []
+        failures: list[dict[str, Any] | None] = []
         end = time.monotonic() + _ANSWER_S
 
         def ask() -> None:
             try:
                 while (failure := self._told()) is None and time.monotonic() < end:
                     time.sleep(0.1)
-                failures.extend([failure] if failure is not None else [])
             except Exception as e:
-                if isinstance(error, DistError):
-                    failures.append(_store_gone(e))
+                failure = _store_gone(e) if isinstance(error, DistError) else None
+            failures.append(failure)
 
         if self._store is not None:
             asker = threading.Thread(target=ask, name="failure of another rank", daemon=True)
             asker.start()
             asker.join(_ANSWER_S + 0.5)
-        return next((failure for failure in failures if failure["rank"] != self._launch.rank), None)
+        return next((failure for failure in failures if failure and failure["rank"] != self._launch.rank), None)
 
     def _explained(self, error: BaseException) -> BaseException:
         """What is behind an error from below: a NIC that is down breaks connections before the guard has seen it."""

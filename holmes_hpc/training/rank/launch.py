@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from holmes_hpc.errors import PlanError, RunFailed
 from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.hostlist import expand
 
 
@@ -35,12 +36,15 @@ class Launch:
     port: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size or self.local_rank < 0:
-            raise PlanError(
+        refuse(
+            f"{self.by} on {self.node}",
+            (
+                not 0 <= self.rank < self.world_size or self.local_rank < 0,
                 f"rank {self.rank} of {self.world_size} (local rank {self.local_rank})",
-                where=f"{self.by} on {self.node}",
-                hint="start the ranks with srun or torchrun",
-            )
+                "start the ranks with srun or torchrun",
+            ),
+            error=PlanError,
+        )
 
 
 def read(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
@@ -112,21 +116,26 @@ def job_nodes(environ: Mapping[str, str]) -> list[str]:
 
 def check(launch: Launch, plan: Plan) -> int:
     """The component that the plan gives this rank. PlanError when it does not run there, or there are too few ranks."""
-    if launch.world_size != plan.world_size:
-        raise PlanError(
+    refuse(
+        f"{launch.by} on {launch.node}",
+        (
+            launch.world_size != plan.world_size,
             f"{launch.world_size} ranks were started, the plan is for {plan.world_size}",
-            where=f"{launch.by} on {launch.node}",
-            hint=f"start {plan.world_size} ranks, or plan again",
-        )
+            f"start {plan.world_size} ranks, or plan again",
+        ),
+        error=PlanError,
+    )
     planned = plan.component_of(launch.rank)
-    if launch.components and len(plan.components) > 1 and planned not in launch.components:
-        own = " and ".join(str(c) for c in launch.components)
-        raise PlanError(
-            f"rank {launch.rank} runs in component {own}, the plan puts it into component {planned} "
-            f"(fabric {plan.components[planned].fabric})",
-            where=f"node {launch.node}",
-            hint="submit the components in the plan's order, with its nodes and tasks per node",
-        )
+    refuse(
+        f"node {launch.node}",
+        (
+            launch.components and len(plan.components) > 1 and planned not in launch.components,
+            f"rank {launch.rank} runs in component {' and '.join(map(str, launch.components))}, the plan puts it into "
+            f"component {planned} (fabric {plan.components[planned].fabric})",
+            "submit the components in the plan's order, with its nodes and tasks per node",
+        ),
+        error=PlanError,
+    )
     return planned
 
 

@@ -43,6 +43,10 @@ def test_a_rank_keeps_its_cpus_beside_the_gpu(own: range, near: range, kept: ran
     assert re.search(why, said)
 
 
+def gpu(bus: int) -> SimpleNamespace:
+    return SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+
+
 def a_node(tmp_path: Path) -> Tree:
     """Two NUMA domains of 16 CPUs, each with a GPU and an HCA."""
     tree = Tree(tmp_path)
@@ -59,8 +63,7 @@ def test_all_threads_are_bound_and_the_record_says_how(tmp_path: Path, monkeypat
     bound: dict[int, frozenset[int]] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: bound.update({thread: frozenset(cpus)}))
-    address = affinity.pci_address(SimpleNamespace(pci_domain_id=0, pci_bus_id=0x12, pci_device_id=0))
-    said = affinity.bind(address, a_node(tmp_path).root)
+    said = affinity.bind(gpu(0x12), a_node(tmp_path).root)
     assert said == "16-31: beside its GPU, of 32 that it was given; HCA mlx5_1"
     assert set(bound) == {int(t) for t in os.listdir("/proc/self/task")} and set(bound.values()) == {frozenset(FAR)}
 
@@ -68,5 +71,5 @@ def test_all_threads_are_bound_and_the_record_says_how(tmp_path: Path, monkeypat
 def test_a_rank_without_a_choice_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert affinity.bind("0000:02:00.0", a_node(tmp_path).root) == "0-7: all beside its GPU; HCA mlx5_0"
-    assert "does not tell" in affinity.bind("0000:99:00.0", tmp_path)
+    assert affinity.bind(gpu(0x02), a_node(tmp_path).root) == "0-7: all beside its GPU; HCA mlx5_0"
+    assert "does not tell" in affinity.bind(gpu(0x99), tmp_path)
