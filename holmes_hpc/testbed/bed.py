@@ -8,16 +8,20 @@ already runs, never meet.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
-from holmes_hpc.testbed import allocation, build, daemons, installed, network, packages, processes, topology, userland
+from holmes_hpc.schema import refuse
+from holmes_hpc.testbed import daemons, installed, network, packages, processes, topology, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, system_env
 from holmes_hpc.testbed.daemons import Bed
 from holmes_hpc.testbed.network import Wiring
@@ -34,14 +38,12 @@ def _quiet(_: str) -> None:
 
 
 def _require_machine() -> None:
-    if not sys.platform.startswith("linux"):
-        raise TestbedError(f"needs Linux, this is {sys.platform}", where="testbed", hint="run it on Linux, as root")
-    if not is_root():
-        raise TestbedError("needs root (network namespaces, Slurm's daemons)", where="testbed", hint="run it as root")
-
-
-def _down_error() -> TestbedError:
-    return TestbedError("is not up", where=f"testbed in {state_dir()}", hint="holmes testbed up")
+    refuse(
+        "testbed",
+        (sys.platform != "linux", f"needs Linux, this is {sys.platform}", "run it on Linux, as root"),
+        (not is_root(), "needs root (network namespaces, Slurm's daemons)", "run it as root"),
+        error=TestbedError,
+    )
 
 
 def _bed(directory: Path, record: Record) -> Bed:
@@ -61,7 +63,7 @@ def _current() -> tuple[Path, Record, Bed]:
     directory = state_dir()
     record = Record.read(directory)
     if record is None or not record.ready:
-        raise _down_error()
+        raise TestbedError("is not up", where=f"testbed in {directory}", hint="holmes testbed up")
     return directory, record, _bed(directory, record)
 
 
@@ -91,33 +93,30 @@ def up(
         raise TestbedError("more than one Slurm", where="testbed", hint="give --release, --slurm or --slurm-source")
     _require_machine()
     prefix = _prefix(slurm, source, progress) if release is None else ""
-    asked = (release or userland.NATIVE, prefix) if release or prefix else None
-    wanted = None if topology_path is None else topology.find(topology_path)
-    text = topology.find(wanted).read_text(encoding="utf-8")
-    shape = topology.read(topology.find(wanted))
+    programs = (release or userland.NATIVE, prefix) if release or prefix else None
+    text = None if topology_path is None else topology.text_of(topology_path)
     directory = state_dir()
     with processes.terminable(), locked(directory, create=True) as made:
         record = Record.read(directory)
         if record is not None and record.ready:
-            if asked not in (None, (record.release, record.slurm)) or (wanted is not None and record.topology != text):
+            bed = _bed(directory, record)
+            if programs not in (None, (record.release, record.slurm)) or text not in (None, record.topology):
                 raise TestbedError(
-                    f"another one is up ({_bed(directory, record).wiring.topology.name}, "
-                    f"{record.slurm or record.release})",
+                    f"another one is up ({bed.wiring.topology.name}, {record.slurm or record.release})",
                     where=f"testbed in {directory}",
                     hint="holmes testbed down",
                 )
-            if _repair(_bed(directory, record), progress):
+            if _repair(bed, progress):
                 return
             progress("the testbed is broken: making it anew")
-        if record is None and os.listdir(directory):
-            raise TestbedError("holds other files", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
         if record is not None:
-            asked = asked or (record.release, record.slurm)
-            text, made = record.topology if wanted is None else text, record.made_directory
-            shape = topology.parse(text, str(directory / FILE))
+            text, programs = text or record.topology, programs or (record.release, record.slurm)
+            made = record.made_directory
             _undo(directory, record, keep_directory=True)
+        elif os.listdir(directory):
+            raise TestbedError("holds other files", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
         try:
-            _build(directory, shape, text, *(asked or (userland.NATIVE, "")), made, progress)
+            _build(directory, text or topology.text_of(None), *(programs or (userland.NATIVE, "")), made, progress)
         except BaseException:
             progress("undoing what was made")
             half = Record.read(directory)
@@ -131,14 +130,13 @@ def up(
 def _prefix(slurm: str | Path | None, source: str | Path | None, progress: Callable[[str], None]) -> str:
     """The prefix of the Slurm that is asked for; empty: none in particular."""
     if source is not None:
-        return str(build.built(Path(source), progress))
+        return str(installed.built(Path(source), progress))
     given = slurm or os.environ.get("HOLMES_TESTBED_SLURM")
     return str(Path(given).absolute()) if given else ""
 
 
-def _build(
-    directory: Path, shape: Topology, text: str, release: str, prefix: str, made: bool, progress: Callable[[str], None]
-) -> None:
+def _build(directory: Path, text: str, release: str, prefix: str, made: bool, progress: Callable[[str], None]) -> None:
+    shape = topology.parse(text, str(directory / FILE))
     auth, needed = MUNGE, packages.SLURM if release == userland.NATIVE else packages.DEBOOTSTRAP
     if prefix:
         version = installed.check(Path(prefix))
@@ -147,7 +145,7 @@ def _build(
     packages.install({**packages.NODES, **needed}, progress)
     progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
     with network.one_at_a_time():  # the next testbed sees this one's names and subnet
-        record = allocation.new_record(directory, shape, text, release, made).changed(slurm=prefix, auth=auth)
+        record = replace(_new_record(directory, shape, text, release, made), slurm=prefix, auth=auth)
         record.write(directory)
         bed = _bed(directory, record)
         network.make(bed.wiring)
@@ -160,23 +158,36 @@ def _build(
     _start_servers(bed, bed.servers, progress)
     watch = daemons.start([daemons.slurmd(bed, node.name) for node in shape.nodes], bed, READY_S, progress)
     _wait_for_nodes(bed, progress, watch)
-    record.changed(ready=True).write(directory)
+    replace(record, ready=True).write(directory)
+
+
+def _new_record(directory: Path, shape: Topology, text: str, release: str, made: bool) -> Record:
+    """Return the record of a testbed to be made in `directory`, with names, a subnet and ports that nobody uses."""
+    taken = network.names_in_use()
+    start = int(hashlib.sha256(str(directory).encode()).hexdigest()[:4], 16)
+    prefixes = (f"hb{(start + step) % 65536:04x}" for step in range(65536))
+    prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in taken))
+    subnet = network.free_subnet(prefix)
+    return Record(
+        prefix=prefix,
+        subnet=subnet,
+        ports=dict(zip(("slurmctld", "slurmdbd", "slurmd", "database"), network.free_ports(subnet), strict=False)),
+        password=secrets.token_hex(16),
+        release=release,
+        topology=text,
+        namespaces=Wiring(shape, prefix, subnet).namespaces,
+        made_directory=made,
+        run_netns=network.run_netns_state(),
+    )
 
 
 def _start_servers(bed: Bed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
     """Start those of the servers, in the order in which they need each other."""
-    for program in bed.servers:
-        if program not in programs:
-            continue
-        if program == "slurmctld":
-            _register_cluster(bed)
-        daemons.start([daemons.MAKERS[program](bed)], bed, READY_S, progress)
-
-
-def _register_cluster(bed: Bed) -> None:
-    """Before slurmctld starts, for it wants to be known."""
-    if CLUSTER not in bed.slurm(["sacctmgr", "-nP", "show", "cluster", "format=cluster"], by="slurmdbd").split():
-        bed.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER], by="slurmdbd")
+    ask = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
+    for program in (name for name in bed.servers if name in programs):
+        if program == "slurmctld" and CLUSTER not in bed.slurm(ask, by="slurmdbd").split():  # it wants to be known
+            bed.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER], by="slurmdbd")
+        daemons.start([daemons.server(bed, program)], bed, READY_S, progress)
 
 
 def _node_states(bed: Bed) -> dict[str, str]:
@@ -190,9 +201,7 @@ def registered(state: str) -> bool:
     return not state.endswith("*") and not state.startswith(AWAY)
 
 
-def _wait_for_nodes(
-    bed: Bed, progress: Callable[[str], None], watch: Callable[[], None], timeout_s: float = READY_S
-) -> None:
+def _wait_for_nodes(bed: Bed, progress: Callable[[str], None], watch: Callable[[], None]) -> None:
     began = told = time.monotonic()
     while True:
         states = _node_states(bed)
@@ -200,25 +209,24 @@ def _wait_for_nodes(
         watch()
         if not waiting:
             return
-        if time.monotonic() > began + timeout_s:
+        if time.monotonic() > began + READY_S:
             said = ", ".join(f"{node} is {states[node]}" for node in waiting[:5])
             raise TestbedError(
-                f"{said} after {timeout_s:g} s",
+                f"{said} after {READY_S} s",
                 where="testbed",
                 hint=f"see that no firewall drops traffic of {bed.wiring.uplink}",
             )
         if (now := time.monotonic()) - told > daemons.TELL_S:
             told = now
-            progress(f"waiting for {', '.join(waiting)} to register, {now - began:.0f} s of at most {timeout_s:g}")
+            progress(f"waiting for {', '.join(waiting)} to register, {now - began:.0f} s of at most {READY_S}")
         time.sleep(0.1)
 
 
 # --- looking after it -------------------------------------------------------------------------------------------------
 
 
-def _inodes(layout_namespaces: Sequence[str]) -> dict[int, str]:
-    found = {network.inode(name): name for name in layout_namespaces}
-    return {inode: name for inode, name in found.items() if inode is not None}
+def _inodes(namespaces: Sequence[str]) -> dict[int, str]:
+    return {inode: name for name in namespaces if (inode := network.inode(name)) is not None}
 
 
 def _living(bed: Bed) -> dict[str, bool]:
@@ -227,11 +235,10 @@ def _living(bed: Bed) -> dict[str, bool]:
     found = processes.find(bed.places.root, inodes)
     servers = {f.program for f in found}
     nodes = {inodes.get(f.namespace) for f in found if f.program == "slurmd"}
-    living = {program: program in servers for program in bed.servers}
-    living.update(
-        {f"slurmd.{node.name}": bed.wiring.namespace(node.name) in nodes for node in bed.wiring.topology.nodes}
-    )
-    return living
+    return {
+        **{program: program in servers for program in bed.servers},
+        **{f"slurmd.{node.name}": bed.wiring.namespace(node.name) in nodes for node in bed.wiring.topology.nodes},
+    }
 
 
 def _repair(bed: Bed, progress: Callable[[str], None]) -> bool:
@@ -307,14 +314,12 @@ def exec_in(
     :raises TestbedError: no testbed, no such node, nothing to run.
     """
     bed = _with_node(node)
-    if not argv:
-        raise TestbedError("no command", where="testbed exec", hint="write it after --")
+    refuse("testbed exec", (not argv, "no command", "write it after --"), error=TestbedError)
     _require_machine()
-    environment = {**system_env(), **os.environ, **_env(bed)}
     try:
         return subprocess.run(
             daemons.within(bed, node, argv),
-            env=environment,
+            env={**system_env(), **os.environ, **_env(bed)},
             check=False,
             text=True,
             capture_output=capture,
@@ -336,15 +341,13 @@ def kill_node(node: str) -> None:
 
 def _with_node(node: str) -> Bed:
     """The testbed that is up, which must have this node."""
-    bed = _current()[2]
-    names = [n.name for n in bed.wiring.topology.nodes]
-    if node not in names:
+    if node not in (names := nodes()):
         raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
-    return bed
+    return _current()[2]
 
 
 def _env(bed: Bed) -> dict[str, str]:
-    made = {"HOLMES_TESTBED": str(bed.places.root), **bed.client_env}
+    made = {"HOLMES_TESTBED": str(bed.places.root), **bed.env()}
     own = installed.path_of(bed.prefix) if bed.prefix else str(bed.places.root / "bin")
     if bed.prefix or bed.userland:
         rest = os.environ.get("PATH", SYSTEM_PATH).split(":")
@@ -369,8 +372,7 @@ def down(progress: Callable[[str], None] = _quiet) -> bool:
     :raises TestbedError: not root, or something does not go away; one line.
     """
     directory = state_dir()
-    packages_only = not directory.is_dir()
-    if packages_only:
+    if not directory.is_dir():
         return False
     _require_machine()
     try:
@@ -387,7 +389,7 @@ def down(progress: Callable[[str], None] = _quiet) -> bool:
 
 def _undo(directory: Path, record: Record, keep_directory: bool = False) -> None:
     """End its processes, then its network, then its files; the record goes last, so this can be run again."""
-    record.changed(ready=False).write(directory)
+    replace(record, ready=False).write(directory)
     packages.restore_policy()
     processes.end_all(directory, _inodes(record.namespaces))
     daemons.reap()

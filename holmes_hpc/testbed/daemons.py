@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
@@ -17,6 +17,7 @@ from holmes_hpc.testbed import installed, slurmconf, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, run, system_env
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.processes import MARK, SERVERS
+from holmes_hpc.testbed.record import write_private
 from holmes_hpc.testbed.slurmconf import Places
 
 # In a node: $0 is its name, $1 its hosts file; a hostname and an /etc/hosts of its own, then the command. By then
@@ -47,13 +48,8 @@ class Bed:
         """By this, what the testbed starts is found again."""
         return {MARK: str(self.places.root)}
 
-    @property
-    def client_env(self) -> dict[str, str]:
-        """What Slurm's commands need to speak to this testbed."""
-        return self.env_by("slurmctld")
-
-    def env_by(self, daemon: str) -> dict[str, str]:
-        """The same, with the credentials of auth/slurm asked of `daemon`."""
+    def env(self, daemon: str = "slurmctld") -> dict[str, str]:
+        """What Slurm's commands need to speak to this testbed, with the credentials of auth/slurm asked of `daemon`."""
         made = {"SLURM_CONF": str(self.places.slurm_conf)}
         if self.prefix is not None:
             made["PATH"] = f"{installed.path_of(self.prefix)}:{SYSTEM_PATH}"
@@ -67,8 +63,8 @@ class Bed:
         return tuple(name for name in SERVERS if name != "munged" or self.auth == slurmconf.MUNGE)
 
     def slurm(self, argv: Sequence[str], timeout_s: float = 30, by: str = "slurmctld") -> str:
-        """The output of one of Slurm's commands. `by`: see `env_by`."""
-        return run(userland.private(self.userland, argv), env=self.env_by(by), timeout_s=timeout_s)
+        """The output of one of Slurm's commands. `by`: see :meth:`env`."""
+        return run(userland.private(self.userland, argv), env=self.env(by), timeout_s=timeout_s)
 
 
 def within(bed: Bed, node: str, argv: Sequence[str]) -> list[str]:
@@ -110,23 +106,14 @@ def write_files(bed: Bed) -> None:
     for node in bed.wiring.topology.nodes:
         (places.spool / node.name).mkdir(mode=0o755, exist_ok=True)
     places.slurm_conf.write_text(slurmconf.slurm_conf(places, bed.wiring, bed.ports, bed.auth), encoding="utf-8")
-    (places.etc / "cgroup.conf").write_text(slurmconf.cgroup_conf(plugin), encoding="utf-8")
+    (places.etc / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n", encoding="utf-8")
     places.hosts.write_text(bed.wiring.hosts(), encoding="utf-8")
-    _write_secret(
-        places.etc / "slurmdbd.conf",
-        0o600,
-        slurmconf.slurmdbd_conf(places, bed.wiring, bed.ports, bed.password, bed.auth).encode(),
-    )
-    _write_secret(places.etc / "database.sql", 0o600, slurmconf.database_sql(bed.password).encode())
+    accounting = slurmconf.slurmdbd_conf(places, bed.wiring, bed.ports, bed.password, bed.auth)
+    write_private(places.etc / "slurmdbd.conf", accounting.encode())
+    write_private(places.etc / "database.sql", slurmconf.database_sql(bed.password).encode())
     key, mode = (places.munge_key, 0o400) if bed.auth == slurmconf.MUNGE else (places.slurm_key, 0o600)
     if not key.exists():
-        _write_secret(key, mode, secrets.token_bytes(128))
-
-
-def _write_secret(path: Path, mode: int, content: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
+        write_private(key, secrets.token_bytes(128), mode)
 
 
 def make_database(bed: Bed) -> None:
@@ -160,16 +147,12 @@ class Daemon:
     entered: bool = False
 
 
-def _listens(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
-        return True
-    return False
-
-
-def _accepts(path: Path) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+def _listens(address: str | tuple[str, int]) -> bool:
+    """Whether somebody takes connections at a path, or at an address and a port."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as client:
         client.settimeout(1)
-        client.connect(str(path))
+        client.connect(address)
         return True
     return False
 
@@ -188,7 +171,7 @@ def munged(bed: Bed) -> Daemon:
         f"--seed-file={places.run}/munged.seed",
         "--num-threads=4",
     )
-    return Daemon("munged", argv, lambda: _accepts(places.munge_socket))
+    return Daemon("munged", argv, lambda: _listens(str(places.munge_socket)))
 
 
 def mariadbd(bed: Bed) -> Daemon:
@@ -211,23 +194,26 @@ def mariadbd(bed: Bed) -> Daemon:
         "--innodb-lock-wait-timeout=900",
         "--performance-schema=off",
     )
-    return Daemon("mariadbd", argv, lambda: _listens("127.0.0.1", bed.ports["database"]))
+    return Daemon("mariadbd", argv, lambda: _listens(("127.0.0.1", bed.ports["database"])))
 
 
-def slurm_server(bed: Bed, *argv: str) -> Daemon:
+def slurm_server(bed: Bed, argv: Sequence[str]) -> Daemon:
     """slurmdbd or slurmctld, `argv[0]`, which listen at the machine's address on the management network."""
     name = argv[0]
-    covered = _covered(bed, name, name, [*argv])
+    covered = _covered(bed, name, name, argv)
     entered = covered if bed.auth == slurmconf.MUNGE else ["unshare", "--mount", *covered]
-    return Daemon(name, tuple(entered), lambda: _listens(bed.wiring.gateway, bed.ports[name]))
+    return Daemon(name, tuple(entered), lambda: _listens((bed.wiring.gateway, bed.ports[name])))
 
 
-def slurmdbd(bed: Bed) -> Daemon:
-    return slurm_server(bed, "slurmdbd", "-D")
-
-
-def slurmctld(bed: Bed) -> Daemon:
-    return slurm_server(bed, "slurmctld", "-D", "-f", str(bed.places.slurm_conf))
+def server(bed: Bed, name: str) -> Daemon:
+    """Return the daemon `name` of :attr:`Bed.servers`."""
+    makers: dict[str, Callable[[Bed], Daemon]] = {
+        "munged": munged,
+        "mariadbd": mariadbd,
+        "slurmdbd": partial(slurm_server, argv=("slurmdbd", "-D")),
+        "slurmctld": partial(slurm_server, argv=("slurmctld", "-D", "-f", str(bed.places.slurm_conf))),
+    }
+    return makers[name](bed)
 
 
 def slurmd(bed: Bed, node: str) -> Daemon:
@@ -236,7 +222,6 @@ def slurmd(bed: Bed, node: str) -> Daemon:
     return Daemon(f"slurmd.{node}", tuple(argv), lambda: True, entered=True)
 
 
-MAKERS = {"munged": munged, "mariadbd": mariadbd, "slurmdbd": slurmdbd, "slurmctld": slurmctld}
 _CHILDREN: list[subprocess.Popen[bytes]] = []  # they outlive this program, unless it takes the testbed down itself
 
 
@@ -264,7 +249,7 @@ def start(daemons: Iterable[Daemon], bed: Bed, timeout_s: float, progress: Calla
                 cwd=places.run,
                 start_new_session=True,
                 umask=0o022,
-                env=system_env({**bed.client_env, **bed.mark}),
+                env=system_env({**bed.env(), **bed.mark}),
             )
         started.append((daemon, process))
         _CHILDREN.append(process)

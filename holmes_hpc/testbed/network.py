@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.ports import free_port
 from holmes_hpc.testbed.commands import run, succeeds
 from holmes_hpc.testbed.topology import NodeSpec, Topology
 
@@ -98,21 +99,22 @@ class Wiring:
         def nic(name: str, bridge: str, address: str, mbit: float | None) -> NicSpec:
             return NicSpec(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
 
-        made = [
+        fabric, address = node.fabric, self._address(2 + node.fabric_index, FIRST_HOST + node.index)
+        return (
             nic("mgmt0", "br-mgmt", self.management(node), None),
             nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit),
-        ]
-        if node.fabric.interface:
-            address = self._address(2 + node.fabric_index, FIRST_HOST + node.index)
-            made.append(nic(node.fabric.interface, f"br-fabric{node.fabric_index}", address, node.fabric.rdma_mbit))
-        return tuple(made)
+            *(
+                [nic(fabric.interface, f"br-fabric{node.fabric_index}", address, fabric.rdma_mbit)]
+                if fabric.interface
+                else []
+            ),
+        )
 
     def hosts(self) -> str:
         """/etc/hosts of the nodes. A node's name is its Ethernet address, as at most sites: traffic that only knows a
         host's name is shaped, and counted on the Ethernet NIC."""
-        lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
-        lines += [f"{self.ethernet(node)} {node.name}" for node in self.topology.nodes]
-        return "\n".join(lines) + "\n"
+        lines = [f"{self.ethernet(node)} {node.name}" for node in self.topology.nodes]
+        return "\n".join(["127.0.0.1 localhost", "::1 localhost ip6-localhost", *lines, ""])
 
 
 def bundle_bytes(mbit: float | None) -> int:
@@ -137,6 +139,18 @@ def free_subnet(prefix: str) -> str:
         if not any(ipaddress.ip_network(text).overlaps(other) for other in taken):
             return text
     raise TestbedError("every private /16 is routed already", where="ip route", hint="free one, e.g. leave the VPN")
+
+
+def free_ports(subnet: str) -> Iterator[int]:
+    """Yield TCP ports that nobody listens on, below the ephemeral range; testbeds have unlike subnets and so look in
+    unlike places."""
+    start = ipaddress.ip_network(subnet).network_address.packed[1] * 40
+    ports = iter([*range(20001 + start, 32001), *range(20000, 20001 + start)])
+    while (port := free_port(ports, "0.0.0.0")) is not None:
+        yield port
+    raise TestbedError(
+        "no TCP port between 20000 and 32000 is free", where="testbed", hint="end what listens on so many"
+    )
 
 
 def _networks_in_use() -> Iterator[ipaddress.IPv4Network]:
@@ -257,8 +271,7 @@ def _make_node(wiring: Wiring, node: NodeSpec) -> None:
 
 def complete(wiring: Wiring) -> bool:
     """Whether all namespaces and the uplink are there (not after a reboot, or when somebody removed one)."""
-    names = set(names_in_use())
-    return {*wiring.namespaces, wiring.uplink} <= names
+    return {*wiring.namespaces, wiring.uplink} <= set(names_in_use())
 
 
 def run_netns_state() -> str:

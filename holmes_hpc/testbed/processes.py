@@ -44,21 +44,10 @@ def _program(executable: str) -> str:
     return os.path.basename(executable.removesuffix(" (deleted)")).removesuffix("-wlm")
 
 
-def _marked(process: psutil.Process, directory: str) -> bool:
-    with contextlib.suppress(psutil.Error, OSError):
-        return bool(process.environ().get(MARK) == directory)
-    return False
-
-
-def _mentions(process: psutil.Process, directory: str) -> bool:
-    below = re.compile(rf"(^|[=,:]){re.escape(directory)}/")  # /bed is neither /bed2 nor /other/bed
-    with contextlib.suppress(psutil.Error, OSError):
-        if any(below.search(word) for word in process.cmdline()):
-            return True
-    with contextlib.suppress(psutil.Error, OSError):
-        cwd = process.cwd()
-        return cwd == directory or cwd.startswith(directory + "/")
-    return False
+def _mentions(process: psutil.Process, directory: Path) -> bool:
+    """Whether a path below `directory` is in its command line, or is where it works."""
+    below = re.compile(rf"(^|[=,:]){re.escape(str(directory))}/")  # /bed is neither /bed2 nor /other/bed
+    return any(below.search(word) for word in (*process.cmdline(), f"{process.cwd()}/"))
 
 
 def find(directory: Path, namespaces: Collection[int]) -> list[Found]:
@@ -66,8 +55,8 @@ def find(directory: Path, namespaces: Collection[int]) -> list[Found]:
     return _living(
         lambda process, namespace: (
             namespace in namespaces
-            or _marked(process, str(directory))
-            or (_program(process.exe()) in DAEMONS and _mentions(process, str(directory)))
+            or process.environ().get(MARK) == str(directory)
+            or (_program(process.exe()) in DAEMONS and _mentions(process, directory))
         )
     )
 

@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.schema import refuse
 from holmes_hpc.testbed.commands import run
 
 DEFAULT_DIRECTORY = Path("/var/lib/holmes-testbed")
@@ -24,16 +25,14 @@ MAX_PATH = 60  # sockets lie below the directory, and a socket's path has at mos
 def state_dir() -> Path:
     """Where the testbed lives: ``$HOLMES_TESTBED`` or /var/lib/holmes-testbed, without links."""
     directory = Path(os.path.realpath(os.environ.get("HOLMES_TESTBED") or DEFAULT_DIRECTORY))
-    if len(str(directory)) > MAX_PATH:
-        raise TestbedError(
-            f"path longer than {MAX_PATH} characters", where=str(directory), hint="set HOLMES_TESTBED to a shorter one"
-        )
-    if any(c.isspace() or c in "#\"'\\%:," for c in str(directory)) or directory == Path("/"):
-        raise TestbedError(
-            "unfit as the testbed's directory",
-            where=repr(str(directory)),
-            hint="set HOLMES_TESTBED to a path of letters, digits and -_./",
-        )
+    path, hint = str(directory), "set HOLMES_TESTBED to a path of letters, digits and -_./"
+    is_long, is_odd = len(path) > MAX_PATH, any(c.isspace() or c in "#\"'\\%:," for c in path) or path == "/"
+    refuse(
+        repr(path),
+        (is_long, f"path longer than {MAX_PATH} characters", "set HOLMES_TESTBED to a shorter one"),
+        (is_odd, "unfit as the testbed's directory", hint),
+        error=TestbedError,
+    )
     return directory
 
 
@@ -62,42 +61,35 @@ class Record:
     @classmethod
     def read(cls, directory: Path) -> Record | None:
         """The record in `directory`, or None where there is no testbed."""
+        where = str(directory / FILE)
         try:
             data: Any = json.loads((directory / FILE).read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or data.get("version") != VERSION:
+                hint = "take it down with that version"
+                raise TestbedError("made by another version of holmes", where=where, hint=hint)
+            return cls(**{**data, "namespaces": tuple(data["namespaces"])})
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError:
-            raise TestbedError("cannot be read", where=str(directory / FILE), hint="run as root") from None
-        except (OSError, ValueError) as error:
-            raise TestbedError(
-                f"cannot be read: {error}",
-                where=str(directory / FILE),
-                hint="restore it, or remove what it made by hand",
-            ) from None
-        if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise TestbedError(
-                "made by another version of holmes", where=str(directory / FILE), hint="take it down with that version"
-            )
-        try:
-            return cls(**{**data, "namespaces": tuple(data["namespaces"])})
-        except (KeyError, TypeError) as error:
-            raise TestbedError(
-                f"incomplete: {error}", where=str(directory / FILE), hint="restore it, or remove what it made by hand"
-            ) from None
+            raise TestbedError("cannot be read", where=where, hint="run as root") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            hint = "restore it, or remove what it made by hand"
+            raise TestbedError(f"cannot be read: {error}", where=where, hint=hint) from None
 
     def write(self, directory: Path) -> None:
-        """Replace the record atomically; only root may ever read it (it holds the database's password), so it is made
-        with mode 0600, unlike what records/files.py writes."""
-        path = directory / FILE
-        new = path.with_suffix(".new")
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        """Replace the record; only root may ever read it, for it holds the database's password."""
+        write_private(directory / FILE, json.dumps(asdict(self), indent=1).encode())
 
-    def changed(self, **values: Any) -> Record:
-        return replace(self, **values)
+
+def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace a file atomically; it is made with its `mode`, unlike what records/files.py writes."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 @contextlib.contextmanager
@@ -124,11 +116,10 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            try:
-                same = os.path.samestat(os.fstat(handle), os.stat(directory))
-            except FileNotFoundError:
-                same = False
-            if same:
+            is_same = False
+            with contextlib.suppress(FileNotFoundError):
+                is_same = os.path.samestat(os.fstat(handle), os.stat(directory))
+            if is_same:
                 yield made
                 return
             if not create:
@@ -140,17 +131,12 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
 
 def empty(directory: Path) -> None:
     """Remove all that lies in `directory` but its record."""
-    _unmount_below(directory)
+    # nothing of the machine may be mounted where files are about to be deleted (`up` itself mounts nothing there)
+    for line in reversed(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()):
+        if (point := line.split()[4]).startswith(f"{directory}/"):
+            run(["umount", "--lazy", point])
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != FILE:
             path.unlink()
-
-
-def _unmount_below(directory: Path) -> None:
-    """Nothing of the machine may be mounted where files are about to be deleted (`up` itself mounts nothing there)."""
-    for line in reversed(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()):
-        point = line.split()[4]
-        if point.startswith(f"{directory}/"):
-            run(["umount", "--lazy", point])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from holmes_hpc.testbed.network import Wiring
-from holmes_hpc.testbed.topology import PRIORITY
+from holmes_hpc.testbed.topology import PRIORITY, Topology
 
 CLUSTER = "holmes"
 MUNGE, SLURM = "munge", "slurm"  # by what Slurm's daemons trust each other: AuthType, a testbed's `auth`
@@ -91,34 +92,35 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str 
         "JobCompType": "jobcomp/none",
     }
     given = {key.lower() for key in topology.slurm}
-    lines = [f"{key}={value}" for key, value in settings.items() if key.lower() not in given]
-    lines += [f"{key}={value}" for key, value in topology.slurm.items()]
-    lines += [
-        f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
-        f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
-        f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN"
-        for node in topology.nodes
-    ]
-    return "\n".join(lines + _partitions(wiring)) + "\n"
-
-
-def _partitions(wiring: Wiring) -> list[str]:
-    members: dict[str, list[str]] = {}
-    for node in wiring.topology.nodes:
-        members.setdefault(node.fabric.partition, []).append(node.name)
-    default = next(iter(members))
     lines = [
-        f"PartitionName={name} Nodes={','.join(nodes)} Default={'YES' if name == default else 'NO'} "
-        f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF"
-        for name, nodes in members.items()
+        *(f"{key}={value}" for key, value in settings.items() if key.lower() not in given),
+        *(f"{key}={value}" for key, value in topology.slurm.items()),
+        *(
+            f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
+            f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
+            f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN"
+            for node in topology.nodes
+        ),
+        *_partitions(wiring.topology),
     ]
-    for extra in wiring.topology.partitions:
-        nodes = [node.name for node in wiring.topology.nodes if node.fabric.name in extra.fabrics]
-        lines.append(
+    return "\n".join(lines) + "\n"
+
+
+def _partitions(topology: Topology) -> Iterator[str]:
+    members: dict[str, list[str]] = {}
+    for node in topology.nodes:
+        members.setdefault(node.fabric.partition, []).append(node.name)
+    for number, (name, nodes) in enumerate(members.items()):
+        yield (
+            f"PartitionName={name} Nodes={','.join(nodes)} Default={'NO' if number else 'YES'} "
+            f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF"
+        )
+    for extra in topology.partitions:
+        nodes = [node.name for node in topology.nodes if node.fabric.name in extra.fabrics]
+        yield (
             f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
             f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}"
         )
-    return lines
 
 
 def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 
 from holmes_hpc.errors import TestbedError, nearest
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import check, key, make, refuse
 
 FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
 NICS = ("ib", "roce", "ethernet")
@@ -63,8 +63,12 @@ def _fail(what: str, where: str, hint: str) -> TestbedError:
     return TestbedError(what, where=where, hint=hint)
 
 
+def _matches(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
 def _name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
+    if not _matches(pattern, value):
         raise _fail(f"{key} is {value!r}, must match {pattern.pattern}", where, f"rename {key}")
 
 
@@ -90,10 +94,13 @@ class FabricSpec:
         if not self.prefix:
             object.__setattr__(self, "prefix", self.partition.lower())
         _name("prefix", self.prefix, _PREFIX, where)
-        if self.nic == "ethernet" and self.rdma_mbit is not None:
-            raise _fail("an Ethernet-only fabric has rdma_mbit", where, "remove rdma_mbit, or set nic")
-        if self.nic != "ethernet" and self.rdma_mbit is None:
-            raise _fail("rdma_mbit is missing", where, "give the rate of its RDMA NIC in Mbit/s")
+        is_ethernet, has_rdma = self.nic == "ethernet", self.rdma_mbit is not None
+        refuse(
+            where,
+            (is_ethernet and has_rdma, "an Ethernet-only fabric has rdma_mbit", "remove rdma_mbit, or set nic"),
+            (not is_ethernet and not has_rdma, "rdma_mbit is missing", "give the rate of its RDMA NIC in Mbit/s"),
+            error=TestbedError,
+        )
 
     @property
     def interface(self) -> str | None:
@@ -145,35 +152,38 @@ class Topology:
         where = f"topology {self.name}"
         check(self, where, TestbedError)
         _name("name", self.name, _NAME, "topology")
-        if not self.fabrics:
-            raise _fail("no fabric", where, "list at least one under fabrics")
-        self._check_unique("fabric", [f.name for f in self.fabrics])
-        self._check_unique(
-            "partition", [*dict.fromkeys(f.partition for f in self.fabrics), *(p.name for p in self.partitions)]
+        count = sum(fabric.nodes for fabric in self.fabrics)
+        refuse(
+            where,
+            (not self.fabrics, "no fabric", "list at least one under fabrics"),
+            (count > MAX_NODES, f"{count} nodes, at most {MAX_NODES} fit", "use fewer nodes"),
+            error=TestbedError,
         )
-        self._check_unique("node", [n.name for n in self.nodes])
-        if len(self.nodes) > MAX_NODES:
-            raise _fail(f"{len(self.nodes)} nodes, at most {MAX_NODES} fit", where, "use fewer nodes")
-        known = [f.name for f in self.fabrics]
-        for partition in self.partitions:
-            for name in partition.fabrics or ("",):
-                if name not in known:
-                    raise _fail(f"partition {partition.name} names the fabric {name!r}", where, nearest(name, known))
-        self._check_settings(where)
-
-    def _check_unique(self, what: str, names: list[str]) -> None:
-        for name in names:
-            if names.count(name) > 1:
-                raise _fail(f"two {what}s are named {name!r}", f"topology {self.name}", "rename one")
-
-    def _check_settings(self, where: str) -> None:
+        partitions = [*dict.fromkeys(f.partition for f in self.fabrics), *(p.name for p in self.partitions)]
+        known, nodes = [f.name for f in self.fabrics], [n.name for n in self.nodes]
+        refuse(
+            where,
+            *(
+                (names.count(name) > 1, f"two {kind}s are named {name!r}", "rename one")
+                for kind, names in (("fabric", known), ("partition", partitions), ("node", nodes))
+                for name in names
+            ),
+            *(
+                (name not in known, f"partition {p.name} names the fabric {name!r}", nearest(name, known))
+                for p in self.partitions
+                for name in p.fabrics or ("",)
+            ),
+            error=TestbedError,
+        )
         for name, value in self.slurm.items():
-            if not isinstance(name, str) or not _SETTING.fullmatch(name):
-                raise _fail(f"{name!r} is not a setting of slurm.conf", where, "correct its name")
-            if name.lower() in RESERVED:
-                raise _fail(f"slurm.{name} is the testbed's own to decide", where, f"remove slurm.{name}")
-            if isinstance(value, bool) or not _VALUE.fullmatch(str(value)):
-                raise _fail(f"slurm.{name} is {value!r}", where, "write one word, without blanks and quotes")
+            is_word = not isinstance(value, bool) and _VALUE.fullmatch(str(value))
+            refuse(
+                where,
+                (not _matches(_SETTING, name), f"{name!r} is not a setting of slurm.conf", "correct its name"),
+                (str(name).lower() in RESERVED, f"slurm.{name} is the testbed's own to decide", f"remove slurm.{name}"),
+                (not is_word, f"slurm.{name} is {value!r}", "write one word, without blanks and quotes"),
+                error=TestbedError,
+            )
         object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
 
     @property
@@ -227,8 +237,8 @@ def find(path: str | Path | None) -> Path:
     raise _fail("no such topology file", str(path), nearest(path.stem, known) if known else "name a YAML file")
 
 
-def read(path: str | Path | None) -> Topology:
-    """The topology in a file (see `find`).
+def text_of(path: str | Path | None) -> str:
+    """Return the text of the file that `path` names (see `find`), which is a topology.
 
     :raises TestbedError: the file is missing, unreadable or wrong; one line.
     """
@@ -237,4 +247,10 @@ def read(path: str | Path | None) -> Topology:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _fail(f"cannot be read: {error}", str(file), "name a readable YAML file") from None
-    return parse(text, str(file))
+    parse(text, str(file))
+    return text
+
+
+def read(path: str | Path | None) -> Topology:
+    """The topology in a file; see `text_of`."""
+    return parse(text_of(path), str(path))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.schema import refuse
 from holmes_hpc.testbed.commands import last_error, present, system_env
 
 NATIVE = "bookworm"  # the machine's own Slurm, whatever its release is
@@ -71,14 +72,14 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
 
     :raises TestbedError: debootstrap failed, or this machine's /bin and /lib are not below /usr.
     """
-    if not Path("/lib").is_symlink() or not Path("/bin").is_symlink():
-        raise TestbedError(
-            "/bin and /lib are not links into /usr",
-            where=f"testbed --release {release}",
-            hint="use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)",
-        )
-    if not present("debootstrap"):
-        raise TestbedError("missing programs: debootstrap", where=f"testbed --release {release}", hint="install it")
+    is_merged = Path("/lib").is_symlink() and Path("/bin").is_symlink()
+    merged_hint = "use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)"
+    refuse(
+        f"testbed --release {release}",
+        (not is_merged, "/bin and /lib are not links into /usr", merged_hint),
+        (not present("debootstrap"), "missing programs: debootstrap", "install it"),
+        error=TestbedError,
+    )
     argv = [
         "unshare",
         "--mount",
@@ -105,8 +106,7 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
             hint="see that the Debian mirror can be reached",
         )
     for name in SHARED:
-        source = Path("/etc") / name
-        target = root / "etc" / name
+        source, target = Path("/etc") / name, root / "etc" / name
         if source.exists():
             target.unlink(missing_ok=True)
             shutil.copyfile(source, target)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import build, installed, packages, slurmconf
-from holmes_hpc.testbed.daemons import Bed, slurmctld, slurmd, within
+from holmes_hpc.testbed import installed, packages, slurmconf
+from holmes_hpc.testbed.daemons import Bed, server, slurmd, within
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.slurmconf import Places
 from holmes_hpc.testbed.topology import read
@@ -78,9 +78,12 @@ def test_with_a_key_no_munge_is_named_and_sockets_stay_in_the_testbed() -> None:
     assert "CredType=cred/slurm" in texts[0] and "AuthInfo=cred_expire=5\n" in texts[0]
     bed = Bed(places, WIRING, PORTS, "secret", None, Path("/opt/slurm"), slurmconf.SLURM)
     assert bed.servers == ("mariadbd", "slurmdbd", "slurmctld")
-    assert bed.client_env["SLURM_SACK_SOCKET"] == "/state/sack/slurmctld/sack.socket"
-    assert bed.client_env["PATH"].startswith("/opt/slurm/bin:/opt/slurm/sbin:")
-    assert [w for w in slurmctld(bed).argv if w.startswith("/")][:2] == ["/run/slurmctld", "/state/sack/slurmctld"]
+    assert bed.env()["SLURM_SACK_SOCKET"] == "/state/sack/slurmctld/sack.socket"
+    assert bed.env()["PATH"].startswith("/opt/slurm/bin:/opt/slurm/sbin:")
+    assert [w for w in server(bed, "slurmctld").argv if w.startswith("/")][:2] == [
+        "/run/slurmctld",
+        "/state/sack/slurmctld",
+    ]
     for argv in (slurmd(bed, "ib1").argv, within(bed, "ib1", ["hostname"])):
         assert "/run/slurm" in argv and "/state/sack/ib1" in argv
 
@@ -104,21 +107,21 @@ printf 'all:\\n\\techo built\\ninstall:\\n\\tmkdir -p %s/sbin && date +%%N > %s/
 
 @pytest.mark.integration
 def test_a_source_is_built_once(source: Path) -> None:
-    made = build.built(source, print)
+    made = installed.built(source, print)
     first = (made / "sbin" / "slurmctld").read_text()
-    assert made.is_relative_to(build.cache()) and not (made.parent / "build").exists()
-    assert (build.built(source, print) / "sbin" / "slurmctld").read_text() == first
+    assert made.is_relative_to(installed.cache()) and not (made.parent / "build").exists()
+    assert (installed.built(source, print) / "sbin" / "slurmctld").read_text() == first
     with tarfile.open(source.with_suffix(".tgz"), "w:gz") as archive:
         archive.add(source, source.name)
-    assert (build.built(source.with_suffix(".tgz"), print) / "sbin" / "slurmctld").is_file()
+    assert (installed.built(source.with_suffix(".tgz"), print) / "sbin" / "slurmctld").is_file()
 
 
 @pytest.mark.integration
 def test_a_source_that_does_not_build_is_said_with_its_last_line(source: Path) -> None:
     (source / "configure").write_text("#!/bin/sh\necho checking; echo 'configure: error: no compiler'; exit 1\n")
     with pytest.raises(TestbedError) as caught:
-        build.built(source, print)
-    log = next(build.cache().glob("*/build.log"))
+        installed.built(source, print)
+    log = next(installed.cache().glob("*/build.log"))
     assert str(caught.value) == (
         f"--slurm-source {source}: configure failed: configure: error: no compiler; the rest is in {log}"
     )
@@ -130,4 +133,4 @@ def test_what_is_no_source_is_refused(name: str, source: Path) -> None:
     (source.parent / "empty").mkdir()
     (source.parent / "no.tar.gz").write_text("x")
     with pytest.raises(TestbedError, match=r"does not exist|holds no Slurm|no tarball"):
-        build.built(source.parent / name, print)
+        installed.built(source.parent / name, print)

@@ -18,7 +18,7 @@ import pytest
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import bed, daemons, network, packages, processes, record
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
-from holmes_hpc.testbed.topology import find, parse
+from holmes_hpc.testbed.topology import find
 
 
 def example(**values: object) -> Record:
@@ -297,7 +297,7 @@ def test_a_daemon_that_is_slow_to_answer_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(daemons, "TELL_S", 0.0)
     said: list[str] = []
     slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(said) > 1, entered=True)
-    own = SimpleNamespace(places=SimpleNamespace(log=tmp_path, run=tmp_path), client_env={}, mark={})
+    own = SimpleNamespace(places=SimpleNamespace(log=tmp_path, run=tmp_path), env=dict, mark={})
     try:
         daemons.start([slow], own, 60, said.append)  # type: ignore[arg-type]
     finally:
@@ -347,7 +347,7 @@ def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
     def build(name: str) -> None:
         (tmp_path / name).mkdir()
         began.wait()
-        bed._build(tmp_path / name, parse(text, "x"), text, "bookworm", "", True, lambda _: None)
+        bed._build(tmp_path / name, text, "bookworm", "", True, lambda _: None)
 
     with ThreadPoolExecutor() as both:
         list(both.map(build, "ab"))
