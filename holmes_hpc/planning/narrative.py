@@ -9,7 +9,6 @@ from typing import Any
 
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
@@ -37,24 +36,15 @@ CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right 
 def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
     """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions; `steps`:
     how long that many take. Lines of `width` columns at most, folded between words."""
+    predicted, unused = plan.predicted, ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items())
+    supposed = [f"- {a}" for a in (*plan.assumptions, *counted_less(plan, costs))]
     lines = [_headline(plan), "", *_drawing(plan)]
-    if plan.predicted is not None:
-        lines += [
-            "",
-            *_step(plan, plan.predicted),
-            *_gain(plan, plan.predicted),
-            _budget(plan, steps),
-            *_stage_transfers(plan, costs),
-            "",
-            *_helps(plan, plan.predicted, costs),
-        ]
-    if plan.alternatives:
-        lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)]
-    if plan.unused:
-        lines.append("Unused: " + ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items()))
-    supposed = [*plan.assumptions, *counted_less(plan, costs)]
-    if supposed:
-        lines += ["", "Supposed:", *(f"- {a}" for a in supposed)]
+    if predicted is not None:
+        lines += ["", *_step(plan, predicted), *_gain(plan, predicted), _budget(plan, steps)]
+        lines += [*_stage_transfers(plan, costs), "", *_helps(plan, predicted, costs)]
+    lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)] if plan.alternatives else []
+    lines += [f"Unused: {unused}"] if unused else []
+    lines += ["", "Supposed:", *supposed] if supposed else []
     return [folded for line in lines for folded in _folded(line, width)]
 
 
@@ -67,18 +57,13 @@ def _folded(line: str, width: int) -> list[str]:
 def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
     """Tokens of a step, tokens a second as predicted (None without a prediction), and of `steps`: how many tokens they
     see and how many days they take."""
-    tokens, predicted = plan.batch.tokens, plan.predicted
-    found: dict[str, Any] = {
-        "tokens_per_step": tokens,
-        "tokens_per_s": tokens / predicted.step_time_s if predicted else None,
-    }
-    if steps is not None:
-        found |= {
-            "steps": steps,
-            "tokens": steps * tokens,
-            "days": steps * predicted.step_time_s / 86400 if predicted else None,
-        }
-    return found
+    tokens, seconds = plan.batch.tokens, plan.predicted.step_time_s if plan.predicted else None
+    budget = (
+        {}
+        if steps is None
+        else {"steps": steps, "tokens": steps * tokens, "days": steps * seconds / 86400 if seconds else None}
+    )
+    return {"tokens_per_step": tokens, "tokens_per_s": tokens / seconds if seconds else None, **budget}
 
 
 def _budget(plan: Plan, steps: int | None) -> str:
@@ -122,19 +107,13 @@ def _drawing(plan: Plan) -> list[str]:
             f"+-- {part.fabric}: {part.nodes} nodes x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
             f" {fabric.data_gbps:g} Gb/s, partition {part.partition}"
         )
-        if len(part.stages) <= 8:
-            lines += [
-                f"|   stage {s}: {_stage(plan, s, part.gpus_per_node)}"
-                + (f", data parallel by {inside[s]}" if s in inside else "")
-                for s in part.stages
-            ]
-        else:
+        rows = [([s], f"stage {s}: {_stage(plan, s, part.gpus_per_node)}") for s in part.stages]
+        if len(part.stages) > 8:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
-            by = dict.fromkeys(str(inside[s]) for s in part.stages if s in inside)
-            lines.append(
-                f"|   stages {part.stages[0]} to {part.stages[-1]}: {layers} layers"
-                + (f", data parallel by {' and '.join(by)}" if by else "")
-            )
+            rows = [([*part.stages], f"stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")]
+        for held, text in rows:
+            by = " and ".join(dict.fromkeys(str(inside[s]) for s in held if s in inside))
+            lines.append(f"|   {text}{by and f', data parallel by {by}'}")
         following = (part.stages[-1], part.stages[-1] + 1)
         if following in edges and plan.strategy != "hierarchical-dp":
             lines.append(f"|     |  activations by {edges[following]}")
@@ -183,8 +162,10 @@ def _gain(plan: Plan, predicted: Predicted) -> list[str]:
         return []
     best = plan.alternatives[0]
     gain, p = 1 - predicted.step_time_s / best["predicted"]["step_time_s"], best["parallel"]
-    uniform = f"TP {p['tp']}, PP {p['pp']}, DP {p['dp']}"
-    return [f"TP and DP by stage make the step {gain:.1%} shorter than the best uniform layout's ({uniform})."]
+    return [
+        f"TP and DP by stage make the step {gain:.1%} shorter than the best uniform layout's (TP {p['tp']}, PP"
+        f" {p['pp']}, DP {p['dp']})."
+    ]
 
 
 def _per_kind(plan: Plan, predicted: Predicted) -> str:
@@ -233,23 +214,22 @@ def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     """What a change of site or batch would gain: each tried alone, with this plan's layout; more nodes, with its TP and
     PP."""
 
-    def faster(site: Site) -> float:
+    def faster(rate: str, *names: str) -> float:
+        fabrics = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.fabrics)
+        site = replace(plan.site, fabrics=tuple(fabrics))
         return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
 
-    gains: list[tuple[float, str]] = []
-    fabrics = tuple(replace(f, ethernet_gbps=2 * f.ethernet_gbps) for f in plan.site.fabrics)
-    gains.append((faster(replace(plan.site, fabrics=fabrics)), "Ethernet twice as fast"))
-    for part in plan.components:
-        fabric = plan.site.fabric(part.fabric)
-        if fabric.rdma_gbps is not None:
-            fabrics = tuple(
-                replace(f, rdma_gbps=2 * f.rdma_gbps) if f.name == part.fabric and f.rdma_gbps else f
-                for f in plan.site.fabrics
-            )
-            gains.append((faster(replace(plan.site, fabrics=fabrics)), f"RDMA of {part.fabric} twice as fast"))
     larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
-    gains.append((predict(larger, costs).samples_per_s / predicted.samples_per_s - 1, "a global batch twice as large"))
-    gains += _more_nodes(plan, predicted, costs)
+    gains = [
+        (faster("ethernet_gbps", *(f.name for f in plan.site.fabrics)), "Ethernet twice as fast"),
+        *(
+            (faster("rdma_gbps", c.fabric), f"RDMA of {c.fabric} twice as fast")
+            for c in plan.components
+            if plan.site.fabric(c.fabric).rdma_gbps is not None
+        ),
+        (predict(larger, costs).samples_per_s / predicted.samples_per_s - 1, "a global batch twice as large"),
+        *_more_nodes(plan, predicted, costs),
+    ]
     gains = sorted((g for g in gains if g[0] >= 0.001), reverse=True)
     if not gains:
         return ["Neither faster networks nor more nodes nor a larger batch would help this plan."]

@@ -17,7 +17,6 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Fabric, Gpu, Site
 from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, Measured, MeasuredFabric, interpolated
-from holmes_hpc.planning.cost.cpu import Cpu
 from holmes_hpc.planning.cost.flops import (
     ffn_matrix,
     head_flops,
@@ -29,7 +28,7 @@ from holmes_hpc.planning.cost.flops import (
 )
 from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
-from holmes_hpc.planning.cost.layer import PARTS, Seconds, reduction_s, times
+from holmes_hpc.planning.cost.layer import PARTS, Cpu, Seconds, reduction_s, times
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.spec.transport import Transport

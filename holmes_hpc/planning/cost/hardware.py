@@ -11,8 +11,6 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.schema import Checked, key
 
 CPU_MEMORY_GBPS = 10.0  # of one rank: one core's share of a server's DDR4
-# FLOPs per byte of A100, H100, H200 and B200 lie between 153 and 295; for an unknown GPU, take this many.
-FLOPS_PER_BYTE = 200.0
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import numpy as np
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, remembered
 from holmes_hpc.planning.cost.traffic import Traffic, by_stage, edges, networks, tied_per_stage_s
-from holmes_hpc.planning.schedule.event_simulation import RowDurations
-from holmes_hpc.planning.schedule.event_simulation import ends as row_ends
-from holmes_hpc.planning.schedule.simulation import WHOLE, Durations, least_seconds, step_seconds
+from holmes_hpc.planning.schedule.simulation import WHOLE, Durations, RowDurations, least_seconds, step_seconds
+from holmes_hpc.planning.schedule.simulation import ends as row_ends
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:

@@ -20,10 +20,9 @@ from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
-from holmes_hpc.planning.search.near_batch import WORTH, near_batch
 from holmes_hpc.planning.search.offers import Question, offers
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, obstacle, variants
-from holmes_hpc.planning.search.space import Space
+from holmes_hpc.planning.search.space import WORTH, Space, near_batch
 from holmes_hpc.planning.spec.plan import Plan, Stage
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 

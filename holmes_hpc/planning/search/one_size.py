@@ -17,9 +17,8 @@ from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate
-from holmes_hpc.planning.search.fabric_order import along
 from holmes_hpc.planning.search.offers import Offer, Question
-from holmes_hpc.planning.search.placement import Block, Placement
+from holmes_hpc.planning.search.placement import Block, Placement, along
 from holmes_hpc.planning.spec.transport import LOCAL, TCP, TransportRule
 
 T = TypeVar("T")

@@ -77,16 +77,9 @@ def digest(plan: Any) -> str:
 
 def to_yaml(plan: Any) -> str:
     """Return the text of plan.yaml."""
-    data, derived = dict[str, Any](), dict[str, Any]()
-    names_of = _derived_names(plan)
-    for name, value in to_dict(plan).items():
-        names = names_of.get(name)
-        if names == WHOLE:
-            derived[name] = value
-        elif names is None:
-            data[name] = value
-        else:
-            data[name], derived[name] = (_pick(value, names, is_derived) for is_derived in (False, True))
+    whole, names_of = to_dict(plan), _derived_names(plan)
+    data = {k: _pick(v, names_of.get(k, ()), False) for k, v in whole.items() if names_of.get(k) != WHOLE}
+    derived = {k: whole[k] if names == WHOLE else _pick(whole[k], names, True) for k, names in names_of.items()}
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return str(
         yaml.dump(

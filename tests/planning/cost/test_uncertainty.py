@@ -12,7 +12,7 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.uncertainty import SUPPOSED, UNKNOWN, spread, spreads
+from holmes_hpc.planning.cost.predict import SUPPOSED, UNKNOWN, spread, spreads
 from holmes_hpc.planning.narrative import explain
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.spec.plan import Plan

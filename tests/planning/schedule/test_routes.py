@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.event_simulation import RowDurations, ends
 from holmes_hpc.planning.schedule.kinds import Pass
 from holmes_hpc.planning.schedule.launches import Post, check_launches, in_line, windowed
 from holmes_hpc.planning.schedule.order import Order, least_in_flight
+from holmes_hpc.planning.schedule.simulation import RowDurations, ends
 
 
 def in_turn(replicas: tuple[int, ...], micro_batches: int, in_flight: tuple[int, ...] = ()) -> Order:
